@@ -17,7 +17,7 @@ _LIMIT_S = 300
 
 
 def _audit(program: str, lock: str) -> tuple[int, list[str], list[str]]:
-    """How many packages ``lock`` names, a line for each vulnerability, and a line for each that was not looked up."""
+    """The number of packages in ``lock``, a line for each vulnerability, and a line for each that was not looked up."""
     command = [program, "--format=json", "--progress-spinner=off", "--require-hashes", "--disable-pip", "-r", lock]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     try:

@@ -32,7 +32,7 @@ class Answers:
         self._thread = threading.Thread(target=self._answer, name="horo answers", daemon=True)
 
     def start(self) -> None:
-        """Without a thread, if none can be started, questions stay unanswered."""
+        """Starts the thread; questions stay unanswered if none can be started."""
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 

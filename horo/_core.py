@@ -435,7 +435,7 @@ class Context:
             raise error_from_status(_STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:
-        """In a forked child: closes the parent's descriptors; every later call raises UsageError."""
+        """Closes the parent's descriptors in a forked child; every later call raises UsageError."""
         if self._context != ffi.NULL:
             lib.horo_after_fork(self._context)
 

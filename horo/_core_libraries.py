@@ -21,7 +21,7 @@ class Library(NamedTuple):
     """A library that this process can use; see ``horo_library`` in ``horo_gpu.h``."""
 
     name: str
-    """With its version: ``"NCCL 2.23.4"``."""
+    """The name with its version: ``"NCCL 2.23.4"``."""
     version: int
     path: str
     device_count: int

@@ -86,7 +86,7 @@ class Autotune:
     log_fd: int = -1
     """Of rank 0, where samples are written as CSV; it belongs to the context once that exists."""
     shuffle: int = 0
-    """For tests: the seed of random values, others after every batch."""
+    """The seed, for tests, of random values, others after every batch."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Event(NamedTuple):
     number: int
     """For a batch: the count of its requests; for the end of the group: the rank at fault, or -1."""
     status: str
-    """Why a request or the group failed: ``"HORO_ERR_MISMATCH"``; else empty."""
+    """The status with which a request or the group failed, as ``"HORO_ERR_MISMATCH"``; else empty."""
 
 
 def event_of(

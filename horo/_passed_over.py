@@ -44,7 +44,7 @@ PASSED_OVER = {
     "HOROVOD_SPARK_PYTHONPATH": _NO_SPARK,
     "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": _NO_SPARK,
 }
-"""Why each does nothing here."""
+"""The variables of Horovod that do nothing here, each with the reason."""
 AT_BUILD = (
     *(f"HOROVOD_{do}_{what}" for do in ("WITH", "WITHOUT") for what in _PARTS),
     *("HOROVOD_GPU", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_ALLGATHER"),

@@ -37,7 +37,7 @@ def sources() -> list[str]:
 
 
 def headers() -> list[str]:
-    """What C files include: other C, and the text of kernels for GPUs."""
+    """The files that C files include: other C, and the text of kernels for GPUs."""
     found = [path for path in (ROOT / "native").rglob("*") if path.suffix in {".h", ".ptx"}]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 

@@ -31,8 +31,8 @@ NVRTC_VERSION = (11, 8)
 TARGET = "compute_52"
 """The oldest that this compiler makes without a warning; newer GPUs take it as well."""
 PTX_VERSION = "6.0"
-"""What the text says it needs, in place of the compiler's own 7.8: the oldest driver that horo takes, of CUDA 11.4,
-reads 7.4. ptxas says whether that is enough."""
+"""The version that the text says it needs, in place of the compiler's own 7.8: the oldest driver that horo takes, of
+CUDA 11.4, reads 7.4. ptxas says whether that is enough."""
 
 _OPTIONS = [f"--gpu-architecture={TARGET}", "--fmad=false", "--std=c++11", "-default-device"]
 _HEADER = """\
@@ -42,7 +42,7 @@ _HEADER = """\
 
 
 def _folder(package: str) -> Path | None:
-    """Where pip has put a part of CUDA."""
+    """The folder where pip has put a part of CUDA."""
     try:
         spec = importlib.util.find_spec(f"nvidia.{package}")
     except ModuleNotFoundError:
@@ -52,7 +52,7 @@ def _folder(package: str) -> Path | None:
 
 
 def digest() -> str:
-    """Of the sources: what the text says it was made of."""
+    """The digest of the sources, by which the text says what it was made of."""
     return hashlib.sha256(b"".join((DEVICE / name).read_bytes() for name in SOURCES + HEADERS)).hexdigest()
 
 
@@ -117,7 +117,7 @@ def _text_of(size_of: ctypes._NamedFuncPointer, get: ctypes._NamedFuncPointer, p
 
 
 def assemble(ptxas: Path, text: str, target: str = "sm_52") -> str:
-    """What ptxas has to say against the text; empty: nothing."""
+    """The objections of ptxas to the text; empty: it has none."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernels.ptx")
         source.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the extension is compiled: on all cores, after a look at what compiling needs, without debugging symbols."""
+"""The way the extension is compiled: on all cores, after a look at what compiling needs, without debugging symbols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CheckedBuild", "ParallelBuild", "compile_in_parallel", "what_is_miss
 
 
 def what_is_missing() -> str:
-    """Why nothing can be compiled here, with what to install; empty: all is there."""
+    """The reason why nothing can be compiled here, with what to install; empty: all is there."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
     if shutil.which(compiler) is None:
         return f"the C compiler '{compiler}' is not there; on Debian: apt-get install gcc libc6-dev"

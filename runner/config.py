@@ -28,7 +28,7 @@ BINDINGS = ("core", "numa", "none")
 LAUNCHERS = ("auto", "ssh", "slurm", "mpi", "jsrun")
 
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL, where a user waits at a terminal."""
+"""The time from SIGTERM to SIGKILL, if a user waits at a terminal."""
 BATCH_GRACE_S = 25.0
 """The same in a batch job, where ranks write a checkpoint: less than the 30 s that Slurm gives by default (KillWait),
 so that hororun can still say who was killed."""
@@ -52,7 +52,7 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Ssh:
-    """How remote hosts are reached.
+    """The way remote hosts are reached.
 
     Attributes:
         program: the ssh program.

@@ -114,7 +114,7 @@ class Loop:
         return time.monotonic() - self._stopped_s
 
     def wake(self) -> None:
-        """From any thread: makes the loop call the function that ``on_wake`` was given."""
+        """Makes the loop call, from any thread, the function that ``on_wake`` was given."""
         try:
             os.write(self._wake_write, b"\0")
         except (BlockingIOError, OSError):

@@ -57,7 +57,7 @@ These are all that end a process without a handler, except those that end a job 
 PASSED_ON_BY_AGENTS = (*PASSED_ON, signal.SIGINT, signal.SIGHUP)
 """An agent has no terminal: the last two come from a user who had the batch system send them to the job's steps."""
 ENDING_WITHOUT_RANKS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""These end hororun, or its agent, while it has no rank to pass them on to."""
+"""The signals that end hororun, or its agent, while it has no rank to pass them on to."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -99,7 +99,7 @@ def unread_input() -> bool:
 
 
 def _waiting_bytes(fd: int) -> int:
-    """How many bytes a pipe holds now."""
+    """The number of bytes that a pipe holds now."""
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 

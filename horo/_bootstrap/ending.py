@@ -212,7 +212,7 @@ def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
 
 
 def _line_of_frame(frame: FrameType | None) -> str:
-    """As ``script_line``, but from a frame: while Python exits, the exception has no traceback."""
+    """The line that ``script_line`` finds, but from a frame: while Python exits, the exception has no traceback."""
     places = []
     while frame is not None:
         places.append((frame.f_code.co_filename, frame.f_lineno))

@@ -102,7 +102,7 @@ def describe_difference(ranks: Sequence[tuple[str, GpuLibraries]]) -> str:
 
 
 def tell_difference(rank: int, ranks: Sequence[tuple[str, GpuLibraries]]) -> None:
-    """On rank 0, logs how ranks differ, if they do: for information, since a job on CPUs is not concerned."""
+    """Logs, on rank 0, how ranks differ, if they do: for information, since a job on CPUs is not concerned."""
     if rank == 0 and (sentence := describe_difference(ranks)):
         logging.getLogger("horo").info(sentence)
 

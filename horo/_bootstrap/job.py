@@ -157,7 +157,7 @@ class RunningRank:
         self._teams_begun += 1
 
     def note_loss(self) -> None:
-        """Under MPI, records the loss of a peer for the exit handler."""
+        """Records, under MPI, the loss of a peer for the exit handler."""
         health = self.context.health() if self.mpi is not None else None
         if isinstance(health, GroupError) and not isinstance(health, AbortedError):
             _losses.append(health)
@@ -177,7 +177,7 @@ def _find_loss() -> HoroError | None:
 
 
 _end_reporters: list[EndReporter] = []
-"""Only those of the last start."""
+"""The reporters of the last start only."""
 
 
 def _on_exception(error: BaseException, where: str) -> None:

@@ -47,7 +47,7 @@ def _data(setup: Setup) -> str:
 
 
 def describe_gradients(setup: Setup, overlap: str, threads: int, cores: int) -> str:
-    """When gradients travel; empty if they do not.
+    """The words for when gradients travel; empty if they do not.
 
     Args:
         setup: the setup of any rank.

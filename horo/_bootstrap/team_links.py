@@ -36,7 +36,7 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 _NUMBER_MAX = (1 << 32) - 1
 _WAITS, _DONE = b"waits", b"done"
 _REPORT_S = 0.5
-"""How often a rank that waits for links reports so, and hears whether another has failed."""
+"""The time after which a rank that still waits for links reports so again, and hears whether another has failed."""
 
 
 @dataclass(frozen=True)

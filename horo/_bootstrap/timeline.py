@@ -23,7 +23,7 @@ DYNAMIC = "DYNAMIC"
 RANK_MARK = "{rank}"
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _starts: Counter[str] = Counter()
-"""How often this process has begun a timeline because of the variable, by path: no file takes another one's place."""
+"""The number of timelines begun by this process because of the variable, by path: no file replaces another."""
 
 
 def file_of_rank(path: str, rank: int) -> str | None:

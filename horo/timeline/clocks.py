@@ -87,7 +87,7 @@ def _take_in(aligned: dict[_Key, _Together], ranks: Sequence[Mapping[_Key, Batch
 def _shared(
     aligned: Mapping[_Key, _Together], ranks: Sequence[Mapping[_Key, Batch]]
 ) -> list[tuple[float, float, float]]:
-    """For each record on both sides: when on the new clock, and the least and the greatest offset."""
+    """The time on the new clock of each record that both sides have, with the least and the greatest offset."""
     own: dict[_Key, _Together] = defaultdict(_nothing)
     for batches in ranks:
         for key, batch in batches.items():

@@ -63,7 +63,7 @@ class ObjectKey:
         self._key = hmac.digest(secret, b"horo object\0" + context, "sha256")
 
     def sealed_bytes(self, rank: int) -> int:
-        """How many bytes ``rank`` will send."""
+        """The number of bytes that ``rank`` will send."""
         _, payload_bytes, _ = _HEADER.unpack_from(self._headers, self.ranks.index(rank) * _HEADER.size)
         return _MAC_BYTES + int(payload_bytes)
 

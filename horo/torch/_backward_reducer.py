@@ -48,7 +48,7 @@ class BackwardReducer(GradientReducer):
         self._first_run: int | None = None
         """The lowest number of a run in progress; None outside backward."""
         self._passes = 0
-        """How many backward passes have accumulated since the last reduction."""
+        """The number of backward passes that have accumulated since the last reduction."""
 
     def synchronize(self) -> None:
         """Reduces gradients that no backward has reduced, as after ``no_sync()``; else there is nothing left to do.

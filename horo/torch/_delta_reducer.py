@@ -54,7 +54,7 @@ class DeltaReducer(Member):
         self._is_nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         """Whether a ``step()`` may call that of its base class, around which these hooks are as well."""
         self._depth = 0
-        """How many such calls are in progress."""
+        """The number of such calls that are in progress, each inside the one before."""
         self.adopt()
 
     # -- called by the user ----------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class DeltaReducer(Member):
         self._forget()
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> DeltaReducer:
-        """One with the same options for a copy of the optimizer; ``twins``: its parameters by those of this one."""
+        """A reducer with these options for a copy of the optimizer; ``twins``: its parameters by those of this one."""
         return type(self)(optimizer, copy.copy(self.options), self.names_for(twins))
 
 

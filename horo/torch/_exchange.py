@@ -156,7 +156,7 @@ class Exchange(Member):
     def _resolve(
         self, mismatches: Sequence[tuple[ParameterState, PendingReduction, MismatchError]]
     ) -> Generator[Request, None, list[HoroError]]:
-        """After mismatches, which every rank gets: reduces again where ranks have sent one gradient in two forms.
+        """Reduces again, after mismatches, which every rank gets, where ranks have sent one gradient in two forms.
 
         Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
         orders.
@@ -245,7 +245,7 @@ class Exchange(Member):
         return bool(fresh)
 
     def _sparse_dims(self, state: ParameterState) -> int:
-        """How many dimensions of its gradient are sparse; 0: it is sent as a dense one."""
+        """The number of sparse dimensions of its gradient; 0: it is sent as a dense one."""
         grad = state.parameter.grad
         return grad.sparse_dim() if grad is not None and self._travels_sparse(state, grad) else 0
 

@@ -29,7 +29,7 @@ _UNUSED_DIMENSIONS = 16
 
 
 class ReductionOptions:
-    """How gradients are reduced: the options of ``DistributedOptimizer``."""
+    """The options of ``DistributedOptimizer`` that say how gradients are reduced."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class PackedGradient(WatchedGradient):
         super().__init__(state, grad, options)
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
-        """How many changes of the gradient are counted when the result is written to the tensor sent."""
+        """The number of changes of the gradient that are counted when the result is written to the tensor sent."""
         self.version = grad._version
 
     def unpack(self) -> None:
@@ -226,9 +226,10 @@ class PendingSparseReduction(PendingReduction):
 
 
 def _shared_changes(sent: torch.Tensor, dense: torch.Tensor, grad: torch.Tensor) -> int:
-    """How many changes of ``grad`` a change of ``sent`` counts as: a view and ``detach()`` count along, copies do not.
+    """The number by which a change of ``sent`` raises the count of changes of ``grad``.
 
-    A tensor may also have the same memory and a count of its own, as from ``.data``.
+    A view and the result of ``detach()`` share the count of their tensor, a copy does not. A tensor may also have the
+    same memory and a count of its own, as from ``.data``.
     """
     if dense is not grad or not isinstance(sent, torch.Tensor) or sent.layout is not torch.strided:
         return 0  # a tensor that cannot be sent is refused later

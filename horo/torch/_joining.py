@@ -16,17 +16,17 @@ __all__ = ["Joining"]
 
 
 class _Round:
-    """From the first call of ``join`` until all ranks have joined."""
+    """One round of joining: from the first call of ``join`` until all ranks have joined."""
 
     def __init__(self, number: int, teams: Iterable[int], has_sets: bool) -> None:
         self.number = number
-        """How many rounds of the job have ended when this one has."""
+        """The number of rounds of the job that have ended when this one has."""
         self.teams = tuple(teams)
         """The teams that this rank joins. None comes or goes before the end."""
         self.has_sets = has_sets
         """Whether the job has process sets, whichever ranks are their members."""
         self.buffers: dict[int, RequestBuffer] = {}
-        """By team that this rank has joined. A buffer is there before its handle, which an interrupt must not lose."""
+        """The buffer of each team that this rank has joined, set before its handle, which no interrupt may lose."""
         self.end: RequestBuffer | None = None
         """The barrier after them, in a job that has process sets."""
         self.callers: set[object] = set()
@@ -69,7 +69,7 @@ class Joining:
 
     @property
     def rounds(self) -> int:
-        """How often all ranks have joined; equal on all ranks where none has joined."""
+        """The number of times that all ranks have joined; equal on all ranks where none has joined."""
         if self._runtime.is_joining:
             self.settle()
         return self._rounds
@@ -171,7 +171,7 @@ class Joining:
                 self._core.start_join(team, buffer)
 
     def _complete(self, current: _Round) -> None:
-        """After all have joined each team: this rank may submit again."""
+        """Notes that all have joined each team: this rank may submit again."""
         if current.last is not None:
             return
         last = self._core.joined_last(current.handles[0])
@@ -191,7 +191,7 @@ class Joining:
             self._runtime.is_joining = False
 
     def _forget_failed(self, current: _Round) -> None:
-        """After an error of the core: a later call begins anew, unless this rank has joined and may still wait."""
+        """Lets a later call begin anew after an error of the core, unless this rank has joined and may still wait."""
         with self._lock:
             if not any(map(self._core.in_progress, current.all_handles)):
                 self._close(current)

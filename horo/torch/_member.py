@@ -50,16 +50,16 @@ class Member(abc.ABC):
         self._runtime: _runtime.Runtime | None = None
         """The runtime of the job that it has taken part in last."""
         self._rounds = 0
-        """How often all ranks of the job had joined when it took part last."""
+        """The number of times that all ranks of the job had joined when it took part last."""
         runtime = _runtime.find()
         self._made_in = None if runtime is None else weakref.ref(runtime)
         """The runtime of the job in which it was made, if any."""
         self._made_after = 0 if runtime is None else runtime.joining.rounds
-        """How often all ranks of that job had joined then."""
+        """The number of times that all ranks of that job had joined then."""
         self._are_named = False
         """Whether the gradients of all parameters have their names in this job."""
         self._checked = 0
-        """How many parameters, the first ones, have been compared over all ranks in this job."""
+        """The number of parameters, counted from the first, that have been compared over all ranks in this job."""
 
     @abc.abstractmethod
     def reset(self) -> None:
@@ -150,7 +150,7 @@ class Member(abc.ABC):
             )
 
     def settle_join(self) -> None:
-        """Before gradients are submitted: ends a join that an exception has left, if all ranks have joined by now.
+        """Ends, before gradients are submitted, a join that an exception has left, if all ranks have joined by now.
 
         The submission would do that, too, but then gradients would have names of before the end of the round.
 
@@ -200,7 +200,7 @@ class Member(abc.ABC):
 
     @property
     def size(self) -> int:
-        """How many ranks take part; 1 on a rank that is no member of the process set.
+        """The number of ranks that take part; 1 on a rank that is no member of the process set.
 
         Raises:
             NotInitializedError: There is no job.

@@ -21,7 +21,7 @@ from horo.torch._gradients import ParameterState
 __all__ = ["StepProgress", "refuse_different_steps"]
 
 _LATER = 1
-"""It is not the first reduction since the last step."""
+"""The reduction is not the first since the last step."""
 _AT_STEP = 2
 """The reduction began in ``step()``."""
 
@@ -37,7 +37,7 @@ class StepProgress:
 
     @property
     def mark(self) -> int:
-        """How many dimensions the first gradient has more than its parameter; 0 in an ordinary step."""
+        """The number of dimensions that the first gradient has in front of its shape; 0 in an ordinary step."""
         return (_LATER if self.reductions else 0) + (_AT_STEP if self.is_at_step else 0)
 
     def begin(self) -> None:

@@ -291,7 +291,7 @@ class GradientReducer(Exchange):
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> GradientReducer:
-        """One of the same kind, with the same options, for a copy of the optimizer.
+        """A reducer of the same kind, with the same options, for a copy of the optimizer.
 
         Args:
             optimizer: The copy.

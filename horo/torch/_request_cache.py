@@ -147,7 +147,7 @@ class CachedRequest:
         self.shape, self.dtype, self._output_like = tensor.shape, tensor.dtype, _like(result)
 
     def forget(self) -> None:
-        """After a result that did not fit: ``set_tensor`` fails until ``expect`` has been called twice."""
+        """Forgets what did not fit its result: ``set_tensor`` fails until ``expect`` has been called twice."""
         self._signatures = self.shape = self.dtype = None
 
     def set_tensors(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:

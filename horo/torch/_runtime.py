@@ -75,7 +75,7 @@ class Runtime:
         self.is_joining = False  # else a call of join() has not returned, or was interrupted: operations settle it
         self.joining = Joining(self)
         self._gradient_names: Counter[tuple[int, str]] = Counter()
-        """How many gradients of optimizers have had a name, by the id of their team and that name."""
+        """The number of gradients of optimizers that have had a name, by the id of their team and that name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
         """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
@@ -163,7 +163,7 @@ class Runtime:
         return self.teams.change(what, guarded)
 
     def restart_names(self) -> None:
-        """After a join: ranks that joined early have counted less than others."""
+        """Starts the counts of names anew after a join: ranks that joined early have counted less than others."""
         self._names.clear()
         self._gradient_names.clear()
         self.request_cache.clear()  # for gradients it has names of before
@@ -237,7 +237,7 @@ class Runtime:
         return last_number
 
     def mark_forked(self) -> None:
-        """In a forked child: refuses all calls from now on. The job closes its descriptors by itself."""
+        """Refuses all calls from now on, in a forked child. The job closes its descriptors by itself."""
         self._forked = self.ended = True
 
     @property

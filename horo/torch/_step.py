@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
 
 _SCALER_FRAMES = 12
-"""How far up the stack a GradScaler can be: torch's and a scheduler's wrappers of ``step`` lie between."""
+"""The most frames between here and a GradScaler: torch's and a scheduler's wrappers of ``step`` lie between."""
 
 
 class ReducingClosure:

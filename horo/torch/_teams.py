@@ -32,7 +32,7 @@ class Team(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many members it has."""
+        """The number of its members."""
         return len(self.ranks)
 
 
@@ -69,7 +69,7 @@ class Teams:
         return list(self._members)
 
     def size_for(self, team: int) -> int:
-        """How many members a team has, for one of them; 1 for another rank, and after its removal."""
+        """The number of members of a team, on one of them; 1 on another rank, and after its removal."""
         found = self._members.get(team)
         return 1 if found is None else found.size
 

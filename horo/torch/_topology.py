@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many ranks the job has. Returns at once.
+    """The number of ranks in the job. Returns at once.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -56,7 +56,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks this host has. Returns at once.
+    """The number of ranks on this host. Returns at once.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -82,7 +82,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts have a rank of this ``local_rank``. Returns at once.
+    """The number of hosts that have a rank of this ``local_rank``. Returns at once.
 
     Raises:
         NotInitializedError: Before ``init()``.

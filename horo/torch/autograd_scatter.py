@@ -58,7 +58,7 @@ def _gather(ctx: Any, tensors: Sequence[torch.Tensor], suffix: str) -> tuple[tor
 
 
 def _spread(ctx: Any, gradients: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor | None, ...]:
-    """As backward returns them: None for the spec and for inputs that are not differentiated."""
+    """The gradients as backward returns them, with None for the spec and for inputs that are not differentiated."""
     results: list[torch.Tensor | None] = [None] * count
     for index, gradient in zip(ctx.floating, gradients, strict=True):
         results[index] = gradient

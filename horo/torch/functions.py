@@ -396,7 +396,7 @@ class _Placeholder(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_beside: bool
-    """On the device of the parameter whose state it is, at the root."""
+    """Whether it is on the device of the parameter whose state it is, at the root."""
 
 
 class _Structure(NamedTuple):

@@ -80,7 +80,7 @@ class ProcessSet:
         return self._comm
 
     def size(self) -> int | None:
-        """How many members it has; None while it is not registered."""
+        """The number of its members; None while it is not registered."""
         return None if self.process_set_id is None else len(self._ranks)
 
     def rank(self) -> int | None:

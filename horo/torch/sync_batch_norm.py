@@ -165,7 +165,7 @@ def _others(like: torch.Tensor) -> list[int]:
 
 
 def _precise(tensor: torch.Tensor) -> torch.Tensor:
-    """In a dtype in which many values can be added up."""
+    """The tensor in a dtype in which many values can be added up."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 

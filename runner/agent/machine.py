@@ -39,7 +39,7 @@ class BindingError(ValueError):
 
 @dataclass(frozen=True)
 class Binding:
-    """How the ranks of a host are bound.
+    """The way the ranks of a host are bound.
 
     Attributes:
         cpus: to which CPUs, see ``bind``.
@@ -159,7 +159,7 @@ def _shares(ranks: Sequence[int], here: int) -> dict[int, slice]:
 
 
 def threads(bound: Mapping[int, Cpus]) -> dict[int, int]:
-    """How many threads each rank may have: its CPUs, shared with the ranks that are bound to the same ones."""
+    """The number of threads of each rank: its CPUs, shared with the ranks that are bound to the same ones."""
     sharing = Counter(bound.values())
     return {rank: max(1, len(cpus) // sharing[cpus]) for rank, cpus in bound.items()}
 

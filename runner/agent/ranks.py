@@ -283,7 +283,7 @@ class HostRanks:
                 os.killpg(pid, number)
 
     def _end_remaining_processes(self) -> None:
-        """When no rank runs: ends the processes that ranks have left behind, again until none is left."""
+        """Once no rank runs, ends the processes that ranks have left behind, again until none is left."""
         if self._ranks or self.finished:
             return
         found = self._tree.find()

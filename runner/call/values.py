@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the function ended in a rank.
+    """The end of the function in a rank.
 
     Attributes:
         has_result: whether it has returned; what, is at ``result_key``. False: an exception ended it.

@@ -398,7 +398,7 @@ def check_known(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None
 
 
 def _one_of(words: Sequence[str]) -> Callable[[str], str]:
-    """For the type of an option; ``choices`` of argparse says it otherwise in each version of Python."""
+    """Makes the type of an option; ``choices`` of argparse says it otherwise in each version of Python."""
 
     def choose(text: str) -> str:
         if text not in words:

@@ -129,7 +129,7 @@ def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None
 
 
 def useless_marks(given: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    """Why ``--timeline-mark-cycles`` does nothing; empty: it is not there, or there is a timeline.
+    """The reason why ``--timeline-mark-cycles`` does nothing; empty: it is not there, or there is a timeline.
 
     Args:
         given: the values of all options.

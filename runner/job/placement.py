@@ -110,7 +110,7 @@ def _share_evenly(slots: Sequence[int], size: int) -> list[int]:
 
 
 def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLauncher:
-    """How agents are started on other hosts.
+    """The launcher that starts agents on other hosts.
 
     Raises:
         JobError: there is no srun, and it is needed.
@@ -131,7 +131,7 @@ def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLaunch
 
 
 def slots_of(host: HostSpec, size: int, cores: int, gpus: int) -> int:
-    """How many ranks a host takes: its slots; where none were said its GPUs, or its cores where it has none.
+    """The number of ranks that a host takes: its slots; if none were given, its GPUs, or its cores if it has no GPU.
 
     Args:
         host: as it was named.

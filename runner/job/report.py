@@ -21,7 +21,7 @@ _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\bra
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
         rank: its number.

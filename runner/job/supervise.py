@@ -65,9 +65,9 @@ __all__ = ["run_job"]
 _STDERR_TAIL_BYTES = 16384
 _REMOTE_ANSWER_TIMEOUT_S = 5.0
 _SILENT_END_S = 2.0
-"""How long after Ctrl-C the user learns that ranks still run."""
+"""The time after Ctrl-C at which the user learns that ranks still run."""
 _CAUSE_S = 2.0
-"""How long to wait for the end of the rank that the first failure points at."""
+"""The time for which to wait for the end of the rank that the first failure points at."""
 
 
 def run_job(job: Job, environment: Mapping[str, str]) -> int:

@@ -75,7 +75,7 @@ def _stamp(path: str) -> Stamp | None:
 
 
 def _explain(missing: Sequence[int], wanted: TimelineMerge) -> str:
-    """Why timelines are not in the result, and what to do."""
+    """The reason why timelines are not in the result, and what to do."""
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {ranges(missing)} have"
     return (
         f"--timeline-merge: {who} not written {wanted.pattern} in the files of this host: where a rank has called "

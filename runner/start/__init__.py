@@ -1,1 +1,1 @@
-"""How ranks are started elsewhere: allocations, and the commands of ssh, srun, mpirun and jsrun."""
+"""The start of ranks elsewhere: allocations, and the commands of ssh, srun, mpirun and jsrun."""

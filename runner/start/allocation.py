@@ -18,7 +18,7 @@ __all__ = ["Allocation", "AllocationError", "find_allocation"]
 _WAY_OUT = "name the hosts yourself with -H, or start the job anew"
 
 Read = Callable[[str], str]
-"""From a path to its text; raises OSError or UnicodeDecodeError."""
+"""A function from a path to its text; raises OSError or UnicodeDecodeError."""
 
 
 class AllocationError(ValueError):

@@ -13,7 +13,7 @@ from horo.runner.start.allocation import Allocation, AllocationError, find_alloc
 __all__ = ["allocated", "choose_launcher"]
 
 Find = Callable[[str], str | None]
-"""From the name of a program to its path in PATH, None: it is not there."""
+"""A function from the name of a program to its path in PATH, None: it is not there."""
 
 
 def allocated(environ: Mapping[str, str], *, named: bool) -> Allocation | None:

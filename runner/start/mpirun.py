@@ -41,7 +41,7 @@ class Mpirun:
 
 
 def family_of(path: str, version: str) -> Family:
-    """From the output of ``mpirun --version``.
+    """The family of an MPI, by the output of ``mpirun --version``.
 
     Raises:
         JobError: it is of no family that hororun knows.

@@ -62,7 +62,7 @@ def lines_of(stderr: bytes) -> list[str]:
 
 
 def agent_command(python: str) -> str:
-    """For a shell: the agent starts in ``/``, so that no directory of the user's home can stand in for horo."""
+    """The agent's command, for a shell. It starts in ``/``, so that no folder of the user's home stands in for horo."""
     return f"cd / && exec {shlex.quote(python)} -m horo.runner.agent"
 
 

@@ -112,7 +112,7 @@ class SrunLauncher:
 
 
 def knows_overlap(version: str) -> bool:
-    """From the output of ``srun --version``, like ``slurm 22.05.8``; anything else counts as new."""
+    """Whether srun knows ``--overlap``, by ``srun --version``, like ``slurm 22.05.8``; anything else counts as new."""
     found = re.search(r"slurm\S* ([0-9]+)\.([0-9]+)", version)
     return found is None or (int(found[1]), int(found[2])) >= _OVERLAP_SINCE
 

@@ -1,4 +1,4 @@
-"""The files of the repository that the tidy checks read, and how a finding is written."""
+"""The files of the repository that the tidy checks read, how a finding is written, and words of two checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 SKIPPED_FOLDERS = {"build", "dist", "__pycache__"}
 KEPT_DOT_FOLDERS = {".ci"}
+
+NOUN_CLAUSES = ("What", "Who", "Whom", "Whose", "Which", "Where", "That", "Those", "How", "Why", "When")
+"""First words of a docstring or a comment that make a reader look for the noun."""
 
 
 def _is_kept(folder: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from tidy_files import finding
+from tidy_files import NOUN_CLAUSES, finding
 
 FILE_LINES_MAX = 500
 TEST_FILE_LINES_MAX = 700  # a list of cases is read one at a time
@@ -145,10 +145,6 @@ def _is_within(module: str, name: str) -> bool:
 
 def _lies_in(path: PurePath, where: str) -> bool:
     return path == PurePath(where) or PurePath(where) in path.parents
-
-
-NOUN_CLAUSES = ("What", "Who", "Whom", "Whose", "Which", "Where", "That", "Those")
-"""First words that make a reader look for the noun."""
 
 
 def check_docstrings(path: Path, text: str) -> list[str]:

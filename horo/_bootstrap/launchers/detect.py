@@ -120,7 +120,7 @@ def _detect(environ: Mapping[str, str], config: Config) -> Any:
 
 
 def _check_forced(mpi: Any, variable: MpiLauncherVariable | None, environ: Mapping[str, str], told: str) -> None:
-    """With ``controller="mpi"``, a world of one rank is an error if another launcher has started several processes."""
+    """Refuses a world of one rank with ``controller="mpi"`` if another launcher has started several processes."""
     if variable is not None:
         check_world_size(mpi, variable)
     elif mpi.COMM_WORLD.Get_size() == 1:

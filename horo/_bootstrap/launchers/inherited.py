@@ -50,7 +50,7 @@ child processes inherit."""
 
 
 class _Places(NamedTuple):
-    """For each launcher, a digest of the variables that set the place of a process; in order of precedence.
+    """A digest, for each launcher, of the variables that set the place of a process; in order of precedence.
 
     ``-``: that launcher has set no place among several.
     """

@@ -40,7 +40,7 @@ _PORT_COUNT = 8
 _PORT_FIRST, _PORT_END = 10_000, 32_000
 """Below the range from which systems choose ports for outgoing connections."""
 _STALE_FILE_TIMEOUT_S = 2.0
-"""How long to try the addresses in a file; an earlier start may have left it."""
+"""The time for which to try the addresses in a file; an earlier start may have left it."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _StoreSearch:
         self._deadline = time.monotonic() + self._timeout_s
         self._file = CredentialFile(name, Path.home())
         self._reason = ""
-        """Why the last advertisement or file could not be used."""
+        """The reason why the last advertisement or file could not be used."""
 
     def run(self) -> tuple[StoreClient, bytes]:
         """The connection to rank 0's store, and the secret."""

@@ -103,7 +103,7 @@ def mpi_importable() -> bool:
 
 
 def why_no_mpi() -> str:
-    """Why ``mpi4py.MPI`` cannot be imported, as far as that is known without starting MPI; empty: it can."""
+    """The reason why ``mpi4py.MPI`` cannot be imported, if that is known without starting MPI; empty: none is."""
     if "mpi4py.MPI" in sys.modules:
         return ""
     if not mpi_importable():

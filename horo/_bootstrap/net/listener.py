@@ -233,7 +233,7 @@ class Listener:
 
 
 def _affordable(count: int) -> int:
-    """At most ``count``, and at most a quarter of this process's descriptors, so that most are left for other uses."""
+    """The smaller of ``count`` and a quarter of this process's descriptors, so that most are left for other uses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return count if limit == resource.RLIM_INFINITY else max(min(count, limit // 4), 1)
 

@@ -12,7 +12,7 @@ from horo.errors import ResourceError
 __all__ = ["ServedStore", "choose_server_addresses"]
 
 _CONNECT_TIMEOUT_S = 5.0
-"""How long a failed start stays visible to ranks that have not connected yet."""
+"""The time for which a failed start stays visible to ranks that have not connected yet."""
 
 
 class ServedStore(StoreClient):

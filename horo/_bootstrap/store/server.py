@@ -100,7 +100,7 @@ class StoreServer:
 
     @property
     def connected_count(self) -> int:
-        """How many clients have connected so far."""
+        """The number of clients that have connected so far."""
         return self._connected_count
 
     def wait_for_disconnects(self, count: int, timeout_s: float, connect_timeout_s: float) -> bool:
