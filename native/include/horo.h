@@ -48,7 +48,7 @@ enum horo_dtype {
     HORO_UINT8 = 0, HORO_INT8 = 1, HORO_INT16 = 2, HORO_INT32 = 3, HORO_INT64 = 4, HORO_FLOAT16 = 5, HORO_BFLOAT16 = 6,
     HORO_FLOAT32 = 7, HORO_FLOAT64 = 8, HORO_BOOL = 9,
     HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with */
-    /* Those below are moved; SUM and AVERAGE take complex numbers as pairs of floats. */
+    /* The dtypes below are moved; SUM and AVERAGE take complex numbers as pairs of floats. */
     HORO_UINT16 = 10, HORO_UINT32 = 11, HORO_UINT64 = 12, HORO_COMPLEX32 = 13, HORO_COMPLEX64 = 14,
     HORO_COMPLEX128 = 15, HORO_FLOAT8_E4M3FN = 16, HORO_FLOAT8_E5M2 = 17, HORO_FLOAT8_E4M3FNUZ = 18,
     HORO_FLOAT8_E5M2FNUZ = 19, HORO_FLOAT8_E8M0FNU = 20, HORO_FLOAT4_E2M1FN_X2 = 21, HORO_BITS8 = 22, HORO_BITS16 = 23,
@@ -161,7 +161,7 @@ typedef struct {
     const int32_t *data_fds;
 } horo_team_setup;
 
-/* What horo calls of MPI, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
+/* The functions of MPI that horo calls, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
     HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
     HORO_MPI_IALLREDUCE = 5, HORO_MPI_IBCAST = 6, HORO_MPI_IALLGATHERV = 7, HORO_MPI_IREDUCE_SCATTER = 8,
@@ -202,7 +202,7 @@ typedef struct {
 } horo_mpi;
 
 /*
- * What may change while a job runs. SEGMENT: bytes, at most a slot, multiples of 4096; PIECE: bytes sent, received and
+ * Values that may change in a job. SEGMENT: bytes, at most a slot, multiples of 4096; PIECE: bytes sent, received and
  * reduced at once between hosts; SOCKETS: in use, of those for data to each peer; FUSION: as fusion_bytes; DOUBLING:
  * most bytes of a share that hosts reduce by recursive doubling; CARRIED: of a lone tensor that is announced with its
  * data; CYCLE: as cycle_time_us; OVERLAP, for Python: gradients travel 1: behind backward, 2: meanwhile, 0: as set
@@ -223,10 +223,10 @@ typedef struct {
 } horo_autotune;
 
 /*
- * What the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors.
- * "Host" here means a set of ranks that share one arena; hosts are numbered by their lowest rank, and the
- * lowest rank of a host is its leader. `local index` is the position among the ranks of a host, in rank order.
- * On success the context owns all descriptors; on failure the caller still does. -1 means "none".
+ * The facts that the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors. "Host" here
+ * means a set of ranks that share one arena; hosts are numbered by their lowest rank, and the lowest rank of a host is
+ * its leader. `local index` is the position among the ranks of a host, in rank order. On success the context owns all
+ * descriptors; on failure the caller still does. -1 means "none".
  */
 typedef struct {
     int32_t rank;
@@ -282,7 +282,7 @@ typedef struct {
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
 
-/* What a rank notes of its work as it goes along. */
+/* The events that a rank notes as its work goes along. */
 enum horo_event_kind {
     HORO_EVENT_SUBMITTED = 0, /* a request, by a caller here */
     /* a request that all ranks have submitted: it is a part of the batch whose record comes next in the log */
@@ -328,7 +328,7 @@ HORO_API const char *horo_simd_name(void);
 HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, int32_t teams);
 
 /*
- * What a host's ranks share, made by one of them for horo_setup: a memfd of so many zero bytes, which can grow but not
+ * Makes, on one rank for horo_setup, what a host's ranks share: a memfd of so many zero bytes, which can grow but not
  * shrink, and a nonblocking eventfd at zero. Both are close-on-exec and the caller's. HORO_OK, or HORO_ERR_RESOURCE
  * with a sentence.
  */
@@ -469,7 +469,7 @@ HORO_API int horo_release(horo_context *context, int64_t handle);
 /* HORO_OK while the group is whole; after a loss the status and sentence that every request now gets. */
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes);
 
-/* What the next operation of all ranks runs with, by enum horo_knob; all 0: as ever. *is_final: it stays so. */
+/* Reads what the next operation of all ranks runs with, by enum horo_knob; all 0: as ever. *is_final: it stays so. */
 HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final);
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidy_files import finding
+from tidy_files import NOUN_CLAUSES, finding
 
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
@@ -55,6 +55,8 @@ BANNED_CALLS: dict[str, str] = {
 _WHOLE_MACROS = r"^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+"
 _WITHOUT_NAME = re.compile(rf"__attribute__\s*\(\(.*?\)\)|_Static_assert|{_WHOLE_MACROS}")
 _STATIC = re.compile(r"(?:inline\s+)?static\b|HR_INLINE\b")
+_COMMENT = r"//[^\n]*|/\*.*?\*/"
+_LITERAL = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
 _CONTROL = {"if", "for", "while", "switch", "do", "else"}
 
 
@@ -82,8 +84,7 @@ def code_only(text: str) -> str:
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group(0))
 
-    literal = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
-    text = re.sub(rf"//[^\n]*|/\*.*?\*/|{literal}", blank, text, flags=re.DOTALL)
+    text = re.sub(rf"{_COMMENT}|{_LITERAL}", blank, text, flags=re.DOTALL)
     return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.MULTILINE)
 
 
@@ -129,6 +130,26 @@ def check_sizes(path: Path, text: str) -> list[str]:
             found.append(
                 finding(path, item.first_line, f"{item.function_name} has {length} lines; at most {FUNCTION_LINES_MAX}")
             )
+    return found
+
+
+BEGINS_ANYHOW = ("src/cross/", "src/device/", "src/engine/", "src/mpi/", "src/backend/nccl_")
+"""Paths below native whose comments are not yet held to ``check_comments``."""
+
+
+def check_comments(path: Path, text: str) -> list[str]:
+    """A comment before a function, a struct or a field begins with its subject or with a verb, as a docstring does."""
+    found = []
+    in_bodies = [
+        range(item.first_line, item.last_line + 1) for item in items(code_only(text)) if item.function_name is not None
+    ]
+    for match in re.finditer(rf"{_LITERAL}|{_COMMENT}", text, flags=re.DOTALL):
+        words = match.group(0).lstrip("/*").split()
+        words = words[1:] if words[:1] == ["*"] else words
+        line = text.count("\n", 0, match.start()) + 1
+        begins_line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip() == ""
+        if words and words[0] in NOUN_CLAUSES and begins_line and not any(line in body for body in in_bodies):
+            found.append(finding(path, line, f"{' '.join(words[:4])} ...: begin with the noun"))
     return found
 
 

@@ -28,7 +28,7 @@ static struct layout lay_out(int local_size, size_t segment_bytes) {
     return layout;
 }
 
-/* What comes before the partitions. */
+/* The bytes before the partitions. */
 static size_t common_bytes(int local_size) {
     const size_t blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
     return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGE);

@@ -32,7 +32,7 @@ enum {
     HR_PROOF_WORDS = 2,
 };
 
-/* Why the group ended; kept in one word so that it can be set once by compare-and-swap. */
+/* The reason why the group ended; kept in one word so that it can be set once by compare-and-swap. */
 struct hr_abort {
     int code; /* enum horo_status; 0: the group is whole */
     int rank; /* the rank at fault, -1 if unknown */

@@ -1,7 +1,7 @@
 /*
- * What a rank that has ended the group said of it, or of why it cannot go on. Each process keeps the words of one rank
- * in its own block of the arena: its own, or, as a leader, those that came from another host. They are written before
- * the abort word that names the rank, so whoever reads that rank in the abort word finds its words.
+ * The words of a rank that has ended the group, or cannot go on, about the reason. Each process keeps the words of one
+ * rank in its own block of the arena: its own, or, as a leader, those that came from another host. They are written
+ * before the abort word that names the rank, so whoever reads that rank in the abort word finds its words.
  */
 #ifndef HR_ARENA_LAST_WORDS_H
 #define HR_ARENA_LAST_WORDS_H

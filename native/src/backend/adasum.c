@@ -46,7 +46,7 @@ struct adasum {
     int64_t *own_counts;   /* [size] */
     int64_t *share_counts; /* [size] */
 
-    /* What inner is told. */
+    /* The operand that inner is told. */
     struct hr_operand operand;
     size_t row_bytes;
     struct hr_gathered result;
@@ -269,7 +269,7 @@ static int begin_kind(struct adasum *self) {
     return HR_TASK_MOVED;
 }
 
-/* What follows a collective of inner that is over. */
+/* Begins what follows a collective of inner that is over. */
 static int end_inner(struct adasum *self) {
     switch (self->stage) {
     case HR_ADASUM_SCATTER: begin_pairs(self, HR_ADASUM_MULTIPLY); return HR_TASK_MOVED;

@@ -12,7 +12,7 @@ struct parts {
     size_t *offsets;          /* allgather: [count]; alltoall: [size * size] bytes from each to each */
 };
 
-/* How a move is made: by the slots, or from the others' memory, which is tried first. */
+/* The way of a move: by the slots, or from the others' memory, which is tried first. */
 enum way { WAY_SLOTS, WAY_TRY, WAY_READ };
 
 struct host_backend {
@@ -254,7 +254,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     }
 }
 
-/* What follows a step that is done: HR_TASK_MOVED if there is something, HR_TASK_DONE if there is not, or a status. */
+/* Begins what follows a step that is done: HR_TASK_MOVED if anything does, HR_TASK_DONE if not, or a status. */
 static int begin_next(struct host_backend *host) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);

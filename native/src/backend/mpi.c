@@ -117,7 +117,7 @@ static int travels_alone(const struct hr_mpi_backend *self, const struct hr_piec
     return hr_codec_is_plain(fused->codec) && (fused->count == 1 || piece->bytes >= self->team->tuning.mpi_alone);
 }
 
-/* How much from `offset` on is packed together. */
+/* The number of bytes from `offset` on that are packed together. */
 static size_t packed_bytes(const struct hr_mpi_backend *self, size_t offset) {
     const struct hr_fused *fused = &self->fused;
     size_t end = offset;

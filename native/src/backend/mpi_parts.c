@@ -151,12 +151,12 @@ void hr_mpi_end_of_scatter(struct hr_mpi_backend *self) {
 
 /* ---- Transfers of an alltoall: a share of what each rank has for each other ---- */
 
-/* What s has for d that travels. */
+/* The bytes that travel from s to d. */
 static size_t bytes_between(const struct hr_mpi_backend *self, int s, int d) {
     return s == d ? 0 : self->parts.bytes[(size_t)s * (size_t)self->team->size + (size_t)d];
 }
 
-/* What one rank sends or gets, the more of the two, where that is the most of all ranks. */
+/* The bytes that the busiest rank sends or gets, whichever are more. */
 static size_t busiest(const struct hr_mpi_backend *self) {
     size_t most = 0;
     for (int r = 0; r < self->team->size; r++) {
@@ -190,7 +190,7 @@ static struct hr_range exchanged(const struct hr_mpi_backend *self, size_t index
     return hr_units(1, bytes_between(self, s, d), index, self->parts.share_count);
 }
 
-/* What I send lies in front of what I get. */
+/* The bytes that I send lie in front of those that I get. */
 static void place_share(struct hr_mpi_backend *self, size_t index, size_t *sent, size_t *received) {
     const struct hr_mpi_parts *parts = &self->parts;
     const int size = self->team->size;

@@ -1,4 +1,4 @@
-/* What all backends do with the operands of a batch: see them as fused vectors, and make room for what is gathered. */
+/* The work of all backends on the operands of a batch: see them as fused vectors, make room for what is gathered. */
 #ifndef HR_BACKEND_OPERANDS_H
 #define HR_BACKEND_OPERANDS_H
 
@@ -11,7 +11,7 @@ struct hr_pieces {
     size_t capacity;
 };
 
-/* How many vectors are made of the tensors of an operation: each needs a piece for each tensor. */
+/* The number of vectors that are made of the tensors of an operation: each needs a piece for each tensor. */
 size_t hr_vectors_of(int op, int size);
 /* HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
 int hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
@@ -46,7 +46,7 @@ int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct h
 static inline int hr_operation_of(int reduce_op) {
     return reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
 }
-/* What the sum of `dtype` is scaled by over `size` ranks, where the user asked for work->postscale besides. */
+/* The scale for the sum of `dtype` over `size` ranks, where the user asked for work->postscale besides. */
 static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dtype, int size) {
     if (work->reduce_op != HORO_AVERAGE) {
         return hr_scale_by(work->postscale);
@@ -58,8 +58,8 @@ static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dt
 struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
 
 /*
- * What this rank has for each, to[size], what it gets from each, from[size], and bytes[s * size + d] of rank s for rank
- * d. `pieces` has room for all operands, twice for each rank.
+ * Fills in what this rank has for each, to[size], what it gets from each, from[size], and the bytes of rank s for rank
+ * d, bytes[s * size + d]. `pieces` has room for all operands, twice for each rank.
  */
 void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_piece *pieces, struct hr_fused *to,
                     struct hr_fused *from, size_t *bytes);

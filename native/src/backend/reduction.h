@@ -1,6 +1,6 @@
 /*
- * How MPI is told to reduce what horo reduces: a type and an operation of its own where they mean the same, else ones
- * made here.
+ * The type and the operation by which MPI reduces what horo reduces: MPI's own where they mean the same, else ones made
+ * here.
  *
  * Made here are all reductions of 16-bit floats, which MPI does not know, and minimum and maximum of floats, for which
  * MPI does not say what becomes of NaN or of zeros of both signs. The latter are told not to commute: then MPI keeps to

@@ -1,4 +1,4 @@
-/* What the dtypes are called, how large they are, what can be done with them. */
+/* The names and sizes of the dtypes, and what can be done with them. */
 #ifndef HR_BASE_DTYPE_H
 #define HR_BASE_DTYPE_H
 

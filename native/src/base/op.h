@@ -1,4 +1,4 @@
-/* What the operations are called in messages. */
+/* The names of the operations in messages. */
 #ifndef HR_BASE_OP_H
 #define HR_BASE_OP_H
 

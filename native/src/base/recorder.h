@@ -45,10 +45,10 @@ enum hr_adasum_phase {
     HR_ADASUM_UNPACK,
 };
 
-/* What moves the data of a batch. */
+/* The means by which the data of a batch moves. */
 enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI, HR_VIA_NCCL };
 
-/* What is written; see horo_event. */
+/* An event as it is written; see horo_event. */
 struct hr_event {
     uint64_t ticks; /* when; 0: now */
     int32_t event; /* enum horo_event_kind, hr_traced_kind */

@@ -10,7 +10,7 @@ struct hr_error {
     char text[HORO_MESSAGE_MAX];
 };
 
-/* Why a rank is at fault for the end of its group. The numbers travel between hosts. */
+/* The reason why a rank is at fault for the end of its group. The numbers travel between hosts. */
 enum hr_abort_reason {
     HR_REASON_NONE = 0,
     HR_REASON_EXITED = 1,  /* its process ended without shutting horo down */

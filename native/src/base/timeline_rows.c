@@ -115,7 +115,7 @@ static void begin_op(struct hr_timeline_rows *rows, const struct hr_timeline_row
     begin(rows, row, name, ns);
 }
 
-/* What moves the data: SHM_ALLREDUCE, MPI_ADASUM_ALLREDUCE. */
+/* Begins the moving of the data, named after what moves it: SHM_ALLREDUCE, MPI_ADASUM_ALLREDUCE. */
 static void begin_data(struct hr_timeline_rows *rows, const struct hr_timeline_row *row, int64_t ns) {
     char op[32];
     char name[64];

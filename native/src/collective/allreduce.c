@@ -95,7 +95,7 @@ static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_dra
 
 /* ---- One rank ---- */
 
-/* What would travel is packed all the same, so that a script sees what it would see with more ranks. */
+/* Packs what would travel all the same, so that a script sees what it would see with more ranks. */
 static void run_alone_packed(const struct hr_stages *call) {
     const struct hr_fused *fused = call->fused;
     const struct hr_codec *codec = fused->codec;

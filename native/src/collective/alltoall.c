@@ -50,7 +50,7 @@ static const struct hr_segments_ops one_host = {.fill = show, .drain = take};
 
 /* ---- The beginning ---- */
 
-/* What the shares for the ranks below `end` take of the slot of s, as if each were as long as any of its kind. */
+/* The bytes of the shares for the ranks below `end` in the slot of s, as if each were as long as any of its kind. */
 static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t count) {
     size_t bytes = 0;
     for (int d = 0; d < end; d++) {

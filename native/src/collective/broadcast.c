@@ -17,7 +17,7 @@ static struct hr_range segment_of(const struct hr_broadcast *run, size_t k) {
     return hr_segment(run->segments.team->tuning.segment, run->fused.bytes, k);
 }
 
-/* Where share `owner` of segment k lies on this host; `offset` is the share's in the segment. */
+/* The place of share `owner` of segment k on this host; `offset` is the share's in the segment. */
 static char *share_data(const struct hr_broadcast *run, int owner, size_t k, size_t offset) {
     const int holder = on_root_host(run) ? run->root_local : owner;
     return hr_team_slot(run->segments.team, holder, hr_segments_parity(&run->segments, k)) + offset;

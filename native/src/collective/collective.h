@@ -32,7 +32,7 @@ struct hr_broadcast {
 };
 
 /*
- * Whose parts pass the slots now, in order of hosts: of all ranks, unless there are more than have room there at once.
+ * The ranks whose parts pass the slots now, in order of hosts: all, unless there are more than have room there at once.
  * Then one run over the slots follows the other.
  */
 struct hr_members {
@@ -54,7 +54,7 @@ struct hr_allgather {
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
 
-/* What passes the slots of one host, in how many streams. */
+/* The traffic through the slots of one host: bytes, and the number of streams. */
 struct hr_traffic {
     size_t bytes;
     size_t streams;
@@ -112,9 +112,9 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
                        double prescale, struct hr_scale postscale);
 
 /*
- * What partial results are multiplied by before they travel, so that the factor of postscale is divided by it. A sum of
- * float16 may leave their range though the average of all does not. So the power of two in a factor below 1 is taken in
- * before; that is exact, but for values so small that float16 holds fewer bits of them. 1 for all else that travels.
+ * The factor for partial results before they travel, so that the factor of postscale is divided by it. A sum of float16
+ * may leave their range though the average of all does not. So the power of two in a factor below 1 is taken in before;
+ * that is exact, but for values so small that float16 holds fewer bits of them. 1 for all else that travels.
  */
 double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale);
 

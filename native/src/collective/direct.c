@@ -12,7 +12,7 @@ enum {
 
 /* ---- Whether it can be done ---- */
 
-/* What a member tells of its tries, in one word: who could not be read, and why. */
+/* The report of a member about its tries, in one word: who could not be read, and why. */
 enum { TOLD_YES = 1, TOLD_NO = 2, TOLD_BITS = 8, TOLD_RANK_SHIFT = 32 };
 
 static _Atomic uint64_t *told_by(const struct hr_team *team, int local_rank) {
@@ -103,7 +103,7 @@ void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
 
 enum stage { STAGE_SHOW, STAGE_KEEP, STAGE_READ, STAGE_END };
 
-/* What my addresses take of my slot. */
+/* The bytes that my addresses take of my slot. */
 static size_t address_bytes(const struct hr_move *move) {
     return hr_round_up((size_t)move->shown_count * move->tensors * sizeof(uint64_t), HR_LINE);
 }
@@ -147,7 +147,7 @@ static const struct hr_fused *part_from(const struct hr_direct *run, int rank) {
     return &run->move.from[run->move.root_rank < 0 ? rank : 0];
 }
 
-/* Where the addresses of what a member shows to another begin in its slot. */
+/* The beginning, in the slot of a member, of the addresses of what it shows to another. */
 static _Atomic uint64_t *addresses(const struct hr_direct *run, int from, int to) {
     const struct hr_team *team = run->team;
     const size_t list = run->move.shown_count == 1 ? 0 : (size_t)to;
@@ -166,7 +166,7 @@ static void show(const struct hr_direct *run) {
     }
 }
 
-/* What I have for myself. */
+/* Copies what I have for myself. */
 static void keep(const struct hr_direct *run) {
     const struct hr_team *team = run->team;
     const struct hr_fused *mine = shown_to(run, team->rank);
@@ -312,7 +312,10 @@ static int sum_next(struct hr_direct *run) {
     return HR_TASK_MOVED;
 }
 
-/* Where the group has ended, a member's call may have failed before I read its memory, which it may have changed. */
+/*
+ * Whether what was read may be wrong: where the group has ended, a member's call may have failed before I read its
+ * memory, which it may have changed.
+ */
 static int may_be_untrue(const struct hr_team *team) {
     return hr_arena_aborted(&team->node->arena).code != 0;
 }

@@ -27,7 +27,7 @@ struct hr_sum {
     struct hr_scale scale;
 };
 
-/* What moves: one list of vectors that I show, and what I get. */
+/* The vectors that move: one list of those that I show, and those that I get. */
 struct hr_move {
     const struct hr_fused *shown; /* [shown_count] one for all, or one for each member; their inputs are read */
     int shown_count;              /* 1 or team->size */

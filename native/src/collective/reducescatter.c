@@ -162,7 +162,7 @@ static void reduce_region(struct hr_segments *segments, size_t k) {
     }
 }
 
-/* What a region of so many bytes travels by. */
+/* The algorithm by which a region of so many bytes travels. */
 static const struct hr_cross_ops *cross_of(const struct hr_tuning *tuning, size_t bytes) {
     return bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_scatter_ring;
 }

@@ -27,7 +27,7 @@ enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
 
 struct hr_segments;
 
-/* What a collective does with segment k in each stage. None waits. HORO_OK, or a code that ends the task. */
+/* The work of a collective on segment k in each stage. None waits. HORO_OK, or a code that ends the task. */
 struct hr_segments_ops {
     void (*fill)(struct hr_segments *segments, size_t k);   /* arrives at HR_PHASE_FILLED */
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
@@ -70,7 +70,7 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
  */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
 
-/* What all calls between the hosts of a team have in common. */
+/* A call between the hosts of a team, with what all such calls have in common. */
 static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {
     return (struct hr_cross_call){
         .transport = team->transport,

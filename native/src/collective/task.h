@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 
-/* What one call of progress came to; or a status < 0, which ends the task. */
+/* The outcome of one call of progress; or a status < 0, which ends the task. */
 enum hr_progress {
     HR_TASK_DONE = 0,    /* the collective is complete on this rank; stays so */
     HR_TASK_BLOCKED = 1, /* nothing can be done until another rank has acted or bytes have moved */

@@ -61,7 +61,7 @@ static const struct hr_piece *whole_piece(const struct hr_stages *call, size_t k
     return segment.offset + segment.bytes <= piece->offset + piece->bytes ? piece : NULL;
 }
 
-/* Where my share of segment k travels from and to. */
+/* The place that my share of segment k travels from and to. */
 static char *travelling(const struct hr_stages *call, size_t k) {
     const struct hr_piece *piece = whole_piece(call, k);
     return piece == NULL ? hr_stages_slot(call, call->team->local_rank, k) + own_share(call, k).offset

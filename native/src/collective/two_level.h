@@ -1,4 +1,4 @@
-/* What collectives on several hosts, or in several runs over the slots, share. */
+/* The parts that collectives on several hosts, or in several runs over the slots, share. */
 #ifndef HR_COLLECTIVE_TWO_LEVEL_H
 #define HR_COLLECTIVE_TWO_LEVEL_H
 
@@ -10,7 +10,7 @@
  */
 int hr_two_level_begin(struct hr_allreduce *run);
 
-/* What a share of so many bytes travels by. */
+/* The algorithm by which a share of so many bytes travels. */
 const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
 
 /* Scratch for any share of any segment of at most `segment_bytes`, in blocks of `block_bytes`, for so many owners. */
@@ -23,7 +23,7 @@ int hr_members_advance(struct hr_members *members, const struct hr_team *team, s
 /* Begins what hr_allgather_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_two_level_gather_begin(struct hr_allgather *run);
 
-/* What s has for d that passes a slot. */
+/* The bytes that s has for d and that pass a slot. */
 static inline size_t hr_alltoall_bytes(const struct hr_alltoall *run, int s, int d) {
     return s == d ? 0 : run->bytes[(size_t)s * (size_t)run->segments.team->size + (size_t)d];
 }

@@ -245,7 +245,7 @@ static void measure_streams(struct hr_alltoall *run) {
     }
 }
 
-/* What passes the slots of a host: the bytes of all streams, and how many streams there are. */
+/* Notes what passes the slots of a host: the bytes of all streams, and the number of streams. */
 static void note_traffic(const struct hr_alltoall *run, int host, size_t bytes) {
     run->traffic[host].bytes += bytes;
     run->traffic[host].streams++;

@@ -26,7 +26,7 @@ static unsigned parity(const struct hr_allgather *run, size_t k) {
     return hr_segments_parity(&run->segments, k);
 }
 
-/* Where a share travels from and to without a slot, or NULL. */
+/* The place that a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
     const struct hr_team *team = run->segments.team;
     if (team->local_size > 1 || team->host_size[team->host_of_rank[rank]] > 1 || share.bytes == 0) {
@@ -122,7 +122,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     hr_team_arrive(segments->team, HR_PHASE_DRAINED, parity(run, k));
 }
 
-/* How much of all parts one segment takes. */
+/* The bytes of all parts that one segment takes. */
 static size_t segment_bytes(const struct hr_allgather *run) {
     const struct hr_team *team = run->segments.team;
     int needs_slots = team->size > team->host_count;

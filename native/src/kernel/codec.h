@@ -1,8 +1,8 @@
 /*
- * How values look while they travel: in the slots of the arena and on the links between hosts. What travels is a row
+ * The form of values while they travel: in the slots of the arena and on the links between hosts. What travels is a row
  * of blocks of one size, and everything that cuts it, into segments, shares, parts or pieces, cuts between two blocks.
- * A tensor begins with a block of its own; its last block may stand for fewer values than the others, and is as long
- * as they are. So what becomes of a tensor does not depend on what it travels with.
+ * A tensor begins with a block of its own; its last block may stand for fewer values than the others, and is as long as
+ * they are. So what becomes of a tensor does not depend on what it travels with.
  *
  * Everybody unpacks the same blocks, whoever has reduced them: all ranks get the same bits, whatever a codec loses.
  */
@@ -56,17 +56,17 @@ static inline int hr_codec_is_plain(const struct hr_codec *codec) {
 
 /* ---- Sizes: bytes on the way, blocks, values. They are converted here and nowhere else. ---- */
 
-/* What `count` values take on the way. */
+/* The bytes that `count` values take on the way. */
 static inline size_t hr_codec_bytes(const struct hr_codec *codec, size_t count) {
     return hr_divide_up(count, codec->block_elements) * codec->block_bytes;
 }
 
-/* How many blocks `bytes` on the way are. */
+/* The number of blocks that `bytes` on the way are. */
 static inline size_t hr_codec_blocks(const struct hr_codec *codec, size_t bytes) {
     return bytes / codec->block_bytes;
 }
 
-/* How many values `bytes` on the way stand for, if the last block is full. */
+/* The number of values that `bytes` on the way stand for, if the last block is full. */
 static inline size_t hr_codec_elements(const struct hr_codec *codec, size_t bytes) {
     return hr_codec_blocks(codec, bytes) * codec->block_elements;
 }

@@ -29,8 +29,8 @@ enum hr_store {
 };
 
 /*
- * What a result is multiplied by and divided by. Two numbers, since the inverse of a divisor is no double: 49 * (1.0 /
- * 49) is below 1. The divisor is at least 1, and 1 for floats (they are multiplied by the inverse, as ever) and bool.
+ * The factor and the divisor of a result. Two numbers, since the inverse of a divisor is no double: 49 * (1.0 / 49) is
+ * below 1. The divisor is at least 1, and 1 for floats (they are multiplied by the inverse, as ever) and bool.
  */
 struct hr_scale {
     double factor;

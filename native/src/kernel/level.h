@@ -39,7 +39,7 @@ struct hr_level {
 
 extern const struct hr_level hr_level_scalar;
 
-/* What is the same on every level; struct hr_kernel has the contracts. */
+/* The kernels that are the same on every level; struct hr_kernel has the contracts. */
 void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy,
                      const void *const *src, int src_count, size_t count, struct hr_scale scale,
                      enum hr_store copy_store);

@@ -1,6 +1,7 @@
 /*
- * What Adasum does with two vectors, for every level: no include guard, as vector_template.h. Eight lanes whatever the
- * registers are, so that all levels add in one order; the compiler makes of them as many registers as it takes.
+ * The arithmetic of Adasum on two vectors, for every level: no include guard, as vector_template.h. Eight lanes
+ * whatever the registers are, so that all levels add in one order; the compiler makes of them as many registers as it
+ * takes.
  */
 #define PAIR_LANES 8
 typedef float pair_floats __attribute__((vector_size(PAIR_LANES * sizeof(float))));

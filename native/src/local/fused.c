@@ -20,7 +20,7 @@ struct values {
     size_t count;
 };
 
-/* What bytes [skip, skip + bytes) of a piece stand for. Its last block need not be full. */
+/* The values that bytes [skip, skip + bytes) of a piece stand for. Its last block need not be full. */
 static struct values values_of(const struct hr_codec *codec, const struct hr_piece *piece, size_t skip, size_t bytes) {
     if (bytes == piece->bytes) {
         return (struct values){0, piece->count}; /* a small tensor, mostly: divisions would take as long as the rest */

@@ -17,7 +17,7 @@ enum hr_store hr_store_choose(const struct hr_team *team, const struct hr_store_
             return (enum hr_store)store;
         }
     }
-    /* Where streaming pays it pays several times over; a small lead is noise. */
+    /* Streaming pays several times over where it pays; a small lead is noise. */
     const int cheaper = costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3;
     return (enum hr_store)(costs->passes % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
 }

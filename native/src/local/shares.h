@@ -1,4 +1,4 @@
-/* What the arena algorithms share: cutting vectors into segments and shares, and the choice of the store policy. */
+/* The common parts of the arena algorithms: cutting vectors into segments and shares, choosing the store policy. */
 #ifndef HR_LOCAL_SHARES_H
 #define HR_LOCAL_SHARES_H
 
@@ -39,7 +39,7 @@ static inline size_t hr_share_most(size_t unit, size_t bytes, int count) {
     return hr_divide_up(hr_divide_up(bytes, unit), (size_t)count) * unit;
 }
 
-/* What a segment takes of a slot: as many blocks as it holds. */
+/* The bytes that a segment takes of a slot: as many blocks as it holds. */
 static inline size_t hr_segment_bytes(const struct hr_team *team, const struct hr_codec *codec) {
     return hr_codec_blocks(codec, team->tuning.segment) * codec->block_bytes;
 }
@@ -68,7 +68,7 @@ void hr_store_learn(struct hr_store_costs *costs, enum hr_store store, size_t by
 enum hr_store hr_store_choose_for_move(const struct hr_team *team, size_t bytes);
 
 /*
- * How to store what is moved on one host to results of `bytes` on each rank, which nobody has read or written just
+ * The way to store what is moved on one host to results of `bytes` on each rank, which nobody has read or written just
  * before. More than a cache holds is stored past it: else each line would first be read from memory.
  */
 static inline enum hr_store hr_store_choose_for_result(const struct hr_team *team, size_t bytes) {

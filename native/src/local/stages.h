@@ -1,5 +1,5 @@
 /*
- * What an allreduce does with one segment in the stages of segments.h, on all ranks of a host alike:
+ * The work of an allreduce on one segment in the stages of segments.h, on all ranks of a host alike:
  *
  *     fill    packs the shares that others own into my slot, scaled on the way; arrives at HR_PHASE_FILLED
  *     reduce  reduces my own share straight from my private memory and the peers' slots

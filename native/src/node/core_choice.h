@@ -1,5 +1,5 @@
 /*
- * Which core a thread runs on that waits for the other ranks of its host.
+ * The choice of a core for a thread that waits for the other ranks of its host.
  *
  * Ranks that hand one core to and fro by yielding look well placed to the scheduler: whoever it could move ran a moment
  * ago and is taken to have a warm cache there. So they may share a core for seconds beside one that idles, and every

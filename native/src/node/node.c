@@ -123,7 +123,7 @@ void hr_node_supervise(struct hr_node *node, int enabled) {
     node->watching = enabled;
 }
 
-/* What a transport to the hosts of a team may have to poll, at most. */
+/* The most descriptors that a transport to the hosts of a team may have to poll. */
 static size_t fds_of(const struct hr_node *node, int host_count) {
     return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;
 }

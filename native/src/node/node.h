@@ -27,10 +27,10 @@
 /* A wait that lasts so long has the links supervised meanwhile. */
 #define HR_SUPERVISE_AFTER_NS 1000000000ll
 
-/* How often whoever spins looks before it offers its core to others. */
+/* The number of looks of whoever spins before it offers its core to others. */
 enum { HR_LOOKS_PER_YIELD = 2 };
 
-/* What a thread sleeps on. Of its own: the driver may go on meanwhile. */
+/* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
 struct hr_sleep {
     struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
     size_t capacity, count, life_count;
@@ -101,7 +101,7 @@ void hr_node_wake(struct hr_node *node, int local_rank);
 void hr_node_wake_all(struct hr_node *node);
 
 /*
- * How many looks pass between two at what is quiet: a transport, which costs a system call per link, or what a team has
+ * The number of looks between two at what is quiet: a transport, which costs a system call per link, or what a team has
  * in the arena, lines of memory that are all in the way of one another.
  */
 enum { HR_LOOKS_PER_QUIET_LOOK = 16 };

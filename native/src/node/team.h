@@ -51,7 +51,7 @@ enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
 /* But for `segment`, which is 0. */
 extern const struct hr_tuning hr_tuning_defaults;
 
-/* What is known of ordinary stores into slots, and of those past the cache; see hr_store_choose. */
+/* The measured costs of ordinary stores into slots, and of those past the cache; see hr_store_choose. */
 struct hr_store_costs {
     int64_t of[2];   /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
     uint64_t passes; /* that were measured */
@@ -65,7 +65,7 @@ struct hr_team {
     struct hr_partition partition;
     struct hr_transport *transport; /* NULL: all members are on one host */
 
-    /* Who is where. */
+    /* The places of all ranks. */
     int rank, size;
     int *job_rank;              /* [size] of each member, ascending */
     int host, host_count;
@@ -80,7 +80,7 @@ struct hr_team {
     int *leader_of_host;        /* [host_count] rank */
     int *host_size;             /* [host_count] */
 
-    /* What its collectives keep from one to the next. */
+    /* The state that its collectives keep from one to the next. */
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
     struct hr_abort suspect;           /* whom a task has lost; see struct hr_task */

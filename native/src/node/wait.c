@@ -7,7 +7,7 @@
 #include "node/node.h"
 
 /*
- * Where nobody else wants the core, most waits for a rank beside this one end within so many looks, and a yield would
+ * Most waits for a rank beside this one end within so many looks where nobody else wants the core, and a yield would
  * take as long as ten of them. A yield that took longer than so long has let somebody run.
  */
 enum { FIRST_LOOKS = 16, YIELD_ALONE_NS = 1000 };
@@ -18,7 +18,7 @@ static int64_t shorter(int64_t a_ns, int64_t b_ns) {
     return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
 }
 
-/* How long to sleep at most while MPI is at work for this rank; -1: it is not. */
+/* The longest sleep while MPI is at work for this rank; -1: it is not. */
 static int64_t poll_within_ns(const struct hr_node *node) {
     int64_t posted_ns = -1;
     for (int i = 0; i < node->transport_count; i++) {

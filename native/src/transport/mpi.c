@@ -78,7 +78,7 @@ static void cancel_receives(struct mpi_transport *self, struct hr_stream *stream
     }
 }
 
-/* How many of the stream's messages MPI still holds. An error of MPI about one of them ends it too. */
+/* The number of the stream's messages that MPI still holds. An error of MPI about one of them ends it too. */
 static int count_held(struct mpi_transport *self, struct hr_stream *stream) {
     int held = 0;
     for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {

@@ -39,7 +39,7 @@ int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *da
 /* Takes the head out, which becomes spare. */
 void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_io_state state);
 
-/* What the head's io has got so far grows by it; the io is done with its last message. */
+/* Adds the head to what its io has got so far; the io is done with its last message. */
 static inline void hr_stream_finish_head(struct hr_stream *stream, struct hr_message **spare) {
     stream->head->io->done_bytes += stream->head->bytes;
     hr_stream_pop(stream, spare, stream->head->is_last ? HR_IO_DONE : HR_IO_POSTED);

@@ -80,7 +80,7 @@ static int fail_link(struct tcp *tcp, int index) {
     return sends || recvs;
 }
 
-/* What the kernel says when its patience is over; the two others are the last answer of the network to it. */
+/* Whether the kernel says so when its patience is over; the two others are the network's last answer to it. */
 static int is_silence(int error_number) {
     return error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH;
 }
@@ -206,7 +206,7 @@ static int tcp_progress(struct hr_transport *transport) {
     return moved;
 }
 
-/* Whose turn it is among `count` sockets. An empty io does not take a turn. */
+/* The socket, among `count`, whose turn it is. An empty io does not take a turn. */
 static int take_turn(int *turn, int count, size_t bytes) {
     if (bytes > 0) {
         *turn = *turn + 1 < count ? *turn + 1 : 0;

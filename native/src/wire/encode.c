@@ -20,7 +20,7 @@ static uint8_t *write_f64(uint8_t *at, double value) {
     return hr_store_u64(at, bits);
 }
 
-/* What does not fit the length field is cut: it can only be the end of a sentence, names are far shorter. */
+/* A text that does not fit the length field is cut: it can only be the end of a sentence, names are far shorter. */
 static size_t str16_bytes(struct hr_wire_text text) {
     return text.bytes < HR_WIRE_TEXT_MAX ? text.bytes : HR_WIRE_TEXT_MAX;
 }
@@ -132,7 +132,7 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     return finish(out, at);
 }
 
-/* What a rank tells of a tensor: how many rows it has, or how many it has for each rank. */
+/* The numbers that a rank tells of a tensor: of its rows, or of its rows for each rank. */
 static const int64_t *rows_of(const horo_request *request, int32_t i, int32_t *count) {
     const horo_tensor *tensor = &request->tensors[i];
     *count = request->op == HORO_ALLTOALL ? tensor->split_count : 1;
@@ -186,7 +186,7 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
     return finish(out, at);
 }
 
-/* What is longer than any message: the sums below must not wrap. */
+/* Whether one of them is longer than any message: the sums below must not wrap. */
 static int is_too_long(size_t one, size_t other) {
     return one > HR_WIRE_MESSAGE_MAX || other > HR_WIRE_MESSAGE_MAX;
 }

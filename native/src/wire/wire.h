@@ -181,7 +181,7 @@ int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *byte
  */
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 
-/* How long the canonical form is. */
+/* The length of the canonical form. */
 size_t hr_wire_request_bytes(const horo_request *request);
 /*
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no
@@ -191,7 +191,7 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
 /* One row as it travels; `room` has HR_WIRE_VAR_MAX bytes. */
 struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room);
-/* What this rank tells of rows, written to room of rows_bytes; nothing for operations that tell none. */
+/* The rows that this rank tells, written to room of rows_bytes; none for operations that tell none. */
 size_t hr_wire_rows_bytes(const horo_request *request);
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
 
