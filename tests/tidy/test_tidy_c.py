@@ -25,14 +25,8 @@ CHECKS: tuple[Check, ...] = (
 def test_c_sources_keep(check: Check) -> None:
     files = below("native", suffixes=(".c", ".h"))
     assert files
-    if check is tidy_c.check_comments:
-        files = [path for path in files if not _begins_anyhow(path)]
     findings = [line for path in files for line in check(path, path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)
-
-
-def _begins_anyhow(path: Path) -> bool:
-    return path.relative_to(ROOT / "native").as_posix().startswith(tidy_c.BEGINS_ANYHOW)
 
 
 def test_native_folders_include_downward_only() -> None:

@@ -133,10 +133,6 @@ def check_sizes(path: Path, text: str) -> list[str]:
     return found
 
 
-BEGINS_ANYHOW = ("src/cross/", "src/device/", "src/engine/", "src/mpi/", "src/backend/nccl_")
-"""Paths below native whose comments are not yet held to ``check_comments``."""
-
-
 def check_comments(path: Path, text: str) -> list[str]:
     """A comment before a function, a struct or a field begins with its subject or with a verb, as a docstring does."""
     found = []

@@ -47,7 +47,7 @@ static void lay_out_row(struct hr_nccl_adasum *self, const struct hr_work *work,
     self->row_count++;
 }
 
-/* What this rank's share has of a tensor. */
+/* The piece of a tensor in this rank's share. */
 static void lay_out_piece(struct hr_nccl_adasum *self, size_t i, size_t values) {
     const struct hr_nccl_adasum_row *row = &self->rows[self->places[i].row];
     const size_t at = self->places[i].at;

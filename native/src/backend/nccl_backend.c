@@ -124,7 +124,7 @@ static void add_gather(struct hr_nccl_backend *self, const struct hr_work *work,
     }
 }
 
-/* What this rank has for each, and gets from each, itself among them. */
+/* Adds what this rank has for each, and gets from each, itself among them. */
 static void add_exchange(struct hr_nccl_backend *self, const struct hr_work *work, size_t i, struct hr_nccl_call call) {
     const size_t size = (size_t)self->team->size;
     const size_t mine = (size_t)self->team->rank;
@@ -189,7 +189,7 @@ static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work
     }
 }
 
-/* How many calls a tensor takes at most. */
+/* The most calls that a tensor takes. */
 static size_t calls_each(const struct hr_nccl_backend *self, int op) {
     switch (op) {
     case HORO_ALLGATHER:
@@ -248,7 +248,7 @@ int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *wo
     return is_adasum(self) ? hr_nccl_adasum_begin(&self->adasum, &self->work) : begin_calls(self);
 }
 
-/* What the buffer had no room for; the rest of the batch is on the stream already. */
+/* Launches what the buffer had no room for; the rest of the batch is on the stream already. */
 static int launch_next_round(struct hr_nccl_backend *self) {
     const struct hr_work *work = &self->work;
     HR_TRY(hr_nccl_pack_go_on(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,

@@ -66,7 +66,7 @@ static int reserve(struct hr_nccl_pack *pack, size_t count) {
     return HORO_OK;
 }
 
-/* What follows what travels alike lies beside it; of a reduce-scatter each lies by itself. Returns how many do. */
+/* Places those that travel alike side by side, but each of a reduce-scatter by itself. Returns how many are placed. */
 static size_t place(struct hr_nccl_pack *pack, const struct hr_work *work) {
     struct hr_nccl_form before = {0};
     size_t at = 0;
@@ -96,7 +96,7 @@ static size_t place(struct hr_nccl_pack *pack, const struct hr_work *work) {
     return count;
 }
 
-/* What the round has of each tensor. Rounds end where elements do: both lie at multiples of their size. */
+/* Settles what the round has of each tensor. Rounds end where elements do: both lie at multiples of their size. */
 static void settle(struct hr_nccl_pack *pack, const struct hr_work *work, int rank, int size, char *buffer) {
     pack->in_count = 0;
     for (size_t i = 0; i < work->count; i++) {

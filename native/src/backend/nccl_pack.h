@@ -1,7 +1,7 @@
 /*
- * What NCCL reduces in another form than it has in memory: values that travel as 16-bit floats, integers that are
- * multiplied or divided, dtypes and reductions that NCCL lacks. Kernels of horo's put it into a buffer, NCCL reduces
- * that, and kernels take the results out; see docs/adr/0048-kernels-of-horos-own.md.
+ * The tensors that NCCL reduces in another form than they have in memory: values that travel as 16-bit floats, integers
+ * that are multiplied or divided, dtypes and reductions that NCCL lacks. Kernels of horo's put it into a buffer, NCCL
+ * reduces that, and kernels take the results out; see docs/adr/0048-kernels-of-horos-own.md.
  */
 #ifndef HR_BACKEND_NCCL_PACK_H
 #define HR_BACKEND_NCCL_PACK_H

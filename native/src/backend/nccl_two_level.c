@@ -16,7 +16,7 @@ enum {
 
 enum phase { PHASE_REDUCING, PHASE_TRAVELLING, PHASE_GATHERING };
 
-/* What the owners have of one tensor, in values; of what is left over, the last one. */
+/* The parts of one tensor that owners have, in values; the last one also has what is left over. */
 struct portion {
     size_t each, rest;
     size_t at; /* where the part of this rank begins in its room, in bytes */
@@ -66,7 +66,7 @@ int hr_nccl_two_level_can(const struct hr_work *work) {
 
 /* ---- The parts ---- */
 
-/* What this rank has of a tensor, in values. */
+/* The part of a tensor that this rank has, in values. */
 static size_t own_count(const struct hr_team *team, const struct portion *portion) {
     const int is_last = team->local_rank == team->owner_count - 1;
     return is_owner(team) ? portion->each + (is_last ? portion->rest : 0) : 0;
@@ -136,7 +136,7 @@ static int is_on_host(const struct hr_nccl_two_level *self) {
     return hr_room_is_on_host(self->room);
 }
 
-/* Where it travels from and to. */
+/* The place that it travels from and to. */
 static char *at_slot(const struct hr_nccl_two_level *self, size_t k) {
     return is_on_host(self) ? piece_of(self, k).on_gpu : self->block->data + k % SLOTS * self->slot_bytes;
 }
@@ -229,7 +229,7 @@ static void add(struct hr_nccl_two_level *self, struct hr_nccl_call call, size_t
     }
 }
 
-/* What each owner gets of a tensor: in one call where all ranks of the host are owners. */
+/* Adds what each owner gets of a tensor: in one call where all ranks of the host are owners. */
 static void add_reduction(struct hr_nccl_two_level *self, size_t i) {
     const struct hr_team *team = self->team;
     const struct hr_operand *operand = &self->work.operands[i];
@@ -344,7 +344,7 @@ static int fetch(struct hr_nccl_two_level *self, struct hr_error *error) {
     return has_come < 0 ? has_come : moved | has_come;
 }
 
-/* What is between the hosts: 1 if something moved, which *is_finished says of a piece, 0, or a status. */
+/* Moves what is between the hosts: 1 if something moved, which *is_finished says of a piece, 0, or a status. */
 static int move_pieces(struct hr_nccl_two_level *self, int *is_finished) {
     *is_finished = hr_across_progress(&self->across);
     HR_TRY(*is_finished);

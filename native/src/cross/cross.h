@@ -32,7 +32,7 @@ enum {
 };
 
 /*
- * Where one member's part is. Of an all-to-all see below. Of an allgather: its own, which travels, and those of the
+ * The place of one member's part. Of an all-to-all see below. Of an allgather: its own, which travels, and those of the
  * others, which come. Of a reduce-scatter: what I have of each; of the others' it is undefined afterwards.
  */
 struct hr_cross_part {
@@ -73,7 +73,7 @@ struct hr_cross_ops {
 
 struct hr_step;
 
-/* How an algorithm moves data, for cross/pipeline.h. */
+/* The moves of an algorithm, for cross/pipeline.h. */
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */

@@ -1,7 +1,7 @@
 /*
- * What all algorithms between hosts have in common. An algorithm is a list of steps: in each, a member sends one part
- * of the data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part
- * is cut into the same number of pieces, so the pieces of all steps form one sequence
+ * The common part of all algorithms between hosts. An algorithm is a list of steps: in each, a member sends one part of
+ * the data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part is
+ * cut into the same number of pieces, so the pieces of all steps form one sequence
  *
  *     q = step * piece_count + piece
  *
@@ -23,7 +23,7 @@ enum hr_arrival {
     HR_ARRIVAL_IS_RIGHT = 2,      /* data = data op received */
 };
 
-/* What this member does in one step; a peer of -1 means that it does not send or receive. */
+/* The work of this member in one step; a peer of -1 means that it does not send or receive. */
 struct hr_step {
     int send_peer;
     int recv_peer;

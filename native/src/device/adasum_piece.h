@@ -1,6 +1,6 @@
 /*
- * What the kernels of adasum.cu are told of a batch and of its tensors. Read by compilers of C and of CUDA alike, so it
- * includes nothing.
+ * The facts that the kernels of adasum.cu get about a batch and its tensors. Read by compilers of C and of CUDA alike,
+ * so it includes nothing.
  *
  * A rank has its share of the vectors of all ranks. In it lies a piece of each tensor, once for each rank, or none. The
  * kernels work on pairs of ranks that are `distance` apart in the tree: pair k is of ranks 2 k distance and

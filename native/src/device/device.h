@@ -18,10 +18,10 @@ struct hr_device {
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
-/* What still runs on its streams goes on to its end. The context is let go unless it is kept. */
+/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless it is kept. */
 void hr_device_close(struct hr_device *device);
 
-/* What a thread had before it entered a device. */
+/* The state of a thread before it entered a device. */
 struct hr_device_visit {
     int capture_mode;
 };

@@ -1,4 +1,4 @@
-/* Which libraries for GPUs there are, for callers that have no context. */
+/* The libraries for GPUs that there are, for callers that have no context. */
 #include <stdio.h>
 
 #include "device/cuda.h"

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Why each place is of no use, one behind the other; cut where the text is full. */
+/* The reasons why each place is of no use, one behind the other; cut where the text is full. */
 struct reasons {
     char text[HORO_MESSAGE_MAX];
     size_t length;

@@ -24,7 +24,7 @@ struct hr_library_kind {
     /* Its version by its own numbering, asked through a table that is full; else a status with a sentence. */
     int (*version_of)(const void *table, int *version, struct hr_error *error);
     int least_version;
-    /* How people write such a version: 22304 is "2.23.4". */
+    /* Writes such a version as people do: 22304 is "2.23.4". */
     void (*write_version)(int version, char *text, size_t text_bytes);
 };
 

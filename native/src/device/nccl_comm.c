@@ -239,7 +239,7 @@ static int destroy(struct hr_nccl_comm *comm) {
     return HORO_OK;
 }
 
-/* What NCCL says of both; in progress, if one of them is. */
+/* Asks NCCL for the state of both; in progress, if one of them is. */
 static int ask(struct hr_nccl_comm *comm, int *code) {
     *code = HR_NCCL_OK;
     HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, code), "ncclCommGetAsyncError"));

@@ -97,12 +97,12 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
  */
 int hr_nccl_extend(struct hr_nccl_comm *comm);
 
-/* What is in flight is the last, and is to end in that time. Any state. */
+/* Expects the work in flight, which is the last, to end in that time. Any state. */
 void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms);
 /* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
 void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
 /*
- * What is in flight ends with whatever it has. Any state but NONE; NULL is allowed. Those of one GPU all at once,
+ * Ends what is in flight, with whatever it has. Any state but NONE; NULL is allowed. Those of one GPU all at once,
  * linked by `next_aborted`: the kernel of one may stand behind that of another on their stream, and its abort waits.
  */
 void hr_nccl_abort(struct hr_nccl_comm *first);

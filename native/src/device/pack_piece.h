@@ -1,6 +1,6 @@
 /*
- * What the kernels of pack.cu are told of a piece: some values of a tensor, and their place in a buffer, where they are
- * as they travel. Read by compilers of C and of CUDA alike, so it includes nothing.
+ * The facts that the kernels of pack.cu get about a piece: some values of a tensor, and their place in a buffer, where
+ * they are as they travel. Read by compilers of C and of CUDA alike, so it includes nothing.
  */
 #ifndef HR_DEVICE_PACK_PIECE_H
 #define HR_DEVICE_PACK_PIECE_H

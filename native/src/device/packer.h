@@ -13,7 +13,7 @@
 #include "device/device.h"
 #include "device/pack_piece.h"
 
-/* What cuModuleLoadData is given. */
+/* The text for cuModuleLoadData. */
 extern const char hr_kernels_text[];
 
 enum hr_packer_kernel {

@@ -39,8 +39,8 @@ void hr_room_leave(struct hr_room *room, void *stream);
 /* For a call that copies from it while its owner may let go. */
 void hr_room_keep(struct hr_room *room);
 /*
- * When all have dropped it, it is freed, and given back behind the mark if it has not been, which needs one. A room of
- * NULL is allowed. Not while another thread moves the mark.
+ * Drops the room. Once all have, it is freed, and given back behind the mark if it has not been, which needs one. A
+ * room of NULL is allowed. Not while another thread moves the mark.
  */
 void hr_room_drop(struct hr_room *room, const struct hr_mark *mark);
 

@@ -150,7 +150,7 @@ struct hr_agree_waiting {
 static inline int hr_agree_has(const uint64_t *members, int member) {
     return (members[member / 64] >> (member % 64) & 1) != 0;
 }
-/* What has waited for at least age_ns; the first `capacity` of them are written. Returns how many there are. */
+/* Lists what has waited for at least age_ns; the first `capacity` of them are written. Returns how many there are. */
 int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
                           int capacity);
 /* Since when some member has waited for others, about; 0 if none does. */

@@ -19,7 +19,7 @@ struct hr_agree_rows {
 
 enum { HR_AGREE_NO_DTYPE = -1, HR_AGREE_MIXED_DTYPES = -2 };
 
-/* What decides whether two ready tensors may share a batch. A group of several dtypes runs alone. */
+/* The traits that decide whether two ready tensors may share a batch. A group of several dtypes runs alone. */
 struct hr_agree_kind {
     int op;
     int reduce_op;
@@ -102,7 +102,7 @@ int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int
 int hr_agree_has_all_joined(const struct hr_agree *agree);
 int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message);
 /* agree.c: the entry of a name, a new one where there is none; NULL: no memory. Keeps the request as this round's. */
-/* How many rows each rank tells. */
+/* The number of rows that each rank tells. */
 uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request);
 struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
 int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);

@@ -35,7 +35,7 @@ static int is_scaled_badly(const struct hr_wire_request *request) {
     return request->op == HORO_ALLREDUCE && !is_sum && request->prescale != 1.0;
 }
 
-/* What a rank that has joined cannot do; empty: it can. */
+/* Says what a rank that has joined cannot do; empty: it can. */
 static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *entry, int rank, char *text,
                    size_t text_bytes) {
     struct hr_wire_request request = {0};
@@ -104,7 +104,7 @@ int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
     return HORO_OK;
 }
 
-/* What waited for this member only is complete before JOIN can be, and so goes before it; what was refused, too. */
+/* Completes what waited for this member only, and what was refused, before JOIN can be: both go before it. */
 int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int rank) {
     static const enum hr_agree_state open[] = {HR_AGREE_REFUSED, HR_AGREE_WAITING};
     struct hr_agree_entry *next;

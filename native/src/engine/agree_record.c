@@ -136,7 +136,7 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     return HORO_OK;
 }
 
-/* What cannot travel fails like what differs: with a sentence for all. */
+/* Fails what cannot travel like what differs: with a sentence for all. */
 static int check_rows(const struct hr_agree *agree, struct hr_agree_entry *entry) {
     char text[HORO_MESSAGE_MAX];
     const int status = entry->failure == 0 ? hr_agree_check_rows(agree, entry, text, sizeof text) : HORO_OK;

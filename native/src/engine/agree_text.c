@@ -1,4 +1,4 @@
-/* How two requests of one name differ, in one sentence that names the tensor, both ranks and both values. */
+/* The difference of two requests of one name, in one sentence that names the tensor, both ranks and both values. */
 #include <float.h>
 #include <stdio.h>
 #include <string.h>

@@ -37,7 +37,7 @@ static uint8_t *spare(const struct hr_lane *lane) {
     return hr_carry_data(lane, lane->leader.agree.config.member_count);
 }
 
-/* What the root's own ranks have carried comes to this. */
+/* The sum of what the root's own ranks have carried. */
 static uint8_t *own_sum(const struct hr_lane *lane) {
     return lane->team->local_size > 1 ? spare(lane) : hr_carry_data(lane, 0);
 }

@@ -72,7 +72,7 @@ static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_ncc
     return is_member ? &by->teams[hr_team_number(id)] : NULL;
 }
 
-/* What the driver of the GPU refuses is told to all ranks. */
+/* Loads the kernels; a refusal of the GPU's driver is told to all ranks. */
 static void load_kernels(struct hr_by_nccl *by, struct hr_device *device) {
     struct hr_error lack = {0};
     by->able.has_kernels = hr_packer_load(&by->packer, device, &lack) == HORO_OK;
@@ -208,7 +208,7 @@ static int is_due(struct hr_nccl_team *team) {
     return is_time;
 }
 
-/* That of a launch is its task's. */
+/* Looks at a communicator that no launch has; during a launch its task does. */
 static int look(struct hr_nccl_team *team) {
     return team->comm.state != HR_NCCL_LAUNCHING && is_due(team) && hr_nccl_poll(&team->comm);
 }
@@ -228,7 +228,7 @@ static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     return moved;
 }
 
-/* Those of teams that are gone: 1 if one has moved. */
+/* Turns those of teams that are gone: 1 if one has moved. */
 static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
     int moved = 0;
     for (struct hr_nccl_team **link = &by->ending; *link != NULL;) {
@@ -253,7 +253,7 @@ static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
     return moved;
 }
 
-/* How soon to look, and whether to look at all, of one team more. */
+/* Adds one team to how soon to look, and whether to look at all. */
 static void note_looks(struct hr_engine *engine, const struct hr_nccl_team *team, int *is_any_busy) {
     const int64_t within_ns = look_within(team);
     int64_t *soonest_ns = &engine->node->nccl_within_ns;
@@ -419,7 +419,7 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
-/* What has been aborted may take a moment; kernels of what goes on without end stay with the process. */
+/* Waits a moment for what has been aborted; kernels of what goes on without end stay with the process. */
 static void unload_kernels(struct hr_by_nccl *by) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
     int is_quiet = 1;

@@ -50,7 +50,7 @@ enum {
     HR_NCCL_WITHIN_MS = 300000,
 };
 
-/* What a rank tells of itself; of one that has joined and cannot take part, zeros. */
+/* The report of a rank on itself; of one that has joined and cannot take part, zeros. */
 struct hr_nccl_report {
     int32_t is_told;
     int32_t is_able;

@@ -90,7 +90,7 @@ int hr_carry_lacks_last(const struct hr_lane *lane) {
     return carry->id != 0 && carry->count == last && !carry->has[last];
 }
 
-/* What this is about; NULL: what was carried is no data of it. */
+/* The request that this is about; NULL: what was carried is no data of it. */
 static const struct hr_request *find_request(const struct hr_lane *lane) {
     const struct hr_request *request = hr_lane_find_id(lane, lane->leader.carry.id); /* this rank is a member, too */
     const int fits = request != NULL && hr_carried_bytes(lane->team, &request->call) == lane->leader.carry.bytes;

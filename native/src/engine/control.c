@@ -1,4 +1,4 @@
-/* What leaders say to one another: the links along the tree of hosts, the messages on them, and the end of both. */
+/* The talk between leaders: the links along the tree of hosts, the messages on them, and the end of both. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,5 +1,6 @@
 /*
- * What rank 0 knows of ranks that are blocked, and whether that is a deadlock. Pure bookkeeping: no socket, no lock.
+ * The knowledge of rank 0 of ranks that are blocked, and whether that is a deadlock. Pure bookkeeping: no socket, no
+ * lock.
  *
  * Each rank whose threads all wait for requests says so in a BLOCKED message: what is submitted there and not done, in
  * each team, and how far it has executed that team's log. It is a deadlock when all ranks are blocked, the members of
@@ -49,7 +50,7 @@ enum hr_verdict {
 void hr_deadlock_fini(struct hr_deadlock *deadlock);
 /* Takes in a BLOCKED message. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL for a rank that there is none. */
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns);
-/* When there is something to judge, if nothing more comes; 0: not now. */
+/* The time when there is something to judge, if nothing more comes; 0: not now. */
 int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t open_ns);
 /*
  * The verdict, and a sentence for OPEN and DEADLOCK: "rank 0 waits for 'a' (train.py:12), rank 1 for ...". OPEN

@@ -70,7 +70,7 @@ static void end_quiet(struct hr_engine *engine) {
     }
 }
 
-/* Who has executed the LEAVE record of all ranks leaves its other teams as well, each at the end of its own log. */
+/* Leaves the other teams as well, each at the end of its log, once the LEAVE record of all ranks has been executed. */
 static int leave_other_teams(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_executed_leave; i++) {
         engine->lanes[i]->is_due = 1;
@@ -109,7 +109,7 @@ int hr_drive_has_ended_logs(const struct hr_engine *engine) {
 
 /* ---- CLOSING, ENDING and ENDED ---- */
 
-/* What must change within the grace while this rank waits to be able to leave. */
+/* The count that must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
     uint64_t moves = hr_drive_moves(engine);

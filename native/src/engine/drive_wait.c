@@ -1,4 +1,4 @@
-/* What the driver waits for, and until when. */
+/* The events that the driver waits for, and until when. */
 #include "engine/drive.h"
 
 enum { LOOKS_PER_TURN = 2 }; /* at a task, while it waits */
@@ -90,7 +90,7 @@ void hr_drive_stop_expecting(struct hr_engine *engine) {
     }
 }
 
-/* When links are to be supervised, which this does if the time has come; 0: they are, or need not be. */
+/* The time when links are to be supervised, which this does if it has come; 0: they are, or need not be. */
 static int64_t supervise_due_ns(struct hr_engine *engine, int64_t now_ns) {
     struct hr_node *node = engine->node;
     if (!hr_drive_expects_others(engine)) {
@@ -118,7 +118,7 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     return earlier(earlier(deadline_ns, hr_lane_batch_due_ns(lane)), hr_leader_check_deadlock(lane, now_ns));
 }
 
-/* When the wait must end by itself. */
+/* The time when the wait must end by itself. */
 static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int64_t now_ns) {
     if (engine->driver.stage == HR_ENGINE_ENDING) {
         return engine->driver.flush_ns;

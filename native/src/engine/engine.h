@@ -46,7 +46,7 @@ enum { HR_STREAM_MS = 1 };
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
-/* Who has submitted something or waited for it. */
+/* The threads that have submitted something or waited for it. */
 struct hr_callers {
     pthread_t last;
     pthread_t threads[HORO_CALLERS_MAX];
@@ -55,7 +55,7 @@ struct hr_callers {
 
 enum { HR_BLOCKED_NAME_MAX = 64, HR_BLOCKED_TEXT_MAX = 256 };
 
-/* What a caller has said last of the threads that wait; see horo_report_blocked. */
+/* The last report of a caller on the threads that wait; see horo_report_blocked. */
 struct hr_blocked {
     _Atomic int is_new; /* the driver has not told it yet */
     int count;          /* 0: not blocked */
@@ -90,7 +90,7 @@ struct hr_submission {
 enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
 
 /*
- * What the background thread does; whoever needs it sets AWAKE (hr_engine_kick).
+ * The state of the background thread; whoever needs it sets AWAKE (hr_engine_kick).
  *
  *     state     | next state when                                               | to wake it costs
  *     ----------+---------------------------------------------------------------+------------------
@@ -138,7 +138,7 @@ struct hr_counts {
     _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
 };
 
-/* What a rank knows of each team, also of those that it is no member of. */
+/* The knowledge of a rank of each team, also of those that it is no member of. */
 struct hr_team_place {
     int is_used;
     int32_t id;         /* of the team, or of the next one; negative: the number has no more ids */
@@ -149,7 +149,7 @@ struct hr_team_place {
 
 struct hr_tuner;
 
-/* What operations run with where a search may change it; see tuning.c. */
+/* The values that operations run with where a search may change them; see tuning.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
     uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, what a search begins with and ends with */
@@ -335,7 +335,7 @@ int hr_engine_awaits_gpu(const struct hr_lane *lane);
  */
 void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
 int hr_engine_is_nccl_quiet(struct hr_engine *engine);
-/* When nobody drives any more. */
+/* Ends NCCL, when nobody drives any more. */
 void hr_engine_end_nccl(struct hr_engine *engine);
 /* With the lock held: all ranks of the team have joined. */
 void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane);
@@ -383,7 +383,7 @@ void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *re
 enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };
 
 /* failure.c */
-/* Why the group has ended; code 0 if it has not. Any thread. */
+/* The reason why the group has ended; code 0 if it has not. Any thread. */
 struct hr_abort hr_engine_end(const struct hr_engine *engine);
 /* Fails everything pending, if there is anything, with the end of the node; 1 if there was. */
 int hr_engine_fail_all(struct hr_engine *engine);

@@ -1,4 +1,4 @@
-/* What the flight recorder gets from the engine, and when it is shown. */
+/* The events that the flight recorder gets from the engine, and when they are shown. */
 #include <stdio.h>
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /*
- * What a record says of the results of an allgather or alltoall: how many rows come from each rank, so how much memory
- * they need.
+ * The results of an allgather or alltoall, as a record tells them: how many rows come from each rank, so how much
+ * memory they need.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ static int allocate_rows(struct hr_request *request, size_t size) {
     return request->call.op == HORO_ALLTOALL && request->splits == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
-/* How many rows a rank has for all, or for each. */
+/* Reads how many rows a rank has for all, or for each. */
 static void read_tensor(struct hr_request *request, const struct hr_team *team, int rank, int i,
                         const uint8_t **cursor) {
     int64_t *given = &request->gathered[i].first_dims[rank];
@@ -44,7 +44,7 @@ static void read_tensor(struct hr_request *request, const struct hr_team *team, 
     *given = splits[team->rank];
 }
 
-/* What is copied from here is as long as everybody believes. */
+/* Whether what is copied from here is as long as everybody believes. */
 static int is_what_i_told(const struct hr_request *request, const struct hr_team *team, int i) {
     const horo_tensor *tensor = &request->call.tensors[i];
     if (request->call.op == HORO_ALLGATHER) {
@@ -115,7 +115,7 @@ static const char *which(const struct hr_request *request, int i, char *out, siz
     return out;
 }
 
-/* Where a result goes. One that would not fit exactly goes elsewhere: the other ranks' work is not to suffer. */
+/* Places a result. One that would not fit exactly goes elsewhere: the other ranks' work is not to suffer. */
 static int place(struct hr_request *request, int i) {
     struct hr_gathered *result = &request->gathered[i];
     const horo_tensor *tensor = &request->call.tensors[i];

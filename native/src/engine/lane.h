@@ -54,7 +54,7 @@ struct hr_announcer {
 
 /* ---- Executor: the log, record by record. The driver's. ---- */
 
-/* What it does with the record at the front of the log. */
+/* The state of the record at the front of the log. */
 enum hr_execution {
     HR_EXECUTION_IDLE,     /* none has been begun */
     HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
@@ -80,8 +80,9 @@ struct hr_executor {
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
 
 /*
- * What members have carried with their announcements of one tensor, to be reduced when all have. It holds for one round
- * of agreement: a record of the log, whatever it says, ends it, and then the data has done its part or is not needed.
+ * The data that members have carried with their announcements of one tensor, to be reduced when all have. It holds for
+ * one round of agreement: a record of the log, whatever it says, ends it, and then the data has done its part or is not
+ * needed.
  */
 struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
@@ -101,7 +102,7 @@ struct hr_ahead {
     uint64_t last_end; /* the root: 1 + the position of the last one; 0: there was none */
 };
 
-/* What the root of a team has chosen, to be written into the log in front of the next batch. */
+/* The values that the root of a team has chosen, to be written into the log in front of the next batch. */
 struct hr_due_tuning {
     int is_due;
     int is_final;
@@ -132,7 +133,7 @@ struct hr_leader {
     int64_t cycle_ns;
 };
 
-/* What the check for stalls remembers; stall.c. */
+/* The memory of the check for stalls; stall.c. */
 struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
     uint64_t moves;   /* what had moved when it last looked */
@@ -191,7 +192,7 @@ int hr_lane_write_ids(struct hr_lane *lane);
 /* In full; the next flush takes it to the leader. */
 int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_flush_requests(struct hr_lane *lane);
-/* What a BATCH ref does to this rank's knowledge; *request is what it stands for. */
+/* Applies a BATCH ref to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
 /* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
 int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver);
@@ -246,7 +247,7 @@ struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_w
 /* It is over; with the lock of submission held. */
 void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
 void hr_stand_in_destroy(struct hr_request *request);
-/* When nothing touches their memory any more. */
+/* Frees the stand-ins, when nothing touches their memory any more. */
 void hr_lane_free_stand_ins(struct hr_lane *lane);
 
 /* ---- lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status ---- */
@@ -255,7 +256,7 @@ int hr_lane_lead(struct hr_lane *lane);
 int hr_lane_has_lead_work(struct hr_lane *lane);
 int hr_lane_init_leader(struct hr_lane *lane, uint64_t fusion_bytes, struct hr_error *error);
 void hr_lane_fini_leader(struct hr_lane *lane);
-/* When a ready batch that waits out its cycle time is due; 0: none waits. */
+/* The time when a ready batch that waits out its cycle time is due; 0: none waits. */
 int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
 /*
  * After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0;
@@ -408,7 +409,7 @@ void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request)
  */
 int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
                       size_t text_bytes);
-/* What has become of a request when its batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
+/* The outcome of a request whose batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
 int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
 
 /* ---- stall_ask.c ---- */

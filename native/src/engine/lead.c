@@ -1,5 +1,5 @@
 /*
- * What the leader of a host does besides: it collects what its ranks and child hosts announce, agrees (the root) or
+ * The leader's further work for its host: it collects what its ranks and child hosts announce, agrees (the root) or
  * reports (the others), hands the records of the log down, and tells neighbours of an abort.
  */
 #include <stdlib.h>
@@ -235,7 +235,7 @@ static int may_collect(const struct hr_lane *lane) {
            !(lane->is_root && (lane->leader.log_closed || hr_ahead_is_out(lane)));
 }
 
-/* What goes to the parent. */
+/* Reports to the parent. */
 static int report(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->leader.links[0].out;
     uint32_t frames = 0;
@@ -333,7 +333,7 @@ void hr_leader_close_log(struct hr_lane *lane) {
     }
 }
 
-/* What all have announced before the leaver asked still runs; the LEAVE record follows it, and nothing follows that. */
+/* Closes the log with the LEAVE record, behind what all have announced before the leaver asked, which still runs. */
 static int close_log(struct hr_lane *lane) {
     HR_TRY(write_batches(lane, 1));
     const size_t begin = hr_buffer_size(&lane->leader.log_out);
@@ -401,7 +401,7 @@ static int flush_log(struct hr_lane *lane) {
 /* ---- The step ---- */
 
 /*
- * What was just written leaves before this rank executes it, and before a caller that then has what it waits for stops
+ * Sends what was just written, before this rank executes it, and before a caller that then has what it waits for stops
  * driving.
  */
 static int send_at_once(struct hr_lane *lane) {

@@ -1,7 +1,7 @@
 /*
- * What a sample of the autotuner is: the time that a byte takes, from the median of some steps of the program, whole
- * steps and by the wall clock. So what it says holds the computation, too, and all that overlaps with it, which is what
- * a user waits for; and a pause now and then (a checkpoint, a validation) changes nothing.
+ * The sample of the autotuner: the time that a byte takes, from the median of some steps of the program, whole steps
+ * and by the wall clock. So what it says holds the computation, too, and all that overlaps with it, which is what a
+ * user waits for; and a pause now and then (a checkpoint, a validation) changes nothing.
  *
  * A step is what lies between two operations of one name, the *anchor*: of all that come again the largest. Operations
  * without a name of their own are told apart by their size. Pure: no clock, no lock, no allocation.

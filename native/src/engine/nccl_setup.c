@@ -1,4 +1,4 @@
-/* How the ranks come to a communicator of NCCL, or to the knowledge that they have none. */
+/* The way of the ranks to a communicator of NCCL, or to the knowledge that they have none. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -210,7 +210,7 @@ static void stage(struct hr_engine *engine, struct hr_nccl_team *team, struct hr
     (void)pthread_mutex_lock(&engine->submission.lock);
 }
 
-/* What has been submitted for NCCL, which is not to have it. */
+/* Stages what has been submitted for NCCL, which is not to have it. */
 static void stage_all(struct hr_engine *engine, const struct hr_lane *lane) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     for (struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {

@@ -94,7 +94,7 @@ static int can_have_two_levels(const struct hr_nccl_turn *turn) {
     return team_of(turn)->two_level != NULL && hr_nccl_two_level_can(&turn->work);
 }
 
-/* What has failed is looked at by the engine, which ends the group. */
+/* Launches the turn; the engine looks at what has failed, and ends the group. */
 static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
@@ -139,7 +139,7 @@ static int turn_progress(struct hr_backend *backend) {
                                 : hr_nccl_backend_progress(team_of(turn)->backend);
 }
 
-/* What is on the stream is aborted with all that is there, when the group ends. */
+/* Cancels the turn; what is on the stream is aborted with all that is there, when the group ends. */
 static void turn_cancel(struct hr_backend *backend) {
     struct hr_nccl_turn *turn = turn_of(backend);
     if (turn->phase == HR_NCCL_ORDERING) {

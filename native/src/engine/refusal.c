@@ -30,7 +30,7 @@ static void push(struct hr_engine *engine, struct hr_request *refusal) {
     hr_engine_kick(engine);
 }
 
-/* Where it may be announced; NULL: nobody waits for it, or this rank's own request of that name is under way. */
+/* The lane to announce it in; NULL: nobody waits for it, or this rank's own request of that name is under way. */
 static struct hr_lane *lane_of(const struct hr_engine *engine, const struct hr_request *refusal) {
     struct hr_error unused;
     unused.code = HORO_OK;

@@ -84,7 +84,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     return check_shape(call, tensor, error);
 }
 
-/* How many there are is compared with the team when that is known. */
+/* Checks the splits; their number is compared with the team when that is known. */
 static int check_splits(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     int64_t left = tensor->shape[0];
     for (int i = 0; i < tensor->split_count && tensor->splits != NULL; i++) {

@@ -61,7 +61,7 @@ struct hr_request {
     struct hr_room *room; /* allgather, alltoall: where NCCL puts their results, which `gathered` points into */
 };
 
-/* What this rank knows of a tensor with an id, in one allocation. Driver only. */
+/* The knowledge of this rank of a tensor with an id, in one allocation. Driver only. */
 struct hr_known {
     struct hr_request *pending; /* announced by this id and not done */
     const char *name;           /* within bytes, without a terminator */

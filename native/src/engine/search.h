@@ -68,7 +68,7 @@ struct hr_search {
 };
 
 void hr_search_init(struct hr_search *search, const struct hr_search_config *config);
-/* What a byte cost at search->point; what is no positive number counts as endless. Chooses the next point. */
+/* Notes the cost of a byte at search->point and chooses the next; what is no positive number counts as endless. */
 void hr_search_note(struct hr_search *search, double cost);
 const char *hr_search_stage_name(enum hr_search_stage stage);
 

@@ -168,7 +168,7 @@ void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *
     }
 }
 
-/* What a call needs of a request that another thread may release meanwhile. */
+/* The parts that a call needs of a request that another thread may release meanwhile. */
 struct returning {
     struct hr_mark *mark;       /* by NCCL: kept; else NULL */
     struct hr_staging *staging; /* kept; else NULL */

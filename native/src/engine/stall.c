@@ -20,9 +20,9 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
 }
 
 /*
- * What all ranks here have submitted while no answer comes from the next rank on the way to the root of the tree, which
- * is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest one
- * names the culprit.
+ * Describes what all ranks here have submitted while no answer comes from the next rank on the way to the root of the
+ * tree, which is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the
+ * nearest one names the culprit.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes,
                               struct hr_stalled *stalled, int *periods) {
@@ -193,7 +193,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     }
 }
 
-/* Those who have joined have not waited in vain for as long as something moves. */
+/* Excuses those who have joined: they have not waited in vain for as long as something moves. */
 static void excuse_joined(struct hr_lane *lane, int64_t now_ns) {
     struct hr_stall *stall = &lane->stall;
     const int is_told = lane->is_leader && lane->leader.agree.joined.entry != NULL;

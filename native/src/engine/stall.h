@@ -11,7 +11,7 @@ struct hr_stalled_name {
     uint64_t pending_hash;     /* others */
 };
 
-/* What has waited too long for members of a team, as far as this rank knows: a leader all that others announce. */
+/* The names that have waited too long for members of a team, as far as this rank knows: a leader all announced ones. */
 struct hr_stalled {
     int total, count; /* names, and those that are kept here */
     struct hr_stalled_name names[HR_NAMES_IN_TEXT];

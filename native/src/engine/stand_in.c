@@ -1,5 +1,5 @@
 /*
- * What a rank that has joined does in the operations of the others: it makes a request of its own from the bytes that
+ * The part of a rank that has joined in the operations of the others: it makes a request of its own from the bytes that
  * they have agreed on, with values that change no result, and drops what comes of it. For what NCCL does, those are in
  * memory of the GPU, which it gets when the batch begins (nccl_batch.c). Driver only.
  */
@@ -70,7 +70,7 @@ static void fill(void *data, size_t bytes, int dtype, uint64_t bits) {
 
 /* ---- Making one ---- */
 
-/* What the tensors of a request take while it is made. */
+/* The tensors of a request while it is made. */
 struct draft {
     horo_request call;
     char *name;

@@ -23,7 +23,7 @@ static void name_kick(struct hr_engine *engine) {
     sleep->fds[sleep->count++] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
 }
 
-/* What has come, if anything has; but for the driver's eventfd, which is the next driver's. */
+/* Takes what has come, if anything has; but for the driver's eventfd, which is the next driver's. */
 static void take_events(struct hr_engine *engine, int events) {
     struct hr_sleep *sleep = &engine->driver.sleep;
     if (events <= 0) {
@@ -89,7 +89,7 @@ static void sleep_until_needed(struct hr_engine *engine, int lingers) {
     atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
 }
 
-/* Where nothing but a call or a death concerns the thread. */
+/* Rests, where nothing but a call or a death concerns the thread. */
 static void rest_parked(struct hr_engine *engine) {
     prepare_to_park(engine, -1);
     name_kick(engine);
@@ -97,7 +97,7 @@ static void rest_parked(struct hr_engine *engine) {
 }
 
 /*
- * Where other hosts need it, and nobody drives: it sleeps on all that may come, but leaves the driving to a caller that
+ * Sleeps, where other hosts need it and nobody drives, on all that may come, but leaves the driving to a caller that
  * comes.
  */
 static void rest_watching(struct hr_engine *engine) {

@@ -8,7 +8,7 @@
 
 _Static_assert((int)HR_SEARCH_KNOBS == (int)HORO_KNOB_COUNT, "a point has a value for each knob");
 
-/* What the values of a knob are chosen from. */
+/* The range that the values of a knob are chosen from. */
 struct hr_knob_range {
     uint64_t low, high; /* powers of two; low is 0: only those that are added */
 };

@@ -1,8 +1,8 @@
 /*
- * What operations run with, changed while a job runs. Rank 0 chooses (tuner.h), a TUNE record in the log of all ranks
- * says it, and every rank changes over where it executes that record: between two tasks, so that sizes, algorithms and
- * turns of sockets are the same on all ranks in each. The root writes the record in front of a batch only, so that
- * nothing is sent for it while nothing is pending.
+ * The change, while a job runs, of what operations run with. Rank 0 chooses (tuner.h), a TUNE record in the log of all
+ * ranks says it, and every rank changes over where it executes that record: between two tasks, so that sizes,
+ * algorithms and turns of sockets are the same on all ranks in each. The root writes the record in front of a batch
+ * only, so that nothing is sent for it while nothing is pending.
  *
  * Other teams run with the first values, so that none is left with what was tried out while it was made; those that
  * exist when the search ends get its result by a record in their own log, each from its root.
@@ -140,7 +140,7 @@ void hr_engine_measure(struct hr_engine *engine, struct hr_lane *lane, struct hr
 
 /* ---- Beginning and end ---- */
 
-/* What a job has that nobody has told anything, where `given` is past the limit. */
+/* Fills in the values of a job that was told none, where `given` is past the limit. */
 static void fill_in(const struct hr_lane *world, const horo_setup *setup, const uint64_t *given, uint64_t *values) {
     const struct hr_tuning *tuning = &world->team->tuning;
     const uint64_t own[HORO_KNOB_COUNT] = {

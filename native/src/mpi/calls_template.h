@@ -11,7 +11,7 @@
 /* Casts an address to a pointer to a function of `type`. */
 #define FUNCTION(mpi, index, type) ((type *)(uintptr_t)(mpi)->calls.functions[index])
 
-/* What MPI writes a status into; nothing of it is looked at. */
+/* The room into which MPI writes a status; nothing of it is looked at. */
 struct status {
     _Alignas(16) char bytes[HORO_MPI_STATUS_MAX];
 };
