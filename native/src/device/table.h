@@ -1,6 +1,6 @@
 /*
- * What kernels are told of a batch: the host writes it into pinned memory, from where it is copied to the head of a
- * room, in the order of a stream. Where pinned memory stands in for the room, kernels read it where it was written:
+ * The description of a batch for kernels: the host writes it into pinned memory, from where it is copied to the head of
+ * a room, in the order of a stream. Where pinned memory stands in for the room, kernels read it where it was written:
  * CUDA copies from host memory to host memory by making the calling thread wait for all that is on the stream, and that
  * may wait for a rank that is gone.
  */
