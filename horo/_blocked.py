@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import sysconfig
 import threading
 import traceback
@@ -20,6 +19,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from horo._deputy import DeputyCall
+from horo._frames import current_frames
 
 __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
@@ -105,7 +105,7 @@ def describe_blocked(
         duplicate: a name that was refused since it was in use. The other ranks may wait for the call, and are told.
         is_alone: whether all threads of this process belong to this rank.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
     waits, backward, others, principals = [], [], [], []
     foreign_waits = has_deputy = False
@@ -155,7 +155,7 @@ def describe_stacks(callers: Iterable[int]) -> str:
 
     They end at the line of the program that calls horo.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = dict.fromkeys([threading.main_thread().ident, *callers])
     parts = []
