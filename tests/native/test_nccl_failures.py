@@ -17,7 +17,10 @@ from horo import _core
 from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, StalledError
 
 ONES = np.ones(5, np.float32)
-RUNNING = r"(a collective of NCCL|nccl\w+)"
+RUNNING = (
+    "(a collective of NCCL|"
+    "nccl(AllReduce|Reduce|ReduceScatter|AllGather|Broadcast|Send|Recv|GroupEnd|RedOpCreatePreMulSum))"
+)
 """Who tells that what runs has failed: a look, or a call that comes just then."""
 
 

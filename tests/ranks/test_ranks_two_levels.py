@@ -79,7 +79,8 @@ def test_a_rank_that_is_killed_in_the_middle_ends_the_call_of_the_others(
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError) as caught:
             hvd.allreduce_(x, op=hvd.Sum)
-            hvd.barrier()  # rank 1 has no part: its call may be over when its kernels wait for rank 0
+            if r == 1:  # it has no part: its call may be over when its kernels wait for rank 0
+                hvd.barrier()
         gpu.read(x)
         return str(caught.value)
 
