@@ -345,7 +345,9 @@ def recorded_stderr() -> Iterator[Callable[[], str]]:
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
     end = time.monotonic() + timeout_s
+    pause_s = 0.0001
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError("the condition did not come true in time")
-        threading.Event().wait(0.005)
+        threading.Event().wait(pause_s)
+        pause_s = min(2 * pause_s, 0.005)

@@ -217,7 +217,7 @@ def test_no_memory_at_all_ends_the_group_with_the_size(gpu: Gpu, nccl: Nccl) -> 
             handle, _, _ = own.submit("allreduce", "y", np.ones(1000, np.float32), reduce_op=SUM)
             own.context.wait(handle)
             own.context.release(handle)
-            for _ in range(10_000):  # that call may be over before the other rank ends the group
+            for _ in range(1_000_000):  # that call may be over before the other rank ends the group
                 rank.barrier()
         own.close()
 

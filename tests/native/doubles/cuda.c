@@ -10,12 +10,12 @@
  *   DEVICES       how many there are; 2 where it is not given
  *   LACKS_INIT    there is no cuInit
  *   LACKS_UUID    there is no cuDeviceGetUuid_v2
- *   DELAYS        before each piece of work a stream gives way up to so many times, by chance; 0 where it is not given
+ *   DELAYS        before each piece of work a stream sleeps for up to so many us, by chance; 0 where it is not given.
+ *                 Giving way instead costs a time slice on a busy machine
  * The functions that begin with "double" are for tests.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
-#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,9 +121,7 @@ static void *run_stream(void *data) {
         stream->head = work->next;
         stream->tail = stream->head == NULL ? &stream->head : stream->tail;
         pthread_mutex_unlock(&lock);
-        for (int i = DELAYS == 0 ? 0 : (int)(rand_r(&stream->seed) % (DELAYS + 1)); i > 0; i--) {
-            sched_yield();
-        }
+        (void)usleep(DELAYS == 0 ? 0 : (unsigned)rand_r(&stream->seed) % (DELAYS + 1));
         work->data = work->function == NULL ? stream : work->data;
         work->run(work);
         free(work);
