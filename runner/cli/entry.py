@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from horo.runner.start.allocation import Allocation
 
-__all__ = ["main", "main_for_horovod", "parse"]
+__all__ = ["parse", "run"]
 
 
-def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -> int:
+def run(arguments: Sequence[str] | None, *, for_horovod: bool) -> int:
     """Runs hororun, or horovodrun, and returns its exit code."""
     try:
         words = sys.argv[1:] if arguments is None else arguments
@@ -53,11 +53,6 @@ def main(arguments: Sequence[str] | None = None, *, for_horovod: bool = False) -
 def _say(text: str) -> None:
     if sys.stderr is not None:
         sys.stderr.write(f"hororun: {printable_lines(text)}\n")
-
-
-def main_for_horovod() -> int:
-    """Runs horovodrun, which is ``hororun --horovod``, and returns its exit code."""
-    return main(for_horovod=True)
 
 
 def _run(job: Job) -> int:
@@ -110,13 +105,9 @@ def parse(
         raise JobError(f"-np {given.num_proc}: at least one rank is needed")
     if given.num_proc is None:
         _check_order(command)
+    if command or not given.check_hosts:
+        _check_command(command)
     where = _where(given, line, environment)
-    if command[:1] == [""]:
-        raise JobError("the command is an empty word: say what to run, like 'hororun -np 2 train.py'")
-    if command[:1] == ["-m"] and not "".join(command[1:2]):
-        raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
-    if not command and not given.check_hosts:
-        raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
     exports, useless = _exports(given, line, environment)
     timelines = timeline_merge(given, {**environment, **exports})
     return Job(
@@ -221,6 +212,16 @@ def _check_order(command: Sequence[str]) -> None:
                 f"{word!r} stands after the command {' '.join(command[:begins])!r} and belongs to it: "
                 "options of hororun come before the command"
             )
+
+
+def _check_command(command: Sequence[str]) -> None:
+    """Raises JobError if the words name nothing that could be run."""
+    if not command:
+        raise JobError("no command given: say what to run, like 'hororun -np 2 train.py'")
+    if not command[0]:
+        raise JobError("the command is an empty word: say what to run, like 'hororun -np 2 train.py'")
+    if command[0] == "-m" and not "".join(command[1:2]):
+        raise JobError("-m needs the name of a module, like 'hororun -np 2 -m package.train'")
 
 
 class _Where(NamedTuple):

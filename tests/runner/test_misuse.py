@@ -153,3 +153,30 @@ def test_a_closed_stdout_is_named(words: list[str]) -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert done.stderr.startswith("hororun: stdout is closed")
+
+
+INTERRUPTED = """
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from horo.runner.cli import main
+sys.exit(main(["-np", "1", "true"]))
+"""
+"""Ctrl-C while a module is loaded."""
+
+
+@pytest.mark.parametrize("at", ["horo.runner.cli.entry", "horo.runner.cli.tuning", "horo.runner.job.supervise"])
+def test_an_interrupt_while_hororun_starts_is_one_line(at: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hororun: interrupted\n")
+
+
+def test_hororun_alone_asks_what_to_run(hororun: Hororun) -> None:
+    done = hororun.run(where=None, environment={"CUDA_VISIBLE_DEVICES": ""})
+    said = "hororun: no command given: say what to run, like 'hororun -np 2 train.py'\n"
+    assert (done.returncode, done.stderr) == (2, said)
