@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from horo._deputy import DeputyCall
-from horo._frames import current_frames
+from horo._frames import current_frames, locals_of
 
 __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
@@ -193,23 +193,23 @@ def _awaits_work(frame: FrameType) -> bool:
 def _find_wait(frame: FrameType, context: object, wait: CodeType, *, is_looking: bool) -> Wait | None:
     above: FrameType | None = None
     for each in _outwards(frame):
-        if each.f_code is wait and each.f_locals.get("self") is context:
+        if each.f_code is wait and (found := locals_of(each)).get("self") is context:
             # The frame above belongs to this inspection, or to asynchronous code: a signal handler, a finalizer.
             is_own = is_looking or above is None or is_of_horo(above.f_code.co_filename)
-            return Wait(each.f_locals["handle"], place_of(each)) if is_own else None
+            return Wait(found["handle"], place_of(each)) if is_own else None
         above = each
     return None
 
 
 def _find_call(frame: FrameType) -> object | None:
     """The call of another thread that this one does."""
-    return next((each.f_locals["self"] for each in _outwards(frame) if each.f_code is DeputyCall.run.__code__), None)
+    return next((locals_of(each)["self"] for each in _outwards(frame) if each.f_code is DeputyCall.run.__code__), None)
 
 
 def _place_of_principal(frames: Mapping[int, FrameType], call: object) -> str:
     """The line of the program that waits for a call; empty if none does any more."""
     principals = (each for each in frames.values() if each.f_code is DeputyCall.wait.__code__)
-    return next((place_of(each) for each in principals if each.f_locals["self"] is call), "")
+    return next((place_of(each) for each in principals if locals_of(each)["self"] is call), "")
 
 
 def _is_in_backward(frame: FrameType) -> bool:
