@@ -18,7 +18,8 @@ explain_imports(explain_part)
 
 def __getattr__(name: str) -> Any:
     if name != "run":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "" if name.startswith("_") else "; the calls of a training script: import horo.torch as hvd"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from horo.runner.call import run  # noqa: PLC0415 - import horo stays light
 
     return run

@@ -137,6 +137,14 @@ def test_what_horovod_does_not_have_either_is_pythons_own_error() -> None:
         importlib.import_module("horo.torch.no_such_module")
 
 
+@pytest.mark.parametrize("name", ["torch", "init", "rank"])
+def test_the_package_alone_says_what_a_script_imports(name: str) -> None:
+    code = f"import horo; horo.{name}"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    said = f"AttributeError: module 'horo' has no attribute '{name}'; the calls of a training script: "
+    assert done.stderr.splitlines()[-1] == said + "import horo.torch as hvd"
+
+
 def test_where_there_is_another_way_it_is_named() -> None:
     with pytest.raises(AttributeError, match="checkpoint"):
         hvd.elastic  # noqa: B018
