@@ -9,6 +9,7 @@ import gpu_double
 import pytest
 import torch
 from doubles import CUDA, build_double
+from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -113,6 +114,44 @@ def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) ->
     assert first == second
 
 
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_large_tensors_flow(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
+    def check(path: str, on_gpu: tuple[int, ...]) -> None:
+        gpu = gpu_double.load(path)
+        for dtype in (torch.float32, torch.bfloat16):
+            values = torch.arange((5 << 20) // dtype.itemsize + 3).remainder(64).to(dtype)
+            place = gpu.put if hvd.rank() in on_gpu else torch.Tensor.clone
+            x, y = place(values + hvd.rank()), place(values)
+            kept = hvd.allreduce_async(x, op=hvd.Sum, name="kept")
+            hvd.allreduce_(y, op=hvd.Average, name="in place", prescale_factor=2.0)
+            total = hvd.synchronize(kept)
+            if hvd.rank() in on_gpu:
+                x, y, total = gpu.read(x), gpu.read(y), gpu.read(total)
+            assert torch.equal(x, values + hvd.rank()), dtype
+            assert torch.equal(y, 2 * values), dtype
+            assert torch.equal(total, 2 * values + 1), dtype
+
+    pool.run(check, double, on_gpu)
+
+
+def test_an_exception_of_a_signal_handler_while_pieces_are_on_their_way_loses_nothing(
+    pool: RankPool, double: str
+) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        x = gpu.put(torch.full((5 << 18,), float(hvd.rank())))
+        hvd.barrier()
+        gpu.lib.double_let_copies(2)
+        handle = hvd.allreduce_async_(x, op=hvd.Sum, name="x")
+        interrupt(lambda: hvd.synchronize(handle), KeyboardInterrupt, lambda: True)
+        assert not hvd.poll(handle)
+        gpu.lib.double_let_copies(-1)
+        assert hvd.synchronize(handle) is x
+        assert torch.equal(gpu.read(x), torch.ones(5 << 18))
+
+    pool.run(check, double)
+
+
 def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, double: str) -> None:
     def check(path: str) -> None:
         gpu = gpu_double.load(path)
@@ -121,7 +160,7 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, 
             hvd.allreduce(gpu.put(torch.ones(2)))
         gpu.capture(False)
         gpu.lib.double_fail(0, 0)
-        size = 5 << 20
+        size = 40 << 20  # more than four times what is idle of other calls
         with pytest.raises(ResourceError, match=rf"no {size} bytes of pinned memory: .* out of memory"):
             hvd.allreduce(gpu.put(torch.ones(size // 4)), name="large")
         gpu.lib.double_fail(0, 1 << 30)
