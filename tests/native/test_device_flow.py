@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, OnGpu
+from device_group import SUM, Gpu, Nccl, OnGpu
 from ranks import NUMPY_OF_DTYPE, Group, Rank, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
@@ -34,8 +34,11 @@ def total(size: int, length: int = LENGTH) -> np.ndarray:
     return size * values(0, length) + size * (size - 1) / 2
 
 
-def await_values(find: Any, expected: np.ndarray) -> None:
-    wait_for(lambda: bool((find()[: len(expected)] == expected).all()))
+def await_return(gpu: Gpu, target: int, size: int) -> None:
+    """Until the first piece is back on the GPU, where two have come from there; the last one is not."""
+    wait_for(lambda: gpu.copies() >= 3)
+    np.testing.assert_array_equal(gpu.get(target, np.zeros(FRONT, np.float32)), total(size)[:FRONT])
+    assert gpu.get(target + 4 * (LENGTH - 1), np.zeros(1, np.float32)).tolist() == [-1]
 
 
 def has_begun(rank: Rank, name: str = "x") -> bool:
@@ -57,7 +60,7 @@ def test_the_first_piece_is_reduced_and_returns_while_others_have_not_been_copie
         array = values(rank.rank)
         if rank.rank > 0:
             handle = rank.submit("allreduce", "x", [array], reduce_op=SUM)
-            await_values(lambda: array, total(size)[:FRONT])
+            wait_for(lambda: bool((array[:FRONT] == total(size)[:FRONT]).all()))
             assert array[-1] == values(rank.rank)[-1]
             seen.wait(60)
             rank.finish(handle)
@@ -67,8 +70,7 @@ def test_the_first_piece_is_reduced_and_returns_while_others_have_not_been_copie
         handle, source, target = own.submit("allreduce", "x", array, output, reduce_op=SUM)
         assert not rank.context.poll(handle)
         gpu.let_copies(2)
-        await_values(lambda: gpu.get(target, output), total(size)[:FRONT])
-        assert gpu.get(target, output)[-1] == -1
+        await_return(gpu, target, size)
         seen.wait(60)
         assert not rank.context.poll(handle)
         gpu.let_copies(-1)
@@ -89,7 +91,6 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
         array = values(rank.rank)
         gate = gpu.hold(own.stream)
         handle, source, _ = own.submit("allreduce", "x", array - 1, reduce_op=SUM)
-        gpu.add(own.stream, source, np.zeros(0, np.float32), 0)
         assert not rank.context.poll(handle)
         gpu.open(gate)
         own.finish(handle)
@@ -118,6 +119,8 @@ def test_it_is_announced_when_its_first_piece_has_come(gpu: Gpu) -> None:
         gpu.let_copies(-1)
         own.finish(handle)
         own.close()
+        kinds = [event.event for event in rank.context.events() if event.name == "x"]
+        assert kinds == ["submitted", "agreed", "begun", "ended"], "it is one request"
 
     with Group((2,)) as group:
         group.run(body)
@@ -198,28 +201,26 @@ def test_lengths_around_the_bounds(gpu: Gpu, hosts: tuple[int, ...], extra: int)
             np.testing.assert_array_equal(result, total(size, length))
 
 
+WAYS: dict[str, tuple[str, str | None, dict[str, float]]] = {
+    "sum": ("sum", None, {}),
+    "scaled average": ("average", None, {"prescale": 0.5, "postscale": 3.0}),
+    "max": ("max", None, {}),
+    "average as float16": ("average", "float16", {"prescale": 2.0}),
+    "sum as bfloat16": ("sum", "bfloat16", {}),
+}
+KINDS = [
+    (dtype, how)
+    for dtype in NUMPY_OF_DTYPE
+    for how, (op, wire, _) in WAYS.items()
+    if (op != "average" or dtype != "bool") and (wire is None or dtype in ("float32", "float64"))
+]
+
+
 @pytest.mark.parametrize("hosts", [(2,), (3,), (1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", NUMPY_OF_DTYPE)
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("sum", None, {}),
-        ("average", None, {"prescale": 0.5, "postscale": 3.0}),
-        ("max", None, {}),
-        ("average", "float16", {"prescale": 2.0}),
-        ("sum", "bfloat16", {}),
-    ],
-    ids=lambda how: f"{how[0]}-{how[1]}",
-)
-def test_results_are_those_of_host_memory_to_the_bit(
-    gpu: Gpu, hosts: tuple[int, ...], dtype: str, how: tuple[str, str | None, dict[str, float]]
-) -> None:
+@pytest.mark.parametrize(("dtype", "how"), KINDS, ids=str)
+def test_results_are_those_of_host_memory_to_the_bit(gpu: Gpu, hosts: tuple[int, ...], dtype: str, how: str) -> None:
     """All ranks have the same values on their GPU and in host memory."""
-    op, wire, factors = how
-    if dtype == "bool" and (op == "average" or factors):
-        pytest.skip("bool is neither averaged nor scaled")
-    if wire is not None and dtype not in ("float32", "float64"):
-        pytest.skip("these travel as they are")
+    op, wire, factors = WAYS[how]
     kind = NUMPY_OF_DTYPE[dtype]
     length = (2 * PIECE + PIECE // 2) // np.dtype(kind).itemsize + 13
     chance = np.random.default_rng(7)
@@ -284,6 +285,20 @@ def test_what_does_not_flow_is_copied_at_once(gpu: Gpu, what: str) -> None:
     with Group((1,) if what == "alone" else (2,)) as group:
         group.run(body)
     assert gpu.copies() == {"group": 8, "broadcast": 3, "alone": 2}.get(what, 4)
+
+
+def test_what_nccl_has_refused_flows_from_then_on(gpu: Gpu, nccl: Nccl) -> None:
+    """The first one is copied, at once, when the ranks have found out that they share a GPU."""
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu, [nccl.path])
+        for _ in range(2):
+            np.testing.assert_array_equal(own.allreduce(values(rank.rank)), total(2))
+        own.close()
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+    wait_for(lambda: gpu.calls() == 2 * (1 + 4))
 
 
 # ---- Failures ----
@@ -468,7 +483,7 @@ def test_a_loss_ends_it_in_the_middle_and_what_is_on_its_way_ends_before(
             handle, _, target = own.submit("allreduce", "x", values(0), output, reduce_op=SUM)
             gpu.let_copies(pieces)
             if pieces > 0:
-                await_values(lambda: gpu.get(target, output), total(rank.size)[:FRONT])
+                await_return(gpu, target, rank.size)
             is_there.set()
             with pytest.raises(GroupError, match="bad batch"):
                 rank.context.wait(handle)

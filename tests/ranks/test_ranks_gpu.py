@@ -117,19 +117,7 @@ def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) ->
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
 def test_large_tensors_flow(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> None:
-        gpu = gpu_double.load(path)
-        for dtype in (torch.float32, torch.bfloat16):
-            values = torch.arange((5 << 20) // dtype.itemsize + 3).remainder(64).to(dtype)
-            place = gpu.put if hvd.rank() in on_gpu else torch.Tensor.clone
-            x, y = place(values + hvd.rank()), place(values)
-            kept = hvd.allreduce_async(x, op=hvd.Sum, name="kept")
-            hvd.allreduce_(y, op=hvd.Average, name="in place", prescale_factor=2.0)
-            total = hvd.synchronize(kept)
-            if hvd.rank() in on_gpu:
-                x, y, total = gpu.read(x), gpu.read(y), gpu.read(total)
-            assert torch.equal(x, values + hvd.rank()), dtype
-            assert torch.equal(y, 2 * values), dtype
-            assert torch.equal(total, 2 * values + 1), dtype
+        gpu_checks.large_reductions(gpu_double.load(path), on_gpu)
 
     pool.run(check, double, on_gpu)
 

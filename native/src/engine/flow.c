@@ -18,7 +18,7 @@
 enum {
     FLOWING_BYTES = 4 << 20, /* from here on two pieces are worth it */
     PIECE_BYTES = 2 << 20,   /* the calls for a piece take a tenth of the time of its copies */
-    PIECES_MAX = 32,
+    PIECES_MAX = 32,         /* which the caller's thread begins all, some ten microseconds each */
 };
 
 #define LOOK_NS 1000000ll /* for a failure of the GPU, while nothing else can go on */
