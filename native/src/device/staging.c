@@ -132,7 +132,19 @@ static void end_telling(struct hr_staging *staging) {
     (void)pthread_cond_broadcast(&staging->stager->drained);
 }
 
-/* Here CUDA must not be called, so a block whose request is gone is only put back. */
+/* With the stager's lock held, and where CUDA must not be called: a block whose request is gone is only put back. */
+static void leave_block(const struct hr_staging *staging) {
+    struct hr_stager *stager = staging->stager;
+    if (atomic_load(&staging->is_disowned)) { /* a batch may have given a part of it to MPI before all had come */
+        hr_block_disown(staging->block);
+        return;
+    }
+    staging->block->next = stager->idle;
+    stager->idle = staging->block;
+    stager->idle_bytes += staging->block->bytes;
+}
+
+/* Called by the driver's thread, which must not call CUDA. */
 static void on_copied(void *data) {
     struct hr_staging *staging = data;
     struct hr_stager *stager = staging->stager;
@@ -150,9 +162,7 @@ static void on_copied(void *data) {
     if (staging->told == staging->to_tell) {
         end_telling(staging);
         if (atomic_fetch_sub(&staging->references, 1) == 1) {
-            staging->block->next = stager->idle;
-            stager->idle = staging->block;
-            stager->idle_bytes += staging->block->bytes;
+            leave_block(staging);
             free(staging);
         }
     }
@@ -171,7 +181,7 @@ static int send_piece(struct hr_staging *staging, size_t at, size_t bytes, struc
     return tell(staging, device->to_tell, error);
 }
 
-/* How many functions of the host will come is in *launched, also where it fails. */
+/* The number of functions of the host that will come is in *launched, also where it fails. */
 static int send_pieces(struct hr_staging *staging, size_t *launched, struct hr_error *error) {
     struct hr_device *device = staging->device;
     const struct hr_staged_tensor *tensor = &staging->tensors[0];

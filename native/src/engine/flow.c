@@ -48,7 +48,7 @@ void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, 
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
-/* What is done by a whole piece more; the rest is the caller's, who is told if the driver of the GPU refuses. */
+/* Returns what is done by a whole piece more; the rest is the caller's, who is told if the GPU's driver refuses. */
 static void return_done(const struct hr_request *request) {
     struct hr_staging *staging = request->staging;
     struct hr_error ignored = {0};

@@ -110,7 +110,7 @@ void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t i
     }
 }
 
-/* What [offset, + bytes) has of a piece, in bytes of its values from its front. */
+/* The end of [offset, + bytes) within a piece, in bytes of its values from its front. */
 static size_t end_within(const struct hr_fused *fused, const struct hr_piece *piece, size_t offset, size_t bytes) {
     const size_t skip = offset - piece->offset;
     const size_t left = piece->bytes - skip;
