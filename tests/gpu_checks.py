@@ -23,6 +23,7 @@ __all__ = [
     "autocast_and_a_scaler",
     "buffers_and_objects",
     "clipped_and_accumulated",
+    "large_reductions",
     "moves",
     "not_contiguous",
     "optimizer_state",
@@ -81,6 +82,21 @@ def reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
     assert [gpu.read(one).tolist() for one in group] == [[3, 6, 9], [[], []], [3]]
     rows = hvd.reducescatter(put(torch.arange(10.0).view(5, 2)), op=hvd.Sum)
     assert torch.equal(gpu.read(rows), 2 * torch.arange(10.0).view(5, 2)[slice(0, 3) if r == 0 else slice(3, 5)])
+
+
+def large_reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
+    """Those that are copied in pieces, where they are staged, and have results while others are on their way."""
+    r, put = hvd.rank(), _put_of(gpu, on_gpu)
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.arange((5 << 20) // dtype.itemsize + 3).remainder(64).to(dtype)
+        x, y = put(values + r), put(values)
+        handle = hvd.allreduce_async(x, op=hvd.Sum, name="kept")
+        hvd.allreduce_(y, op=hvd.Average, name="in place", prescale_factor=2.0)
+        total = hvd.synchronize(handle)
+        assert total.is_cuda == (r in on_gpu)
+        assert torch.equal(gpu.read(total), 2 * values + 1), dtype
+        assert torch.equal(gpu.read(y), 2 * values), dtype
+        assert torch.equal(gpu.read(x), values + r), dtype
 
 
 def moves(gpu: Device, on_gpu: Sequence[int]) -> None:

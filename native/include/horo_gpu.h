@@ -34,7 +34,8 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
 /*
  * Lets requests have tensors in the memory of GPUs: loads the CUDA driver as horo_find_library does, and initializes
  * it. Does nothing where that has been done. Such a request is announced when its values have been copied to pinned
- * host memory, and from then on is as others. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
+ * host memory, or the first of them for a large allreduce, and from then on is as others. HORO_OK, or
+ * HORO_ERR_RESOURCE with a sentence.
  */
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);

@@ -36,6 +36,14 @@ def test_reductions(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_large_tensors_flow(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
+    def check(on_gpu: tuple[int, ...]) -> None:
+        gpu_checks.large_reductions(RealGpu(), on_gpu)
+
+    shared2.run(check, on_gpu)
+
+
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
 def test_moves(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
     def check(on_gpu: tuple[int, ...]) -> None:
         gpu_checks.moves(RealGpu(), on_gpu)

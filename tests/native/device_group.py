@@ -104,6 +104,22 @@ class Gpu:
     def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
         self.lib.double_fail(copy, host_bytes)
 
+    def let_copies(self, count: int) -> None:
+        """From now on so many copies to the host are done, and others wait for the next call; -1: all are."""
+        self.lib.double_let_copies(count)
+
+    def calls(self) -> int:
+        """How many functions of the host have been called, and are over."""
+        return int(self.lib.double_calls())
+
+    def fail_staging(self, to_host: int = 0, returns: int = 0) -> None:
+        """That copy to the host from now on fails; the next ``returns`` calls for copies back are refused."""
+        self.lib.double_fail_staging(to_host, returns)
+
+    def copies(self) -> int:
+        """How many have been done, in both directions."""
+        return int(self.lib.double_copies())
+
     def counts(self) -> dict[str, int]:
         numbers = (ctypes.c_int * 9)()
         self.lib.double_count(numbers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import gpu_checks
@@ -9,10 +12,11 @@ import gpu_double
 import pytest
 import torch
 from doubles import CUDA, build_double
+from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.errors import ResourceError, UnsupportedError, UsageError
+from horo.errors import PeerLostError, ResourceError, UnsupportedError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,57 @@ def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) ->
     assert first == second
 
 
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_large_tensors_flow(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
+    def check(path: str, on_gpu: tuple[int, ...]) -> None:
+        gpu_checks.large_reductions(gpu_double.load(path), on_gpu)
+
+    pool.run(check, double, on_gpu)
+
+
+def test_an_exception_of_a_signal_handler_while_pieces_are_on_their_way_loses_nothing(
+    pool: RankPool, double: str
+) -> None:
+    def check(path: str) -> None:
+        gpu = gpu_double.load(path)
+        x = gpu.put(torch.full((5 << 18,), float(hvd.rank())))
+        hvd.barrier()
+        gpu.lib.double_let_copies(2)
+        handle = hvd.allreduce_async_(x, op=hvd.Sum, name="x")
+        interrupt(lambda: hvd.synchronize(handle), KeyboardInterrupt, lambda: True)
+        assert not hvd.poll(handle)
+        gpu.lib.double_let_copies(-1)
+        assert hvd.synchronize(handle) is x
+        assert torch.equal(gpu.read(x), torch.ones(5 << 18))
+
+    pool.run(check, double)
+
+
+@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+def test_a_rank_that_is_killed_while_pieces_are_on_their_way_is_named(
+    pool: RankPool, double: str, on_gpu: tuple[int, ...]
+) -> None:
+    def check(path: str, on_gpu: tuple[int, ...]) -> str:
+        gpu, r = gpu_double.load(path), hvd.rank()
+        values = torch.ones(7 << 18)
+        x = gpu.put(values) if r in on_gpu else values
+        gpu.lib.double_let_copies(2)
+        handle = hvd.allreduce_async_(x, op=hvd.Sum, name="x")
+        if r == 1:
+            deadline = time.monotonic() + 30
+            # two pieces came from the GPU, and one has returned; without a GPU, its first sums are in the tensor
+            while gpu.lib.double_copies() < 3 if r in on_gpu else values[0] != 2:
+                assert time.monotonic() < deadline
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError) as caught:
+            hvd.synchronize(handle)
+        gpu.lib.double_let_copies(-1)
+        hvd.shutdown()
+        return str(caught.value)
+
+    assert pool.run_each(check, [(double, on_gpu)] * 2, lost=[1])[0].startswith("rank 1 (")
+
+
 def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, double: str) -> None:
     def check(path: str) -> None:
         gpu = gpu_double.load(path)
@@ -121,7 +176,7 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, 
             hvd.allreduce(gpu.put(torch.ones(2)))
         gpu.capture(False)
         gpu.lib.double_fail(0, 0)
-        size = 5 << 20
+        size = 40 << 20  # more than four times what is idle of other calls
         with pytest.raises(ResourceError, match=rf"no {size} bytes of pinned memory: .* out of memory"):
             hvd.allreduce(gpu.put(torch.ones(size // 4)), name="large")
         gpu.lib.double_fail(0, 1 << 30)

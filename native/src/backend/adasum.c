@@ -374,6 +374,7 @@ struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inn
     self->ops = (struct hr_backend_ops){
         .name = inner->ops->name,
         .carries = inner->ops->carries,
+        .flows = inner->ops->flows,
         .begin = adasum_begin,
         .progress = adasum_progress,
         .cancel = adasum_cancel,

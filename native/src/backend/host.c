@@ -305,6 +305,7 @@ static void host_destroy(struct hr_backend *backend) {
 static const struct hr_backend_ops host_ops = {
     .name = "host",
     .carries = 1,
+    .flows = 1,
     .begin = host_begin,
     .progress = host_progress,
     .cancel = host_cancel,

@@ -157,6 +157,7 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
                        double prescale, struct hr_scale postscale) {
     run->segments = (struct hr_segments){.team = team};
     run->fused = *fused;
+    run->segments.flowing = fused->flows ? &run->fused : NULL;
     run->stages = (struct hr_stages){
         .team = team,
         .fused = &run->fused,
@@ -170,6 +171,7 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .store = hr_store_choose(team, &team->allreduce_stores, fused->bytes),
         .first = team->segment,
     };
+    run->segments.flowing_bytes = run->stages.segment_bytes;
     if (team->size == 1 && fused->bytes > 0) {
         (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(&run->stages);
     }

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "base/cut.h"
+#include "local/shares.h"
 
 static struct hr_segments *segments_of(struct hr_task *task) {
     return (struct hr_segments *)task; /* its first member */
@@ -31,10 +32,27 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
     return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
+/* ---- Inputs that are on their way ---- */
+
+static int has_arrived(const struct hr_segments *segments, size_t k) {
+    if (segments->flowing == NULL) {
+        return 1;
+    }
+    const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
+    return hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
+}
+
+static void note_done(const struct hr_segments *segments, size_t k) {
+    if (segments->flowing != NULL) {
+        const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
+        hr_fused_note_done(segments->flowing, segment.offset, segment.bytes);
+    }
+}
+
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
 static int fill(struct hr_segments *segments) {
-    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
+    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled) || !has_arrived(segments, segments->filled)) {
         return HR_TASK_BLOCKED;
     }
     segments->ops->fill(segments, segments->filled++);
@@ -61,16 +79,21 @@ static void finish(struct hr_segments *segments) {
 
 static int drain(struct hr_segments *segments) {
     const size_t k = segments->drained;
+    const int exchanges = segments->ops->exchange != NULL && k + 2 < segments->count;
     if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
         return HR_TASK_BLOCKED;
     }
-    if (segments->ops->exchange != NULL && k + 2 < segments->count) {
+    if (exchanges && !has_arrived(segments, k + 2)) { /* what others count are exchanges: all ranks make the same */
+        return HR_TASK_BLOCKED;
+    }
+    if (exchanges) {
         segments->ops->exchange(segments, k);
         segments->filled++;
     } else {
         segments->ops->drain(segments, k);
     }
     segments->drained++;
+    note_done(segments, k);
     return HR_TASK_MOVED;
 }
 

@@ -6,6 +6,7 @@
  *     stage    | may begin when                                     | does
  *     ---------+----------------------------------------------------+-----------------------------------------------
  *     filled   | all have drained segment k - 2 (two slots in turn) | fill: puts my contribution into my slot
+ *              | and what I put there has come                      |
  *     ready    | all have filled k                                  | reduce: reduces my share
  *     begun    | k - 1 has posted all that it sends                 | begin: my share starts to travel between hosts
  *     finished | it has travelled                                   | finish: shows that my share is final
@@ -20,6 +21,7 @@
 #define HR_COLLECTIVE_SEGMENTS_H
 
 #include "cross/cross.h"
+#include "local/fused.h"
 #include "node/team.h"
 #include "collective/task.h"
 
@@ -55,6 +57,8 @@ struct hr_segments {
     int carries;               /* this rank moves data between hosts; else begin is not called */
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* what draining waits for: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
+    const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
+    size_t flowing_bytes;           /* then: of every segment but the last */
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */

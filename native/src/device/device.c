@@ -47,7 +47,7 @@ int hr_device_refuse_capture(const struct hr_device *device, void *stream, struc
 }
 
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error) {
-    *device = (struct hr_device){.cuda = cuda, .number = number};
+    *device = (struct hr_device){.cuda = cuda, .number = number, .copying = PTHREAD_MUTEX_INITIALIZER};
     HR_TRY(hr_cuda_check(cuda, cuda->device_get(&device->handle, number), "cuDeviceGet", error));
     HR_TRY(hr_cuda_check(cuda, cuda->primary_context_retain(&device->context, device->handle),
                          "cuDevicePrimaryCtxRetain", error));
@@ -56,6 +56,7 @@ int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int num
     if (status == HORO_OK) {
         status = hr_device_create_stream(device, &device->to_host, error);
         status = status == HORO_OK ? hr_device_create_stream(device, &device->to_device, error) : status;
+        status = status == HORO_OK ? hr_device_create_stream(device, &device->to_tell, error) : status;
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
@@ -74,11 +75,15 @@ void hr_device_close(struct hr_device *device) {
         if (device->to_device != NULL) {
             (void)device->cuda->stream_destroy(device->to_device);
         }
+        if (device->to_tell != NULL) {
+            (void)device->cuda->stream_destroy(device->to_tell);
+        }
         if (device->releases != NULL) {
             (void)device->cuda->stream_destroy(device->releases);
         }
         hr_device_leave(device, &visit);
     }
+    (void)pthread_mutex_destroy(&device->copying);
     if (!atomic_load(&device->is_kept)) {
         (void)device->cuda->primary_context_release(device->handle);
     }

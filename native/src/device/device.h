@@ -2,6 +2,7 @@
 #ifndef HR_DEVICE_DEVICE_H
 #define HR_DEVICE_DEVICE_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "device/cuda.h"
@@ -12,6 +13,9 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
+    void *to_tell; /* a stream for functions of the host that are told of copies, none of which waits for them */
+    /* held while something is put on to_host that is not to be parted by what waits for another stream */
+    pthread_mutex_t copying;
     void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
     _Atomic int is_kept; /* the context stays retained: it has memory that must not go, see blocks.h */
 };

@@ -21,6 +21,19 @@ static int follow(const struct hr_cuda *cuda, void *event, void *stream, void *o
     return hr_cuda_check(cuda, cuda->stream_wait_event(other, event, 0), "cuStreamWaitEvent", error);
 }
 
+static int is_in_pieces(const struct hr_staging *staging) {
+    return staging->tensors[0].piece_bytes > 0;
+}
+
+static int copy_to_host(const struct hr_staging *staging, size_t i, size_t at, size_t bytes, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    const struct hr_cuda *cuda = device->cuda;
+    return hr_cuda_check(cuda,
+                         cuda->copy_to_host((char *)hr_staging_host(staging, i) + at, staging->tensors[i].source + at,
+                                            bytes, device->to_host),
+                         "cuMemcpyDtoHAsync", error);
+}
+
 /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
 static int copy_in(const struct hr_staging *staging, void *stream, const struct hr_mark *behind,
                    struct hr_error *error) {
@@ -29,14 +42,12 @@ static int copy_in(const struct hr_staging *staging, void *stream, const struct 
     HR_TRY(behind == NULL ? follow(cuda, staging->block->copied_in, stream, device->to_host, error)
                           : hr_cuda_check(cuda, cuda->stream_wait_event(device->to_host, behind->event, 0),
                                           "cuStreamWaitEvent", error));
+    if (is_in_pieces(staging)) {
+        return HORO_OK;
+    }
     for (size_t i = 0; i < staging->count; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
-        if (tensor->source_bytes > 0) {
-            HR_TRY(hr_cuda_check(cuda,
-                                 cuda->copy_to_host(hr_staging_host(staging, i), tensor->source, tensor->source_bytes,
-                                                    device->to_host),
-                                 "cuMemcpyDtoHAsync", error));
-        }
+        HR_TRY(tensor->source_bytes == 0 ? HORO_OK : copy_to_host(staging, i, 0, tensor->source_bytes, error));
     }
     return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, device->to_host), "cuEventRecord", error);
 }
@@ -47,7 +58,10 @@ static int begin(struct hr_staging *staging, void *stream, const struct hr_mark 
     HR_TRY(behind == NULL ? hr_device_refuse_capture(device, stream, error) : HORO_OK);
     HR_TRY(hr_stager_take_block(staging->stager, device, bytes, &staging->block, error));
     staging->block->is_out = 0;
-    return copy_in(staging, stream, behind, error);
+    (void)pthread_mutex_lock(&device->copying);
+    const int status = copy_in(staging, stream, behind, error);
+    (void)pthread_mutex_unlock(&device->copying);
+    return status;
 }
 
 int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
@@ -112,44 +126,116 @@ void hr_staging_release(struct hr_staging *staging) {
     }
 }
 
-/* Here CUDA must not be called, so a block whose request is gone is only put back. */
+/* With the stager's lock held, when no function of the host is to come any more. */
+static void end_telling(struct hr_staging *staging) {
+    staging->stager->launched--;
+    (void)pthread_cond_broadcast(&staging->stager->drained);
+}
+
+/* With the stager's lock held, and where CUDA must not be called: a block whose request is gone is only put back. */
+static void leave_block(const struct hr_staging *staging) {
+    struct hr_stager *stager = staging->stager;
+    if (atomic_load(&staging->is_disowned)) { /* a batch may have given a part of it to MPI before all had come */
+        hr_block_disown(staging->block);
+        return;
+    }
+    staging->block->next = stager->idle;
+    stager->idle = staging->block;
+    stager->idle_bytes += staging->block->bytes;
+}
+
+/* Called by the driver's thread, which must not call CUDA. */
 static void on_copied(void *data) {
     struct hr_staging *staging = data;
     struct hr_stager *stager = staging->stager;
     (void)pthread_mutex_lock(&stager->lock);
-    atomic_store(&staging->is_ready, 1);
+    staging->told++;
+    const size_t arrived = staging->told * staging->tensors[0].piece_bytes;
+    const size_t all = staging->tensors[0].source_bytes;
+    atomic_store(&staging->flow.arrived, arrived < all ? arrived : all); /* partner: hr_fused_has_arrived */
+    if (!is_in_pieces(staging) || arrived >= all) {
+        atomic_store(&staging->is_ready, 1);
+    }
     if (staging->request != NULL && stager->owner != NULL) {
         stager->on_ready(stager->owner, staging);
     }
-    if (atomic_fetch_sub(&staging->references, 1) == 1) {
-        staging->block->next = stager->idle;
-        stager->idle = staging->block;
-        stager->idle_bytes += staging->block->bytes;
-        free(staging);
+    if (staging->told == staging->to_tell) {
+        end_telling(staging);
+        if (atomic_fetch_sub(&staging->references, 1) == 1) {
+            leave_block(staging);
+            free(staging);
+        }
     }
-    stager->launched--;
-    (void)pthread_cond_broadcast(&stager->drained);
     (void)pthread_mutex_unlock(&stager->lock);
+}
+
+static int tell(struct hr_staging *staging, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = staging->device->cuda;
+    return hr_cuda_check(cuda, cuda->launch_host_function(stream, on_copied, staging), "cuLaunchHostFunc", error);
+}
+
+static int send_piece(struct hr_staging *staging, size_t at, size_t bytes, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    HR_TRY(copy_to_host(staging, 0, at, bytes, error));
+    HR_TRY(follow(device->cuda, staging->block->copied_in, device->to_host, device->to_tell, error));
+    return tell(staging, device->to_tell, error);
+}
+
+/* The number of functions of the host that will come is in *launched, also where it fails. */
+static int send_pieces(struct hr_staging *staging, size_t *launched, struct hr_error *error) {
+    struct hr_device *device = staging->device;
+    const struct hr_staged_tensor *tensor = &staging->tensors[0];
+    int status = HORO_OK;
+    (void)pthread_mutex_lock(&device->copying);
+    for (size_t at = 0; at < tensor->source_bytes && status == HORO_OK; at += tensor->piece_bytes) {
+        status = send_piece(staging, at, hr_smaller(tensor->piece_bytes, tensor->source_bytes - at), error);
+        *launched += status == HORO_OK;
+    }
+    if (status != HORO_OK) { /* the memory is in use up to what has been begun */
+        (void)device->cuda->event_record(staging->block->copied_in, device->to_host);
+    }
+    (void)pthread_mutex_unlock(&device->copying);
+    return status;
+}
+
+/* Not under the stager's lock: the driver may hold one of its own while it calls on_copied. */
+static int launch(struct hr_staging *staging, size_t *launched, struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    int status;
+    if (is_in_pieces(staging)) {
+        status = send_pieces(staging, launched, error);
+    } else {
+        status = tell(staging, staging->device->to_host, error);
+        *launched = status == HORO_OK;
+    }
+    hr_device_leave(staging->device, &visit);
+    return status;
 }
 
 int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error *error) {
     struct hr_stager *stager = staging->stager;
-    const struct hr_cuda *cuda = staging->device->cuda;
-    struct hr_device_visit visit;
-    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    size_t launched = 0;
     (void)pthread_mutex_lock(&stager->lock);
     staging->request = request;
+    staging->to_tell = is_in_pieces(staging) ? hr_divide_up(staging->tensors[0].source_bytes,
+                                                            staging->tensors[0].piece_bytes) : 1;
+    const size_t to_tell = staging->to_tell;
     hr_staging_keep(staging);
     stager->launched++;
     (void)pthread_mutex_unlock(&stager->lock);
-    /* not under the lock: the driver may hold one of its own while it calls on_copied */
-    const int status = hr_cuda_check(cuda, cuda->launch_host_function(staging->device->to_host, on_copied, staging),
-                                     "cuLaunchHostFunc", error);
-    hr_device_leave(staging->device, &visit);
-    if (status != HORO_OK) {
-        (void)pthread_mutex_lock(&stager->lock);
-        stager->launched--;
-        (void)pthread_mutex_unlock(&stager->lock);
+    const int status = launch(staging, &launched, error);
+    if (launched == to_tell) {
+        return status; /* on_copied lets go of it, or has done so */
+    }
+    (void)pthread_mutex_lock(&stager->lock);
+    staging->to_tell = launched;
+    const int is_over = staging->told == launched;
+    if (is_over) {
+        end_telling(staging);
+    }
+    (void)pthread_mutex_unlock(&stager->lock);
+    if (is_over) {
         hr_staging_drop(staging);
     }
     return status;
@@ -171,6 +257,47 @@ int hr_staging_check(struct hr_staging *staging, struct hr_error *error) {
     return status;
 }
 
+static int copy_to_device(const struct hr_staging *staging, size_t i, size_t at, size_t bytes, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    const struct hr_cuda *cuda = device->cuda;
+    const struct hr_staged_tensor *tensor = &staging->tensors[i];
+    return hr_cuda_check(cuda,
+                         cuda->copy_to_device(tensor->target + at,
+                                              (char *)hr_staging_host(staging, i) + tensor->result_at + at, bytes,
+                                              device->to_device),
+                         "cuMemcpyHtoDAsync", error);
+}
+
+/* The target is free: the first values have come, behind all that was before them on the caller's stream. */
+static int return_piece(struct hr_staging *staging, size_t bytes, struct hr_error *error) {
+    const struct hr_device *device = staging->device;
+    HR_TRY(copy_to_device(staging, 0, staging->returned, bytes - staging->returned, error));
+    HR_TRY(hr_cuda_check(device->cuda, device->cuda->event_record(staging->block->copied_out, device->to_device),
+                         "cuEventRecord", error));
+    staging->block->is_out = 1;
+    staging->returned = bytes;
+    return HORO_OK;
+}
+
+int hr_staging_return(struct hr_staging *staging, size_t bytes, struct hr_error *error) {
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(staging->device, &visit, error));
+    const int status = return_piece(staging, bytes, error);
+    hr_device_leave(staging->device, &visit);
+    return status;
+}
+
+int hr_staging_is_back(const struct hr_staging *staging) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (staging->returned == 0 || hr_device_enter(staging->device, &visit, &ignored) != HORO_OK) {
+        return 1;
+    }
+    const int code = staging->device->cuda->event_query(staging->block->copied_out);
+    hr_device_leave(staging->device, &visit);
+    return code != HR_CUDA_NOT_READY;
+}
+
 static int copy_out(const struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
     const struct hr_device *device = staging->device;
     const struct hr_cuda *cuda = device->cuda;
@@ -178,14 +305,8 @@ static int copy_out(const struct hr_staging *staging, const size_t *bytes, void 
     HR_TRY(hr_cuda_check(cuda, cuda->stream_wait_event(device->to_device, staging->block->copied_in, 0),
                          "cuStreamWaitEvent", error));
     for (size_t i = 0; i < staging->count; i++) {
-        const struct hr_staged_tensor *tensor = &staging->tensors[i];
-        if (bytes[i] > 0) {
-            HR_TRY(hr_cuda_check(cuda,
-                                 cuda->copy_to_device(tensor->target,
-                                                      (char *)hr_staging_host(staging, i) + tensor->result_at, bytes[i],
-                                                      device->to_device),
-                                 "cuMemcpyHtoDAsync", error));
-        }
+        const size_t at = i == 0 ? staging->returned : 0;
+        HR_TRY(bytes[i] == at ? HORO_OK : copy_to_device(staging, i, at, bytes[i] - at, error));
     }
     return follow(cuda, staging->block->copied_out, device->to_device, stream, error);
 }
@@ -194,7 +315,7 @@ int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(staging->device, &visit, error));
     const int status = copy_out(staging, bytes, stream, error);
-    staging->block->is_out = status == HORO_OK;
+    staging->block->is_out |= status == HORO_OK;
     hr_device_leave(staging->device, &visit);
     return status;
 }

@@ -12,6 +12,10 @@
  *     returned  | copies to the device are on horo's stream, and | hr_staging_release; the memory is used again
  *               | the caller's stream waits for them             | when they are done
  *
+ * A large tensor is copied in pieces, one behind the other, where its collective may begin with the first one
+ * (base/flow.h): launching begins the copies, and a function of the host is behind each of them, on another stream, for
+ * the copies are not to wait for it. on_ready is called for each, and results may return from the front meanwhile.
+ *
  * A staging belongs to the request and to the call that has been launched, and is gone when both have let go.
  */
 #ifndef HR_DEVICE_STAGING_H
@@ -20,6 +24,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/flow.h"
 #include "device/mark.h"
 
 enum { HR_DEVICES_MAX = 64, HR_STAGED_ALIGNMENT = 64 };
@@ -62,6 +67,7 @@ struct hr_staged_tensor {
     size_t room;             /* in host memory, for the values and for the result */
     size_t result_at;        /* where in the room the result is */
     size_t offset;           /* of it in the block */
+    size_t piece_bytes;      /* of the only one: it is copied in pieces; 0: at once */
 };
 
 struct hr_staging {
@@ -72,6 +78,11 @@ struct hr_staging {
     _Atomic int is_ready;
     _Atomic int is_disowned; /* the block is */
     _Atomic int references;
+    size_t told, to_tell; /* under the stager's lock: functions of the host that were called, and of how many */
+    /* in pieces, also: */
+    struct hr_flow flow;
+    size_t returned;  /* bytes of the result that are on their way to the device */
+    int returns_late; /* the owner's: nothing more returns before all is done */
     size_t count;
     struct hr_staged_tensor tensors[];
 };
@@ -102,7 +113,10 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
     return staging->block->data + staging->tensors[tensor].offset;
 }
 
-/* on_ready is called once, later, for `request`, unless hr_staging_release comes first. HORO_OK or as create. */
+/*
+ * on_ready is called later for `request`, once or, in pieces, once for each, unless hr_staging_release comes first.
+ * HORO_OK or as create; after a failure it may still come for pieces before.
+ */
 int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error *error);
 
 /*
@@ -111,14 +125,20 @@ int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error
 int hr_staging_check(struct hr_staging *staging, struct hr_error *error);
 
 /*
- * Begins to copy `bytes[i]` of tensor i to its target, and makes `stream` wait for that. Once, when ready. HORO_OK or
- * as create.
+ * In pieces: begins to copy the result up to `bytes` to its target, which is more than before. HORO_OK or as create.
+ * And: whether nothing of that is under way any more.
+ */
+int hr_staging_return(struct hr_staging *staging, size_t bytes, struct hr_error *error);
+int hr_staging_is_back(const struct hr_staging *staging);
+/*
+ * Begins to copy `bytes[i]` of tensor i to its target, less what has returned, and makes `stream` wait for that. Once,
+ * when ready. HORO_OK or as create.
  */
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
 /* After hr_staging_copy_back: another stream waits for what that has begun, too. HORO_OK or as create. */
 int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_error *error);
 
-/* MPI may touch the memory for ever: it is neither used again nor freed. When ready, while the request has it. */
+/* MPI may touch the memory for ever: it is neither used again nor freed. While the request has it. */
 void hr_staging_disown(struct hr_staging *staging);
 
 /* The request lets go: on_ready does not come any more. NULL is allowed. Not with a lock that on_ready takes. */

@@ -203,8 +203,9 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* what has failed may be freed by the program: first, the GPU lets go of it */
-    if ((!flushed || (hr_drive_is_aborted(engine) && !hr_engine_is_nccl_quiet(engine))) &&
-        hr_now_ns() < engine->driver.flush_ns) {
+    const int is_quiet =
+        !hr_drive_is_aborted(engine) || (hr_engine_is_nccl_quiet(engine) && hr_engine_are_flows_back(engine));
+    if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
     atomic_store(&engine->driver.serves_hosts, 0);

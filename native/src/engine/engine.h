@@ -288,6 +288,14 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
 void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Ends it if the values never come. Without the lock. */
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle);
+/* flow.c: large allreduces that are announced before all of their values have come */
+/* Whether this one may; with the lock held. And in which pieces its bytes are copied then. */
+int hr_engine_may_flow(const struct hr_request *request);
+size_t hr_engine_piece_bytes(size_t bytes);
+/* Ends the group: a request that others rely on has no values. */
+void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
+/* Driver, when the group has been aborted: whether nothing of what was going on is on its way to a GPU any more. */
+int hr_engine_are_flows_back(const struct hr_engine *engine);
 /*
  * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
  * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.

@@ -6,6 +6,7 @@
 #include "backend/carried.h"
 #include "base/dtype.h"
 #include "base/op.h"
+#include "device/staging.h"
 #include "engine/engine.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
@@ -18,6 +19,7 @@ struct hr_batch {
     size_t *row_bytes;
     size_t operand_count, operand_capacity;
     uint64_t bytes;
+    int flows; /* some of its requests do */
 };
 
 void hr_lane_free_batch(struct hr_lane *lane) {
@@ -56,7 +58,7 @@ static int reserve_operands(struct hr_batch *batch, size_t count) {
     return HORO_OK;
 }
 
-static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
+static void add_operand(struct hr_batch *batch, const horo_tensor *tensor, struct hr_flow *flow) {
     int64_t bytes = 0;
     /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
     int64_t row_bytes = 0;
@@ -71,6 +73,7 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor) {
         .bytes = (size_t)bytes,
         .dtype = hr_dtype_real(tensor->dtype),
         .wire_dtype = tensor->wire_dtype,
+        .flow = flow,
     };
     batch->row_bytes[i] = (size_t)row_bytes;
     batch->bytes += (uint64_t)bytes;
@@ -84,6 +87,7 @@ static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record
     batch->request_count = 0;
     batch->operand_count = 0;
     batch->bytes = 0;
+    batch->flows = 0;
     HR_TRY(reserve_requests(batch, record->count));
     const uint8_t *cursor = record->items;
     size_t operands = 0;
@@ -99,8 +103,10 @@ static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record
     HR_TRY(hr_engine_place_stand_ins(lane->engine, batch->requests, batch->request_count));
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
+        struct hr_flow *flow = batch->requests[i]->flows ? &batch->requests[i]->staging->flow : NULL;
+        batch->flows |= flow != NULL;
         for (int t = 0; t < call->tensor_count; t++) {
-            add_operand(batch, &call->tensors[t]);
+            add_operand(batch, &call->tensors[t], flow);
         }
     }
     return HORO_OK;
@@ -165,8 +171,9 @@ static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) 
 }
 
 static void end_batch(struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
+    struct hr_batch *batch = lane->executor.batch;
     char text[HORO_MESSAGE_MAX];
+    batch->flows = 0; /* whose requests callers may release in a moment */
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
@@ -214,6 +221,10 @@ static int may_end_batch(struct hr_lane *lane) {
 
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
+    const struct hr_batch *batch = lane->executor.batch;
+    if (lane->executor.state == HR_EXECUTION_RUNNING && batch->flows) {
+        hr_lane_follow_flows(lane, batch->requests, batch->request_count, moved == HR_TASK_BLOCKED);
+    }
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
     case HR_TASK_DONE:
@@ -442,6 +453,16 @@ void hr_lane_cancel(struct hr_lane *lane) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
+}
+
+int hr_lane_are_flows_back(const struct hr_lane *lane) {
+    const struct hr_batch *batch = lane->executor.batch;
+    for (size_t i = 0; batch != NULL && batch->flows && i < batch->request_count; i++) {
+        if (batch->requests[i]->flows && !hr_staging_is_back(batch->requests[i]->staging)) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 int hr_lane_is_ending_batch(const struct hr_lane *lane) {

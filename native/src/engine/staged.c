@@ -11,7 +11,7 @@
 
 enum { CLOSE_MS = 5000 };
 
-/* From a thread of the driver. The request is in progress: what is over has let go of its staging. */
+/* From a thread of the GPU's driver. The request may be over, but has not let go of its staging. */
 static void on_ready(void *owner, struct hr_staging *staging) {
     struct hr_engine *engine = owner;
     struct hr_request *request = staging->request;
@@ -66,7 +66,9 @@ static int refuse(const horo_request *call, struct hr_error *error) {
 }
 
 /* One piece of host memory for values and result, but for a reduce-scatter, whose result lies behind the values. */
-static void describe(const struct hr_engine *engine, const horo_request *call, struct hr_staged_tensor *staged) {
+static void describe(const struct hr_engine *engine, const struct hr_request *request,
+                     struct hr_staged_tensor *staged) {
+    const horo_request *call = &request->call;
     for (int i = 0; i < call->tensor_count; i++) {
         const horo_tensor *tensor = &call->tensors[i];
         int64_t bytes = 0; /* it has been checked */
@@ -78,6 +80,7 @@ static void describe(const struct hr_engine *engine, const horo_request *call, s
             .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
+            .piece_bytes = request->flows ? hr_engine_piece_bytes((size_t)bytes) : 0,
         };
     }
 }
@@ -103,7 +106,7 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     if (staged == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "%s '%s': out of memory", hr_op_name(call->op), call->name);
     }
-    describe(engine, call, staged);
+    describe(engine, request, staged);
     struct hr_error reason = {0};
     const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, request->mark,
                                          staged, (size_t)call->tensor_count, &request->staging, &reason);
@@ -115,15 +118,19 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     return HORO_OK;
 }
 
-/* A request that has failed before it was announced. The other ranks wait for it: they are told. */
+/* A request whose values do not come. The other ranks wait for it, and are told, or have been told that it is there. */
 static void fail(struct hr_engine *engine, int64_t handle, int status, const char *text) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
-    if (request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS && !request->is_queued) {
-        hr_engine_complete_locked(engine, request, status, text);
-        /* before anybody can submit the name again */
-        (void)hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text);
-        (void)pthread_cond_broadcast(&engine->submission.done);
+    if (request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS) {
+        if (request->is_queued) {
+            hr_engine_end_for_copy(engine, &request->call, text);
+        } else {
+            hr_engine_complete_locked(engine, request, status, text);
+            /* before anybody can submit the name again */
+            (void)hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text);
+            (void)pthread_cond_broadcast(&engine->submission.done);
+        }
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
@@ -145,7 +152,8 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
 void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
-    struct hr_staging *staging = request == NULL || request->is_queued ? NULL : request->staging;
+    const int has_values = request == NULL || (request->is_queued && !request->flows);
+    struct hr_staging *staging = has_values ? NULL : request->staging;
     if (staging != NULL) {
         hr_staging_keep(staging);
     }

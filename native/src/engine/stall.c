@@ -171,7 +171,7 @@ static int find_only_other(const struct hr_team *team) {
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
     const int silent = find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && hr_engine_awaits_gpu(lane);
+    const int is_late_here = silent < 0 && (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane));
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /* of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others */
     const int periods = silent < 0 && hr_engine_orders_turn(lane) ? 2 : late < 0;

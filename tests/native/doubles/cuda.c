@@ -59,6 +59,7 @@ struct work {
     void (*function)(void *);
     void *data;
     float value;
+    int is_to_host;
 };
 
 struct stream {
@@ -218,11 +219,14 @@ static void reach(struct work *work) {
     pthread_mutex_unlock(&lock);
 }
 
+/* What waits behind a failure has failed: on a device all streams have. */
 static void await_event(struct work *work) {
+    struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
     while (work->event->done < work->number) {
         pthread_cond_wait(&changed, &lock);
     }
+    stream->code = work->event->code != 0 ? work->event->code : stream->code;
     pthread_mutex_unlock(&lock);
 }
 
@@ -275,6 +279,9 @@ static void call_unless_failed(struct work *work) {
     free((void *)work->source);
     if (stream->code == 0) {
         call(&inner);
+        pthread_mutex_lock(&lock);
+        calls++;
+        pthread_mutex_unlock(&lock);
     }
 }
 

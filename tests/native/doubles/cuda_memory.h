@@ -7,6 +7,9 @@ static struct piece {
     uint64_t address;
     size_t bytes;
 } *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
+/* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all); and those back: */
+static int fetches, fetch_fails_at, fetches_let = -1, returns_refused;
+static int copies_over, calls; /* of functions of the host, that are over */
 static int room_count, rooms_most, room_limit = 1 << 30;
 
 static void note(struct piece **list, uint64_t address, size_t bytes) {
@@ -94,7 +97,12 @@ int cuMemFreeHost(void *data) {
 static void copy(struct work *work) {
     struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
-    if (++copies == fails_at) {
+    while (work->is_to_host && fetches_let == 0) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    fetches_let -= work->is_to_host && fetches_let > 0;
+    fetches += work->is_to_host;
+    if (++copies == fails_at || (work->is_to_host && fetches == fetch_fails_at)) {
         stream->code = LAUNCH_FAILED;
     }
     const int works = stream->code == 0;
@@ -102,16 +110,27 @@ static void copy(struct work *work) {
     if (works) {
         memcpy(work->target, work->source, work->bytes);
     }
+    pthread_mutex_lock(&lock);
+    copies_over++;
+    pthread_mutex_unlock(&lock);
 }
 
 int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream) {
     const char *source = opened(device, bytes);
     return source == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = host, .source = source, .bytes = bytes});
+                          : put(stream, (struct work){.run = copy, .target = host, .source = source, .bytes = bytes,
+                                                      .is_to_host = 1});
 }
 
 int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *stream) {
     char *target = opened(device, bytes);
+    pthread_mutex_lock(&lock);
+    const int is_refused = returns_refused > 0;
+    returns_refused -= is_refused;
+    pthread_mutex_unlock(&lock);
+    if (is_refused) {
+        return INVALID_VALUE;
+    }
     return target == NULL ? INVALID_VALUE
                           : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
 }
@@ -194,6 +213,37 @@ void double_limit_rooms(int bytes) {
     pthread_mutex_lock(&lock);
     room_limit = bytes;
     pthread_mutex_unlock(&lock);
+}
+
+/* From now on so many copies to the host are done, and others wait for the next call; -1: all are. */
+void double_let_copies(int count) {
+    pthread_mutex_lock(&lock);
+    fetches_let = count;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Copy number `number` to the host from now on fails; the next `returns` calls for copies back are refused. */
+void double_fail_staging(int number, int returns) {
+    pthread_mutex_lock(&lock);
+    fetch_fails_at = number == 0 ? 0 : fetches + number;
+    returns_refused = returns;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Copies in any direction that are over, well or not. */
+int double_copies(void) {
+    pthread_mutex_lock(&lock);
+    const int over = copies_over;
+    pthread_mutex_unlock(&lock);
+    return over;
+}
+
+int double_calls(void) {
+    pthread_mutex_lock(&lock);
+    const int over = calls;
+    pthread_mutex_unlock(&lock);
+    return over;
 }
 
 #endif
