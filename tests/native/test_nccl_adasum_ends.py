@@ -14,7 +14,7 @@ from test_join import join
 from test_nccl_adasum import combined, values_of
 from test_nccl_failures import ONES, RUNNING, dies
 from test_nccl_join import alone
-from test_nccl_pack import reduced, submit
+from test_nccl_pack import ends_without_memory, reduced, submit
 from test_nccl_teams import add_teams
 from test_teams import Links, hosts_of
 
@@ -159,17 +159,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
 
 
 def test_where_there_is_no_memory_at_all_the_group_ends_with_the_size(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        own.allreduce(ONES, "first")
-        gpu.limit_rooms(1000)
-        gpu.fail(host_bytes=100_000)
-        with pytest.raises(PeerLostError, match=r"no 16\d\d\d\d bytes on the GPU for values: cuMemAllocAsync failed"):
-            combined(own, MANY)
-        own.close()
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
+    ends_without_memory(gpu, nccl, r"16\d\d\d\d", lambda own: combined(own, MANY))
 
 
 def test_without_pinned_memory_for_its_tables_the_group_ends_with_a_sentence(gpu: Gpu, nccl: Nccl) -> None:
