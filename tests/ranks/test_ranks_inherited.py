@@ -122,65 +122,84 @@ INNER = {
 }
 
 
+PLAIN = f"""
+import multiprocessing, os, socket, subprocess, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+from plain_rank import Rank
+
+"""
+"""For ranks that need no torch, which takes longer to start than all else here."""
+TELL = """
+rank = Rank()
+place = rank.start()
+os.write(1, f"inner {place}\\n".encode())  # one write, see FOOT
+rank.close()
+"""
+
+
 @pytest.mark.parametrize("way", INNER)
 def test_a_rank_may_start_jobs(tmp_path: Path, way: str) -> None:
     inner = tmp_path / "inner.py"
-    # One write per line, see FOOT.
-    inner.write_text(HEAD + "hvd.init()\nos.write(1, f'inner {hvd.rank()} {hvd.size()}\\n'.encode())\n")
-    text = f"""{HEAD}
-hvd.init()
-if hvd.rank() == 0:
+    inner.write_text(PLAIN + TELL)
+    text = f"""{PLAIN}
+rank = Rank()
+if rank.start()[0] == 0:
     environment = dict(os.environ)
     if {way!r} == "without variables":
         for name in [*environment]:
             if name.startswith("HORO") and not name.endswith("PROCESS"):
                 del environment[name]
     subprocess.run({[*INNER[way], str(inner)]!r}, env=environment, check=True)
-hvd.barrier()
+rank.allreduce("the end")
+rank.close()
 """
     size = 2 if way in ("hororun", "torchrun") else 1
-    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {r} {size}" for r in range(size)]
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {[r, size]}" for r in range(size)]
 
 
 BY_HAND = """
-import socket
-hvd.init()
-if hvd.rank() == 1:
+rank = Rank()
+if rank.start()[0] == 1:
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": "2"}
     inner = [subprocess.Popen([sys.executable, INNER], env={**os.environ, **master, "RANK": str(r)}) for r in (0, 1)]
     assert [each.wait() for each in inner] == [0, 0]
-hvd.barrier()
+rank.allreduce("the end")
+rank.close()
 """
+INNER_BY_HAND = """
+def tell(queue):
+    try:
+        queue.put(Rank().start())
+    except ValueError as error:
+        queue.put(str(error))
 
-
-def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
-    inner = tmp_path / "inner.py"
-    inner.write_text(
-        HEAD
-        + """
 if __name__ == "__main__":
     for time in range(2):
-        hvd.init()
+        rank = Rank()
+        place = rank.start()
         assert "HOROVOD_RANK" not in os.environ and "HORO_HOST_MARK" in os.environ
-        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-        os.write(1, f"inner {hvd.rank()} {hvd.size()} {total}\\n".encode())
-        hvd.shutdown()
+        os.write(1, f"inner {place} {rank.allreduce('x')}\\n".encode())
+        rank.close()
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     child = multiprocessing.get_context("spawn").Process(target=tell, args=(queue,))
     child.start()
     assert f"process {os.getpid()}), has inherited" in queue.get()
     child.join()
 """
-    )
-    lines = run(tmp_path / "train.py", HEAD + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
-    assert sorted(lines) == ["inner 0 2 2.0"] * 2 + ["inner 1 2 2.0"] * 2
+
+
+def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(PLAIN + INNER_BY_HAND)
+    lines = run(tmp_path / "train.py", PLAIN + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
+    assert sorted(lines) == ["inner [0, 2] [3.0, 3.0]"] * 2 + ["inner [1, 2] [3.0, 3.0]"] * 2
 
 
 def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> None:
     text = (
-        HEAD
+        PLAIN
         + """
 if "again" not in sys.argv:
     from horo._bootstrap.launchers.inherited import name_rank
@@ -188,11 +207,12 @@ if "again" not in sys.argv:
     name_rank(os.environ, read_launch(os.environ))
     assert os.environ["HORO_RANK_PROCESS"]
     os.execv(sys.executable, [sys.executable, __file__, "again"])
-hvd.init()
-print(hvd.rank(), hvd.size())
+rank = Rank()
+print(rank.start())
+rank.close()
 """
     )
-    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["0 2", "1 2"]
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["[0, 2]", "[1, 2]"]
 
 
 def test_the_children_of_a_job_of_one_are_jobs_of_one(tmp_path: Path) -> None:
