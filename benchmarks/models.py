@@ -29,15 +29,15 @@ class Bottleneck(nn.Module):
         return torch.relu_(self.body(images) + self.shortcut(images))
 
 
-def resnet50(classes: int = 1000) -> nn.Module:
-    """161 parameter tensors, 25 557 032 elements for 1000 classes."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+def resnet50(classes: int = 1000, width: int = 64) -> nn.Module:
+    """161 parameter tensors, 25 557 032 elements for 1000 classes; ``width``: channels behind the first layer."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     layers.append(nn.MaxPool2d(3, 2, 1))
-    inputs = 64
-    for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    inputs = width
+    for times, blocks, stride in ((1, 3, 1), (2, 4, 2), (4, 6, 2), (8, 3, 2)):
         for block in range(blocks):
-            layers.append(Bottleneck(inputs, width, stride if block == 0 else 1))
-            inputs = 4 * width
+            layers.append(Bottleneck(inputs, times * width, stride if block == 0 else 1))
+            inputs = 4 * times * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
@@ -98,7 +98,7 @@ RECIPES = {
     "resnet50-128": Recipe(resnet50, images(224), 1000, 128, adds_up=False),
     "transformer-large": Recipe(lambda: Transformer(2000, 1024, 12), tokens(256, 2000), 2000, 32),
     "mlp-tiny": Recipe(lambda: mlp(2, 16), vectors(16), 16, 4),
-    "resnet50-tiny": Recipe(lambda: resnet50(10), images(32), 10, 2, adds_up=False),
+    "resnet50-tiny": Recipe(lambda: resnet50(10, width=4), images(32), 10, 2, adds_up=False),
     "transformer-tiny": Recipe(lambda: Transformer(20, 8, 1), tokens(5, 20), 20, 2),
 }
 """``resnet50-128`` and ``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""

@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 from skips import ways_to_run
 
+# Else a thread of numpy's that has nothing to do spins at the start of each process that imports numpy, for nearly a
+# tenth of a second.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 hypothesis.settings.register_profile("horo", deadline=None)  # machines that do other things too make single calls slow
 hypothesis.settings.load_profile("horo")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from nccl_checks import reduces_every_dtype, sums_bfloat16
 from ranks import Group, Rank, recorded_stderr
 
-from horo import _core
 from horo.errors import MismatchError, UsageError
 
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
@@ -47,55 +47,16 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (size, 0)
 
 
-DTYPES = ["uint8", "int8", "int32", "int64", "float16", "float32", "float64"]
-
-
 @pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)])
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str) -> None:
-    size = sum(hosts)
-    numbers = [np.arange(50) % 5 * 6 + 6 * (r + 1) for r in range(size)]  # of which an average is exact in all of them
-    chosen = [name for name in DTYPES if op != "product" or name not in ("uint8", "int8")]
-    expected = {
-        "sum": sum(numbers),
-        "average": sum(numbers) / size,
-        "min": np.min(numbers, axis=0),
-        "max": np.max(numbers, axis=0),
-        "product": np.prod(np.array(numbers) // 6, axis=0),
-    }[op]
-
-    def body(rank: Rank) -> list[np.ndarray]:
-        own = on_gpu(rank, gpu, nccl)
-        values = numbers[rank.rank] if op != "product" else numbers[rank.rank] // 6
-        found = [own.allreduce(values.astype(name), name, op) for name in chosen]
-        own.close()
-        return found
-
-    with Group(hosts) as group:
-        results = group.run(body)
-    for found in results:
-        for name, values in zip(chosen, found, strict=True):
-            tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
-            np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
-    assert nccl.counts()["launched"] == size * len(chosen)
+    chosen = reduces_every_dtype(hosts, op, lambda rank: on_gpu(rank, gpu, nccl))
+    assert nccl.counts()["launched"] == sum(hosts) * len(chosen)
 
 
 def test_bfloat16_is_summed_and_scaled(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> list[int]:
-        own = on_gpu(rank, gpu, nccl)
-        found = []
-        for factors in ({}, {"prescale": 0.5, "postscale": 3.0}):
-            bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
-            result = own.run(
-                "allreduce", f"b{len(found)}", bits, reduce_op=SUM, dtype=_core.DTYPES["bfloat16"], **factors
-            )
-            found.extend(result.view(np.uint16).tolist())
-        own.close()
-        return found
-
-    with Group((2,)) as group:
-        for found in group.run(body):
-            assert found == [0x4000, 0x4080, 0x4040, 0x40C0]
+    for found in sums_bfloat16((2,), lambda rank: on_gpu(rank, gpu, nccl)):
+        assert found == [0x4000, 0x4080, 0x4040, 0x40C0]  # 2, 4, 3 and 6
     assert nccl.counts()["launched"] == 4
 
 

@@ -14,7 +14,7 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, describe, recorded_stderr
 from test_adasum import OP, assert_same_bits, check
 from test_adasum import values_of as drawn_of
-from test_nccl_pack import reduced, submit
+from test_nccl_pack import reduced, submit, use_memory_again
 from test_nccl_teams import add_teams, teams_of
 from test_teams import Links, hosts_of
 
@@ -383,16 +383,7 @@ def test_a_gpu_without_memory_has_pinned_memory_stand_in(gpu: Gpu, nccl: Nccl) -
 
 
 def test_memory_goes_back_behind_each_batch(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        for i in range(20):
-            reduced(own, f"x{i % 2}", [np.ones(300, np.float32)] * 5, "adasum")
-        own.close()
-
-    with Group((3,)) as group:
-        group.run(body)
-    assert gpu.counts()["rooms_most"] <= 3
-    assert gpu.counts()["pinned_ever"] <= 15
+    use_memory_again(gpu, nccl, 3, "adasum")
 
 
 # ---- Who does it ----

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
+from nccl_checks import dies_at_any_time, ends_with_words
 from ranks import Group, Rank, recorded_stderr, wait_for
 from test_adasum import OP, check
 from test_join import join
 from test_nccl_adasum import combined, values_of
 from test_nccl_failures import ONES, RUNNING, dies
 from test_nccl_join import alone
-from test_nccl_pack import reduced, submit
+from test_nccl_pack import ends_without_memory, reduced, submit
 from test_nccl_teams import add_teams
 from test_teams import Links, hosts_of
 
@@ -106,29 +107,8 @@ def test_a_rank_dies_while_pinned_memory_stands_in(gpu: Gpu, nccl: Nccl, hosts: 
 @over_all_hosts
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_dies_at_any_time(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], seed: int) -> None:
-    chance = random.Random(seed)
-    victim = chance.randrange(sum(hosts))
-    calls = chance.choice([1, 2, 6])
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == victim else f"^rank {victim} "):
-            for number in range(1_000_000):
-                handle = begin(own, tensors=1 + number % 2)
-                if rank.rank == victim and number == calls:
-                    for _ in range(random.Random(seed).randrange(200)):
-                        own.context.poll(handle)
-                    group.kill(victim)
-                    own.context.end("its death")
-                try:
-                    own.context.wait(handle)
-                finally:
-                    own.context.release(handle)
-        gpu.synchronize(own.stream)
-        own.close()
-
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
+    make = partial(on_gpu, gpu=gpu, nccl=nccl)
+    dies_at_any_time(hosts, seed, make, lambda own, number: begin(own, tensors=1 + number % 2))
 
 
 # ---- Something fails ----
@@ -147,13 +127,8 @@ def fails(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], words: str, place: tuple
         elif rank.rank == 0:
             nccl.fail(how, 0, at=at)
         rank.barrier("it is to fail")
-        with pytest.raises(GroupError, match=words):
-            for number in range(10_000):  # what runs on the GPU fails when its call is over
-                reduced(own, f"x{number}", [MANY[:300], MANY[:70]], "adasum")
-        gpu.synchronize(own.stream)
-        with pytest.raises(PeerLostError, match=words):
-            own.allreduce(ONES, "later")
-        own.close()
+        arrays = [MANY[:300], MANY[:70]]
+        ends_with_words(own, words, lambda number: reduced(own, f"x{number}", arrays, "adasum"), GroupError)
 
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)
@@ -184,17 +159,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
 
 
 def test_where_there_is_no_memory_at_all_the_group_ends_with_the_size(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        own.allreduce(ONES, "first")
-        gpu.limit_rooms(1000)
-        gpu.fail(host_bytes=100_000)
-        with pytest.raises(PeerLostError, match=r"no 16\d\d\d\d bytes on the GPU for values: cuMemAllocAsync failed"):
-            combined(own, MANY)
-        own.close()
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
+    ends_without_memory(gpu, nccl, r"16\d\d\d\d", lambda own: combined(own, MANY))
 
 
 def test_without_pinned_memory_for_its_tables_the_group_ends_with_a_sentence(gpu: Gpu, nccl: Nccl) -> None:

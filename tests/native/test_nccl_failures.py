@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from nccl_checks import ends_with_words
 from ranks import Group, Rank, recorded_stderr, wait_for
 
 from horo import _core
@@ -56,13 +57,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        with pytest.raises(PeerLostError, match=words):
-            for number in range(10_000):  # what runs on the GPU fails when its call is over
-                own.allreduce(ONES, f"x{number}", "average")
-        gpu.synchronize(own.stream)
-        with pytest.raises(PeerLostError, match=words):
-            own.allreduce(ONES, "later")
-        own.close()
+        ends_with_words(own, words, lambda number: own.allreduce(ONES, f"x{number}", "average"), PeerLostError)
 
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr
 from test_join import join
+from test_nccl_join import staged_until_rank_1_is_back
 from test_nccl_teams import ONES, add_teams, begin
 from test_teams import Links, hosts_of
 
@@ -29,6 +31,21 @@ def fails(own: OnGpu, handle: int, error: type[HoroError], match: str) -> None:
     own.context.release(handle)
 
 
+def goes_on(gpu: Gpu, nccl: Nccl, hosts: list[int], first: Callable[[OnGpu], None]) -> None:
+    """In host memory, then by NCCL, when the ``first`` call has failed."""
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        first(own)
+        rank.barrier("in host memory")
+        assert own.allreduce(ONES).tolist() == [rank.size] * 5
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == sum(hosts)
+
+
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_first_call_that_a_rank_refuses_fails_on_all_at_once(
@@ -36,36 +53,24 @@ def test_a_first_call_that_a_rank_refuses_fails_on_all_at_once(
 ) -> None:
     """The rank that refuses goes on in host memory, and has no tensor on a GPU before the others know."""
 
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        if rank.rank == who:
+    def first(own: OnGpu) -> None:
+        if own.rank.rank == who:
             refuse(own, "x")
         else:
             fails(own, own.submit("broadcast", "x", ONES)[0], UsageError, rf"^rank {who} .*{REFUSED.format('x')}")
-        rank.barrier("in host memory")
-        assert own.allreduce(ONES).tolist() == [rank.size] * 5
-        own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
-    assert nccl.counts()["launched"] == sum(hosts)
+    goes_on(gpu, nccl, hosts, first)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_a_first_call_in_host_memory_on_one_rank_fails_on_all_at_once(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
     words = r"allreduce 'x': rank \d+ \(.*\) sent it (on the GPU that NCCL uses|in host memory or on another GPU), rank"
 
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
+    def first(own: OnGpu) -> None:
         with pytest.raises(MismatchError, match=words):
-            rank.allreduce(ONES, "x") if rank.rank == 1 else own.allreduce(ONES, "x")
-        rank.barrier("in host memory")
-        assert own.allreduce(ONES).tolist() == [rank.size] * 5
-        own.close()
+            own.rank.allreduce(ONES, "x") if own.rank.rank == 1 else own.allreduce(ONES, "x")
 
-    with Group(hosts) as group:
-        group.run(body)
-    assert nccl.counts()["launched"] == sum(hosts)
+    goes_on(gpu, nccl, hosts, first)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
@@ -151,10 +156,7 @@ def test_a_rank_that_has_joined_has_never_asked_for_nccl(gpu: Gpu, nccl: Nccl, h
         assert own.allreduce(ONES).tolist() == [2.0] * 5
         own.close()
 
-    with recorded_stderr() as text, Group(hosts, log_level=3) as group:
-        group.run(body)
-        assert "travel through host memory until all ranks have joined: rank 1 has joined" in text()
-    assert nccl.counts()["launched"] == 2
+    staged_until_rank_1_is_back(nccl, hosts, body)
 
 
 @pytest.mark.parametrize("lack", ["memory", "values"])

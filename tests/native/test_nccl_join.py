@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,6 +228,14 @@ def test_no_memory_at_all_ends_the_group_with_the_size(gpu: Gpu, nccl: Nccl) -> 
 # ---- NCCL is set up while ranks have joined ----
 
 
+def staged_until_rank_1_is_back(nccl: Nccl, hosts: Sequence[int], body: Callable[[Rank], None]) -> None:
+    """Of two ranks, which ``body`` has join; at its end they have a call in common."""
+    with recorded_stderr() as text, Group(hosts, log_level=3) as group:
+        group.run(body)
+        assert "travel through host memory until all ranks have joined: rank 1 has joined" in text()
+    assert nccl.counts()["launched"] == 2
+
+
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)])
 def test_a_rank_that_has_never_used_a_gpu_has_all_staged_until_all_have_joined(
     gpu: Gpu,
@@ -244,10 +252,7 @@ def test_a_rank_that_has_never_used_a_gpu_has_all_staged_until_all_have_joined(
         assert own.allreduce(ONES).tolist() == [2.0] * 5
         own.close()
 
-    with recorded_stderr() as text, Group(hosts, log_level=3) as group:
-        group.run(body)
-        assert "travel through host memory until all ranks have joined: rank 1 has joined" in text()
-    assert nccl.counts()["launched"] == 2
+    staged_until_rank_1_is_back(nccl, hosts, body)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -397,27 +402,44 @@ def test_ranks_leave_all_their_teams_one_after_the_other(gpu: Gpu, nccl: Nccl, h
         group.run(body)
 
 
+def dies_while_rank_1_stands_in(
+    gpu: Gpu,
+    nccl: Nccl,
+    hosts: tuple[int, ...],
+    victim: int,
+    launched: int,
+    *,
+    place: str = "hang",
+    rooms: int = 1 << 30,
+    others: Callable[[OnGpu], None] = lambda own: own.finish(begin(own)),
+) -> None:
+    """Rank 1 has joined, and NCCL fails it at the ``place`` in what the ``others`` call; so many are launched then."""
+
+    def until(rank: Rank, own: OnGpu) -> int | None:
+        own.allreduce(ONES, "first")
+        if rank.rank == 1:
+            handle = rank.context.start_join(0)
+            wait_for(lambda: nccl.counts()["launched"] == launched)
+            return int(handle)
+        rank.barrier("rank 1 has joined")
+        gpu.limit_rooms(rooms)
+        nccl.fail(place, 1)
+        rank.barrier("it will not do its part")
+        others(own)
+        return None
+
+    dies(gpu, nccl, victim, hosts, until)
+
+
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", ["late launch", "hang"])
 def test_a_rank_dies_while_another_stands_in(
     gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, place: str
 ) -> None:
-    """Rank 1 has joined. Nothing of the memory with which it stood in is left, nor is it touched any more."""
-
-    def until(rank: Rank, own: OnGpu) -> int | None:
-        own.allreduce(ONES, "first")
-        if rank.rank == 1:
-            handle = rank.context.start_join(0)
-            wait_for(lambda: nccl.counts()["launched"] == 2 * rank.size - (place == "late launch"))
-            return int(handle)
-        rank.barrier("rank 1 has joined")
-        nccl.fail(place, 1)
-        rank.barrier("it will not do its part")
-        own.finish(begin(own))
-        return None
-
-    dies(gpu, nccl, victim, hosts, until)
+    """Nothing of the memory with which it stood in is left, nor is it touched any more."""
+    launched = 2 * sum(hosts) - (place == "late launch")
+    dies_while_rank_1_stands_in(gpu, nccl, hosts, victim, launched, place=place)
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)])
@@ -427,19 +449,9 @@ def test_a_rank_dies_while_another_stands_in_with_pinned_memory(
 ) -> None:
     """To fill that, no thread waits for the batch before, whose kernel waits for that rank."""
 
-    def until(rank: Rank, own: OnGpu) -> int | None:
-        own.allreduce(ONES, "first")
-        if rank.rank == 1:
-            handle = rank.context.start_join(0)
-            wait_for(lambda: nccl.counts()["launched"] == 3 * rank.size)
-            return int(handle)
-        rank.barrier("rank 1 has joined")
-        gpu.limit_rooms(100)
-        nccl.fail("hang", 1)
-        rank.barrier("it will not do its part")
+    def others(own: OnGpu) -> None:
         own.finish(begin(own))
         values = np.ones(1000, dtype)
         own.finish(own.submit("allreduce", "y", values, reduce_op=_core.REDUCE_OPS[op])[0])
-        return None
 
-    dies(gpu, nccl, 1, hosts, until)
+    dies_while_rank_1_stands_in(gpu, nccl, hosts, 1, 3 * sum(hosts), rooms=100, others=others)

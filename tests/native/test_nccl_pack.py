@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import kernel_oracle as oracle
@@ -257,18 +258,25 @@ def test_a_gpu_without_memory_has_pinned_memory_stand_in(gpu: Gpu, nccl: Nccl) -
     assert gpu.counts()["rooms_most"] == 0
 
 
-def test_where_there_is_no_memory_at_all_the_group_ends_with_the_size(gpu: Gpu, nccl: Nccl) -> None:
+def ends_without_memory(gpu: Gpu, nccl: Nccl, words: str, call: Callable[[OnGpu], object]) -> None:
+    """Neither the GPU nor the host has what ``call`` needs."""
+
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         own.allreduce(ONES, "first")
         gpu.limit_rooms(1000)
         gpu.fail(host_bytes=100_000)
-        with pytest.raises(PeerLostError, match=r"no 140\d\d\d bytes on the GPU for values: cuMemAllocAsync failed"):
-            reduced(own, "x", [np.ones(70_001, np.float32)], half="bfloat16")
+        with pytest.raises(PeerLostError, match=rf"no {words} bytes on the GPU for values: cuMemAllocAsync failed"):
+            call(own)
         own.close()
 
     with recorded_stderr(), Group((2,)) as group:
         group.run(body)
+
+
+def test_where_there_is_no_memory_at_all_the_group_ends_with_the_size(gpu: Gpu, nccl: Nccl) -> None:
+    arrays = [np.ones(70_001, np.float32)]
+    ends_without_memory(gpu, nccl, r"140\d\d\d", lambda own: reduced(own, "x", arrays, half="bfloat16"))
 
 
 @pytest.mark.parametrize("edge", [-1000, -1, 0, 1, 40_000])
@@ -306,17 +314,23 @@ def test_a_rank_dies_between_two_rounds(gpu: Gpu, nccl: Nccl) -> None:
     dies(gpu, nccl, 1, (2,), until)
 
 
-def test_batches_use_memory_again(gpu: Gpu, nccl: Nccl) -> None:
+def use_memory_again(gpu: Gpu, nccl: Nccl, size: int, *words: str, **options: Any) -> None:
+    """Batches of ``reduced`` one after the other, on so many ranks: each needs no more than the first."""
+
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         for i in range(20):
-            reduced(own, f"x{i % 2}", [np.ones(300, np.float32)] * 5, half="float16")
+            reduced(own, f"x{i % 2}", [np.ones(300, np.float32)] * 5, *words, **options)
         own.close()
 
-    with Group((2,)) as group:
+    with Group((size,)) as group:
         group.run(body)
-    assert gpu.counts()["rooms_most"] <= 2
-    assert gpu.counts()["pinned_ever"] <= 10
+    assert gpu.counts()["rooms_most"] <= size
+    assert gpu.counts()["pinned_ever"] <= 5 * size
+
+
+def test_batches_use_memory_again(gpu: Gpu, nccl: Nccl) -> None:
+    use_memory_again(gpu, nccl, 2, half="float16")
 
 
 # ---- Ranks without kernels ----

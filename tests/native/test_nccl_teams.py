@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -373,6 +373,17 @@ def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, 
         group.run(body)
 
 
+def leave_behind_gates(gpu: Gpu, body: Callable[[Rank], tuple[OnGpu, ctypes.c_int | None]]) -> None:
+    """Two ranks leave; ``body`` returns what stands on their GPUs meanwhile."""
+    with Group((2,)) as group:
+        owners = group.run(body)
+    for own, gate in owners:
+        if gate is not None:
+            gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+
+
 def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nccl: Nccl) -> None:
     """A kernel of all ranks stands behind one of a set, which waits for a GPU that stands still."""
     links = Links([0, 0])
@@ -389,13 +400,7 @@ def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nc
             own.finish(begin(own, "x", each)[0])
         return own, gate
 
-    with Group((2,)) as group:
-        owners = group.run(body)
-    for own, gate in owners:
-        if gate is not None:
-            gpu.open(gate)
-        gpu.synchronize(own.stream)
-        own.close()
+    leave_behind_gates(gpu, body)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 4)
 
 
@@ -413,13 +418,7 @@ def test_kernels_of_a_set_that_is_gone_stay_while_its_gpu_stands_still(gpu: Gpu,
         rank.context.remove_team(team)
         return own, gate
 
-    with Group((2,)) as group:
-        owners = group.run(body)
-    for own, gate in owners:
-        if gate is not None:
-            gpu.open(gate)
-        gpu.synchronize(own.stream)
-        own.close()
+    leave_behind_gates(gpu, body)
 
 
 @pytest.mark.parametrize("hosts", [[1, 1, 1], [3]], ids=str)

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from nccl_checks import DTYPES, reduces_every_dtype, sums_bfloat16
 from ranks import Group, Rank, recorded_stderr
 from test_join import join
 from test_nccl_pack import reduced
 from test_nccl_teams import add_teams
 from test_teams import Links, hosts_of
 
-from horo import _core
-
 HOSTS = [(2, 2), (3, 3), (2, 1), (1, 3), (3, 2), (2, 1, 2)]
-DTYPES = ["uint8", "int8", "int32", "int64", "float16", "float32", "float64"]
 
 
 def in_two(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:
@@ -159,50 +157,14 @@ def test_a_rank_that_joins_before_it_has_used_its_gpu_has_all_staged_until_all_h
 @pytest.mark.parametrize("hosts", [(2, 2), (1, 2)], ids=str)
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str) -> None:
-    size = sum(hosts)
-    numbers = [np.arange(50) % 5 * 4 + 4 * (r + 1) for r in range(size)]
-    chosen = [name for name in DTYPES if op != "product" or name not in ("uint8", "int8")]
-    expected = {
-        "sum": sum(numbers),
-        "average": sum(numbers) / size,
-        "min": np.min(numbers, axis=0),
-        "max": np.max(numbers, axis=0),
-        "product": np.prod(np.array(numbers) // 4, axis=0),
-    }[op]
-
-    def body(rank: Rank) -> list[np.ndarray]:
-        own = in_two(rank, gpu, nccl)
-        values = numbers[rank.rank] if op != "product" else numbers[rank.rank] // 4
-        found = [own.allreduce(values.astype(name), name, op) for name in chosen]
-        own.close()
-        return found
-
-    with Group(hosts) as group:
-        results = group.run(body)
-    for found in results:
-        for name, values in zip(chosen, found, strict=True):
-            tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
-            wanted = expected if op == "average" and not name.startswith("float") else expected.astype(name)
-            np.testing.assert_allclose(values.astype(float), wanted.astype(values.dtype), rtol=tolerance, err_msg=name)
+    chosen = reduces_every_dtype(hosts, op, lambda rank: in_two(rank, gpu, nccl))
     packed = 0 if op != "average" else sum(not name.startswith("float") for name in chosen)
-    assert nccl.counts()["launched"] == calls_of(hosts, 50) * (len(chosen) - packed) + size * packed
+    assert nccl.counts()["launched"] == calls_of(hosts, 50) * (len(chosen) - packed) + sum(hosts) * packed
 
 
 def test_bfloat16_is_summed_and_scaled(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> list[int]:
-        own = in_two(rank, gpu, nccl)
-        found = []
-        for factors in ({}, {"prescale": 0.5, "postscale": 3.0}):
-            bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
-            dtype = _core.DTYPES["bfloat16"]
-            result = own.run("allreduce", f"b{len(found)}", bits, reduce_op=SUM, dtype=dtype, **factors)
-            found.extend(result.view(np.uint16).tolist())
-        own.close()
-        return found
-
-    with Group((2, 2)) as group:
-        for found in group.run(body):
-            assert found == [0x4080, 0x4100, 0x40C0, 0x4140]  # 4, 8, 6 and 12
+    for found in sums_bfloat16((2, 2), lambda rank: in_two(rank, gpu, nccl)):
+        assert found == [0x4080, 0x4100, 0x40C0, 0x4140]  # 4, 8, 6 and 12
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

@@ -9,16 +9,18 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu
+from nccl_checks import DTYPES, dies_at_any_time, ends_with_words
 from ranks import Group, Rank, recorded_stderr, wait_for
 from test_join import join
 from test_nccl_failures import ONES, RUNNING
 from test_nccl_teams import add_teams, teams_of
-from test_nccl_two_level import DTYPES, in_two
+from test_nccl_two_level import in_two
 from test_teams import Links, hosts_of
 
 from horo.errors import GroupError, PeerLostError, StalledError
@@ -135,29 +137,8 @@ def test_a_rank_dies_while_pinned_memory_stands_in(
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_dies_at_any_time(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], seed: int) -> None:
     """Also while NCCL connects all ranks, and those of a host."""
-    chance = random.Random(seed)
-    victim = chance.randrange(sum(hosts))
-    calls = chance.choice([1, 2, 6])
-
-    def body(rank: Rank) -> None:
-        own = in_two(rank, gpu, nccl)
-        with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == victim else f"^rank {victim} "):
-            for number in range(1_000_000):
-                handle = begin_many(own)
-                if rank.rank == victim and number == calls:
-                    for _ in range(random.Random(seed).randrange(200)):
-                        own.context.poll(handle)
-                    group.kill(victim)
-                    own.context.end("its death")
-                try:
-                    own.context.wait(handle)
-                finally:
-                    own.context.release(handle)
-        gpu.synchronize(own.stream)
-        own.close()
-
-    with recorded_stderr(), Group(hosts, segment_bytes=1 << 12) as group:
-        group.run(body)
+    make = partial(in_two, gpu=gpu, nccl=nccl)
+    dies_at_any_time(hosts, seed, make, lambda own, _: begin_many(own), segment_bytes=1 << 12)
 
 
 def test_a_rank_without_a_part_may_leave_while_others_exchange_theirs(gpu: Gpu, nccl: Nccl) -> None:
@@ -197,13 +178,7 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
 
     def body(rank: Rank) -> None:
         own = in_two(rank, gpu, nccl)
-        with pytest.raises(PeerLostError, match=words):
-            for number in range(10_000):  # what runs on the GPU fails when its call is over
-                own.allreduce(wide, f"x{number}", "average")
-        gpu.synchronize(own.stream)
-        with pytest.raises(PeerLostError, match=words):
-            own.allreduce(wide, "later")
-        own.close()
+        ends_with_words(own, words, lambda number: own.allreduce(wide, f"x{number}", "average"), PeerLostError)
 
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)

@@ -278,9 +278,9 @@ NOT_BLOCKED = {
     "the main thread computes": """
 import concurrent.futures
 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    first = pool.submit(hvd.allreduce, torch.ones(1), name="first" if hvd.rank() else "second")
+    first = pool.submit(rank.allreduce, "first" if number else "second")
     wait_until_all_wait()
-    hvd.allreduce(torch.ones(1), name="second" if hvd.rank() else "first")
+    rank.allreduce("second" if number else "first")
     first.result()
 """,
     "the main thread awaits a timer": """
@@ -288,20 +288,20 @@ import asyncio
 async def main():
     loop = asyncio.get_running_loop()
     def reduce(name):
-        return loop.run_in_executor(None, hvd.allreduce, torch.ones(1), None, name)
-    first = reduce("first" if hvd.rank() else "second")
+        return loop.run_in_executor(None, rank.allreduce, name)
+    first = reduce("first" if number else "second")
     await asyncio.sleep(1.5)
-    await asyncio.gather(first, reduce("second" if hvd.rank() else "first"))
+    await asyncio.gather(first, reduce("second" if number else "first"))
 asyncio.run(main())
 """,
     "a new thread computes": """
 import threading
 def late():
     wait_until_all_wait()
-    hvd.allreduce(torch.ones(1), name="second" if hvd.rank() else "first")
+    rank.allreduce("second" if number else "first")
 thread = threading.Thread(target=late)
 thread.start()
-hvd.allreduce(torch.ones(1), name="first" if hvd.rank() else "second")
+rank.allreduce("first" if number else "second")
 thread.join()
 """,
 }
@@ -310,14 +310,16 @@ thread.join()
 @pytest.mark.parametrize("script", NOT_BLOCKED.values(), ids=list(NOT_BLOCKED))
 def test_a_thread_that_may_still_submit_something_is_waited_for(hororun: Hororun, tmp_path: Path, script: str) -> None:
     """Also where it has not called horo before."""
-    head = """
-import time, torch
-import horo.torch as hvd
-hvd.init()
+    head = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+from plain_rank import Rank
+rank = Rank()
+number, _ = rank.start()
 
 def wait_until_all_wait():
     time.sleep(1.5)  # the stimulus: threads that wait report after 0.4 s
 """
-    (tmp_path / "train.py").write_text(f"{head}{script}print('done')\n")
-    done = hororun.start("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path).finish(TORCH_S)
+    (tmp_path / "train.py").write_text(f"{head}{script}rank.close()\nprint('done')\n")
+    done = hororun.start("-np", "2", "--no-prefix", "train.py", where="localhost:2", cwd=tmp_path).finish()
     assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr

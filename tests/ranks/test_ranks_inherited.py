@@ -33,24 +33,37 @@ class Data(torch.utils.data.Dataset):
         return refused()
 
 """
-BODIES = {
-    "spawn": """
+PLAIN = f"""
+import multiprocessing, os, socket, subprocess, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+from plain_rank import Rank
+
+def refused():
+    try:
+        return "joined as %d of %d" % tuple(Rank().start())
+    except ValueError as error:
+        return str(error)
+
+def tell(queue):
+    queue.put(refused())
+
+"""
+"""For ranks that need no torch, which takes longer to start than all else here."""
+SPAWN = """
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     child = multiprocessing.get_context("spawn").Process(target=tell, args=(queue,))
     child.start()
     said = queue.get()
     child.join()
-""",
+"""
+BODIES = {
+    "spawn": SPAWN,
     "forkserver": """
     queue = multiprocessing.get_context("forkserver").SimpleQueue()
     child = multiprocessing.get_context("forkserver").Process(target=tell, args=(queue,))
     child.start()
     said = queue.get()
     child.join()
-""",
-    "DataLoader": """
-    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
-    said = next(iter(loader))[0]
 """,
     "program": """
     code = "import runpy; print(runpy.run_path(%r, run_name='child')['refused']())" % __file__
@@ -62,11 +75,15 @@ BODIES = {
     said = said.stdout.strip()
 """,
 }
-FOOT = """
+DATA_LOADER = """
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+    said = next(iter(loader))[0]
+"""
+SAY = """
     # One write: torchrun's ranks share a pipe, and print() to an unbuffered stdout writes the newline apart.
     os.write(1, f"{os.environ.get('WAY')}: {os.getpid()} hears: {said}\\n".encode())
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
 """
+FOOT = f"{SAY}    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0\n"
 
 
 def run(script: Path, text: str, size: int = 2, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -78,16 +95,25 @@ def run(script: Path, text: str, size: int = 2, launcher: tuple[str, ...] = ()) 
     return done
 
 
-def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
-    ways = "".join(f"    os.environ['WAY'] = {way!r}\n{body}{FOOT}" for way, body in BODIES.items())
-    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + ways
-    lines = run(tmp_path / "train.py", text).stdout.splitlines()
-    assert sorted(line.split(": ")[0] for line in lines) == sorted([*BODIES, *BODIES]), lines
+def are_refused(lines: list[str], ways: list[str]) -> None:
+    assert sorted(line.split(": ")[0] for line in lines) == sorted(ways), lines
     for line in lines:
         pid = line.split(": ")[1].split()[0]
         assert f"(process {pid}), has inherited its environment and is not a rank itself" in line
         assert "if __name__ == '__main__'" in line
         assert "hororun -np 1" in line
+
+
+def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+    text = PLAIN + "if __name__ == '__main__':\n    rank = Rank()\n    rank.start()\n"
+    for way, body in BODIES.items():
+        text += f"    os.environ['WAY'] = {way!r}\n{body}{SAY}    assert rank.allreduce('x') == [3.0, 3.0]\n"
+    are_refused(run(tmp_path / "train.py", text + "    rank.close()\n").stdout.splitlines(), [*BODIES, *BODIES])
+
+
+def test_a_worker_of_a_data_loader_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+    text = HEAD + f"if __name__ == '__main__':\n    hvd.init()\n    os.environ['WAY'] = 'worker'\n{DATA_LOADER}{FOOT}"
+    are_refused(run(tmp_path / "train.py", text).stdout.splitlines(), ["worker", "worker"])
 
 
 def test_a_script_without_a_guard_says_so_in_the_child(tmp_path: Path) -> None:
@@ -108,7 +134,7 @@ hvd.barrier()
 
 
 def test_torchruns_ranks_refuse_what_they_spawn(tmp_path: Path) -> None:
-    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + BODIES["spawn"] + FOOT
+    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + SPAWN + FOOT
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     lines = run(tmp_path / "train.py", text, launcher=torchrun).stdout.splitlines()
     assert sum("is not a rank itself" in line for line in lines) == 2
@@ -122,65 +148,71 @@ INNER = {
 }
 
 
+TELL = """
+rank = Rank()
+place = rank.start()
+os.write(1, f"inner {place}\\n".encode())  # one write, see SAY
+rank.close()
+"""
+
+
 @pytest.mark.parametrize("way", INNER)
 def test_a_rank_may_start_jobs(tmp_path: Path, way: str) -> None:
     inner = tmp_path / "inner.py"
-    # One write per line, see FOOT.
-    inner.write_text(HEAD + "hvd.init()\nos.write(1, f'inner {hvd.rank()} {hvd.size()}\\n'.encode())\n")
-    text = f"""{HEAD}
-hvd.init()
-if hvd.rank() == 0:
+    inner.write_text(PLAIN + TELL)
+    text = f"""{PLAIN}
+rank = Rank()
+if rank.start()[0] == 0:
     environment = dict(os.environ)
     if {way!r} == "without variables":
         for name in [*environment]:
             if name.startswith("HORO") and not name.endswith("PROCESS"):
                 del environment[name]
     subprocess.run({[*INNER[way], str(inner)]!r}, env=environment, check=True)
-hvd.barrier()
+rank.allreduce("the end")
+rank.close()
 """
     size = 2 if way in ("hororun", "torchrun") else 1
-    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {r} {size}" for r in range(size)]
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {[r, size]}" for r in range(size)]
 
 
 BY_HAND = """
-import socket
-hvd.init()
-if hvd.rank() == 1:
+rank = Rank()
+if rank.start()[0] == 1:
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": "2"}
     inner = [subprocess.Popen([sys.executable, INNER], env={**os.environ, **master, "RANK": str(r)}) for r in (0, 1)]
     assert [each.wait() for each in inner] == [0, 0]
-hvd.barrier()
+rank.allreduce("the end")
+rank.close()
 """
-
-
-def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
-    inner = tmp_path / "inner.py"
-    inner.write_text(
-        HEAD
-        + """
+INNER_BY_HAND = """
 if __name__ == "__main__":
     for time in range(2):
-        hvd.init()
+        rank = Rank()
+        place = rank.start()
         assert "HOROVOD_RANK" not in os.environ and "HORO_HOST_MARK" in os.environ
-        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-        os.write(1, f"inner {hvd.rank()} {hvd.size()} {total}\\n".encode())
-        hvd.shutdown()
+        os.write(1, f"inner {place} {rank.allreduce('x')}\\n".encode())
+        rank.close()
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     child = multiprocessing.get_context("spawn").Process(target=tell, args=(queue,))
     child.start()
     assert f"process {os.getpid()}), has inherited" in queue.get()
     child.join()
 """
-    )
-    lines = run(tmp_path / "train.py", HEAD + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
-    assert sorted(lines) == ["inner 0 2 2.0"] * 2 + ["inner 1 2 2.0"] * 2
+
+
+def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.py"
+    inner.write_text(PLAIN + INNER_BY_HAND)
+    lines = run(tmp_path / "train.py", PLAIN + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
+    assert sorted(lines) == ["inner [0, 2] [3.0, 3.0]"] * 2 + ["inner [1, 2] [3.0, 3.0]"] * 2
 
 
 def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> None:
     text = (
-        HEAD
+        PLAIN
         + """
 if "again" not in sys.argv:
     from horo._bootstrap.launchers.inherited import name_rank
@@ -188,14 +220,15 @@ if "again" not in sys.argv:
     name_rank(os.environ, read_launch(os.environ))
     assert os.environ["HORO_RANK_PROCESS"]
     os.execv(sys.executable, [sys.executable, __file__, "again"])
-hvd.init()
-print(hvd.rank(), hvd.size())
+rank = Rank()
+print(rank.start())
+rank.close()
 """
     )
-    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["0 2", "1 2"]
+    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["[0, 2]", "[1, 2]"]
 
 
 def test_the_children_of_a_job_of_one_are_jobs_of_one(tmp_path: Path) -> None:
-    text = HEAD + "if __name__ == '__main__':\n    hvd.init()\n" + BODIES["spawn"] + "    print(said)\n"
-    assert run(tmp_path / "train.py", text, size=1).stdout == "joined as rank 0 of 1\n"
+    text = PLAIN + "if __name__ == '__main__':\n    rank = Rank()\n    rank.start()\n" + SPAWN + "    print(said)\n"
+    assert run(tmp_path / "train.py", text, size=1).stdout == "joined as 0 of 1\n"
     assert "HORO_RANK_PROCESS" not in os.environ

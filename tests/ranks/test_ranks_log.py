@@ -13,17 +13,27 @@ from jobs import IMPORT_TORCH_SILENTLY
 
 from horo import __version__
 
-SCRIPT = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
-SCRIPT += IMPORT_TORCH_SILENTLY + "import horo.torch as hvd\nhvd.init()\nhvd.barrier()\nhvd.shutdown()\n"
+HEAD = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
+WITH_TORCH = IMPORT_TORCH_SILENTLY + "import horo.torch as hvd\nhvd.init()\nhvd.barrier()\nhvd.shutdown()\n"
+WITHOUT_TORCH = """
+from horo._bootstrap.job import start
+from horo._core import OPS, RequestBuffer
+job = start(threads=1)
+job.context.finish(job.context.submit(RequestBuffer.of(OPS["barrier"], "barrier")))
+job.close()
+"""
+"""What says the lines is the same, and there much sooner."""
 START = (
     rf"horo \[0\] info: horo {re.escape(__version__)} \(core {re.escape(__version__)}\+abi\d+, \w+\): "
     r"{size}, started by {launcher}; {data}"
 )
 
 
-def lines_of(folder: Path, level: str, size: int, extra: dict[str, dict[str, str]] | None = None) -> list[str]:
+def lines_of(
+    folder: Path, level: str, size: int, extra: dict[str, dict[str, str]] | None = None, train: str = WITHOUT_TORCH
+) -> list[str]:
     script = folder / "train.py"
-    script.write_text(SCRIPT.format(extra=extra or {}))
+    script.write_text(HEAD.format(extra=extra or {}) + train)
     place = ["-m", "horo.runner", "-np", str(size), "--oversubscribe", "--no-prefix", sys.executable] if size else []
     done = subprocess.run(
         [sys.executable, *place, str(script)],
@@ -37,16 +47,18 @@ def lines_of(folder: Path, level: str, size: int, extra: dict[str, dict[str, str
     return sorted(done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("level", ["warning", "error", "off"])
-def test_a_job_in_order_says_nothing(tmp_path: Path, level: str) -> None:
-    assert lines_of(tmp_path, level, 2) == []
+@pytest.mark.parametrize(
+    ("level", "train"), [("warning", WITH_TORCH), ("error", WITHOUT_TORCH), ("off", WITHOUT_TORCH)]
+)
+def test_a_job_in_order_says_nothing(tmp_path: Path, level: str, train: str) -> None:
+    assert lines_of(tmp_path, level, 2, train=train) == []
 
 
 def test_at_info_rank_0_says_what_has_started(tmp_path: Path) -> None:
-    (line,) = lines_of(tmp_path, "info", 2)
+    (line,) = lines_of(tmp_path, "info", 2, train=WITH_TORCH)
     data = "data in shared memory, gradients (in host memory after|during) backward"
     assert re.fullmatch(START.format(size=r"2 ranks on 1 host \(localhost: 2\)", launcher="hororun", data=data), line)
-    (line,) = lines_of(tmp_path, "info", 0)
+    (line,) = lines_of(tmp_path, "info", 0, train=WITH_TORCH)
     assert re.fullmatch(START.format(size="1 rank", launcher="nobody", data="no data travels"), line)
 
 
@@ -64,9 +76,9 @@ def test_at_info_the_time_of_gradients_is_said(tmp_path: Path, overlap: str, whe
     assert line.endswith(f"; data in shared memory, gradients {when} backward")
 
 
-@pytest.mark.parametrize("level", ["debug", "trace"])
-def test_at_debug_every_rank_says_where_it_is(tmp_path: Path, level: str) -> None:
-    first, start, second = lines_of(tmp_path, level, 2)
+@pytest.mark.parametrize(("level", "train"), [("debug", WITH_TORCH), ("trace", WITHOUT_TORCH)])
+def test_at_debug_every_rank_says_where_it_is(tmp_path: Path, level: str, train: str) -> None:
+    first, start, second = lines_of(tmp_path, level, 2, train=train)
     assert start.startswith("horo [0] info: horo ")
     for rank, line in enumerate((first, second)):
         pattern = (

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import TORCH_S, Hororun
+from jobs import Hororun
 from trace_events import parse_timeline, rows_of
 
 from horo.runner.cli import parse
@@ -18,18 +18,16 @@ from horo.runner.config import JobError, TimelineMerge
 from horo.runner.job.timelines import run_and_merge
 from horo.timeline import merge
 
-TRAIN = """
-import sys, warnings
-warnings.simplefilter("ignore")
-sys.modules["numpy"] = None  # a torch that cannot use the one that is installed writes pages about that
-import torch
-import horo.torch as hvd
+TRAIN = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+from plain_rank import Rank
 
-hvd.init()
+rank = Rank()
+rank.start()
 for step in range(200):
-    hvd.allreduce(torch.ones(100_000), name=f"t{step % 4}")
-hvd.barrier()
-hvd.shutdown()
+    rank.allreduce(f"allreduce.t{{step % 4}}", 100_000)
+rank.close()
 """
 IN_ANOTHER_TIME = """#!/bin/sh
 if [ "$HOROVOD_RANK" = 1 ]; then
@@ -78,7 +76,7 @@ def test_values_that_make_no_sense_are_refused(line: str) -> None:
 def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, where: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["-np", "2", "--timeline-filename", "t.json", "--timeline-mark-cycles", "train.py"]
-    done = hororun.start(*words, where=where, cwd=tmp_path).finish(TORCH_S)
+    done = hororun.start(*words, where=where, cwd=tmp_path).finish()
     assert (done.returncode, done.stderr) == (0, "")
     events = parse_timeline(tmp_path / "t.json")
     assert rows_of(events)["allreduce.t3"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"] * 50
@@ -90,7 +88,7 @@ def test_the_timelines_of_all_ranks_are_merged_at_the_end(hororun: Hororun, wher
     for fails in (0, 1):
         (tmp_path / "train.py").write_text(f"{TRAIN}\nraise SystemExit({fails} * 7)\n")
         words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "--timeline-merge", "all.json", "train.py"]
-        done = hororun.start(*words, where=where, cwd=tmp_path).finish(TORCH_S)
+        done = hororun.start(*words, where=where, cwd=tmp_path).finish()
         assert done.returncode == fails * 7
         (said,) = (line for line in done.stderr.splitlines() if "all.json" in line)
         assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events", said)
@@ -185,7 +183,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_job(tmp_path: Pat
 def test_a_path_that_cannot_be_written_ends_the_job_with_its_sentence(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["-np", "2", "--timeline-filename", f"{tmp_path}/none/t.json", "train.py"]
-    done = hororun.start(*words, cwd=tmp_path).finish(TORCH_S)
+    done = hororun.start(*words, cwd=tmp_path).finish()
     assert done.returncode == 1
     sentence = f"HORO_TIMELINE: the timeline '{tmp_path}/none/t.json' cannot be written: No such file or directory"
     (report,) = (line for line in done.stderr.splitlines() if line.startswith("hororun: rank"))
@@ -200,7 +198,7 @@ def test_clocks_of_two_machines_are_aligned(hororun: Hororun, tmp_path: Path) ->
     (tmp_path / "start").write_text(IN_ANOTHER_TIME)
     (tmp_path / "start").chmod(0o755)
     words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "./start", sys.executable, "train.py"]
-    done = hororun.start(*words, cwd=tmp_path).finish(TORCH_S)
+    done = hororun.start(*words, cwd=tmp_path).finish()
     assert (done.returncode, done.stderr) == (0, "")
     files = [tmp_path / f"t-{rank}.json" for rank in range(2)]
     heads = [json.loads(path.read_text())[0]["args"] for path in files]
