@@ -6,7 +6,6 @@
 #include "backend/operands.h"
 #include "collective/across.h"
 #include "device/blocks.h"
-#include "device/fill.h"
 
 enum {
     SLOTS = 8,             /* of pinned memory, each for a piece: one is copied there while others travel */
@@ -174,7 +173,7 @@ static int take_slots(struct hr_nccl_two_level *self, size_t room_bytes, struct 
     if (!is_on_host(self)) {
         HR_TRY(hr_stager_take_block(self->stager, self->device, slots * self->slot_bytes, &self->block, error));
     }
-    return hr_device_fill(self->device, self->room->data, room_bytes, 1, 0, self->comm->stream, error);
+    return hr_room_fill(self->room, self->room->data, room_bytes, 1, 0, self->comm->stream, error);
 }
 
 static int take_memory(struct hr_nccl_two_level *self, size_t room_bytes, struct hr_error *error) {

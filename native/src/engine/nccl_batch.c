@@ -3,13 +3,10 @@
  * What a rank that has joined gives in place of tensors is memory of horo's, too, filled with what changes no result.
  * Such memory comes and goes in the order of NCCL's stream, where the next batch gets the same again. Driver only.
  */
-#include <string.h>
-
 #include "base/cut.h"
 #include "base/dtype.h"
 #include "base/op.h"
 #include "device/blocks.h"
-#include "device/fill.h"
 #include "engine/by_nccl.h"
 
 /* A failure ends the group, which the driver's next turn sees to. */
@@ -72,22 +69,8 @@ struct run {
     uint64_t bits;
 };
 
-/*
- * Pinned memory that stands in has no other user yet, so the host fills it: hr_device_fill copies from there to there,
- * for which CUDA makes this thread wait for all that is on the stream, and that may wait for a rank that is gone.
- */
-static void fill_on_host(const struct run *run) {
-    for (size_t at = 0; at < run->bytes; at += run->width) {
-        memcpy(run->data + at, &run->bits, run->width);
-    }
-}
-
 static int fill(const struct hr_nccl_team *team, const struct run *run, struct hr_error *error) {
-    if (hr_room_is_on_host(team->room)) {
-        fill_on_host(run);
-        return HORO_OK;
-    }
-    return hr_device_fill(team->comm.device, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
+    return hr_room_fill(team->room, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
 }
 
 /* Tensors that lie beside each other and have the same neutral element are filled as one. */

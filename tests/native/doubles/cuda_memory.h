@@ -170,8 +170,9 @@ static void set(struct work *work) {
     }
 }
 
+/* Of the device's own memory: CUDA does not say that pinned memory can be filled. */
 static int fill(uint64_t address, size_t bytes, size_t width, uint64_t pattern, void *stream) {
-    char *target = reached(address, bytes);
+    char *target = opened(address, bytes);
     return target == NULL || bytes == 0 || address % width != 0
                ? INVALID_VALUE
                : put(stream, (struct work){.run = set, .target = target, .bytes = bytes, .number = pattern});
