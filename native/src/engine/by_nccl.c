@@ -39,8 +39,12 @@ static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_co
 }
 
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->staging_lock);
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    if (by != NULL) {
+        return by; /* without the lock: a caller may hold it while its program's stream is full, and makes it wait */
+    }
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    by = atomic_load(&engine->by_nccl);
     by = by == NULL ? create(engine) : by;
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return by;
@@ -183,9 +187,9 @@ static int64_t look_within(const struct hr_nccl_team *team) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
-        return hr_nccl_two_level_awaits_gpu(team->two_level) ? HR_NCCL_LOOK_SOON_NS
-               : team->comm.is_in_flight                     ? LOOK_NS
-                                                             : for_values_ns;
+        return hr_nccl_two_level_awaits_gpu(team->two_level) || team->comm.backlog->is_awaited ? HR_NCCL_LOOK_SOON_NS
+               : team->comm.is_in_flight                                                       ? LOOK_NS
+                                                                                               : for_values_ns;
     case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return LOOK_NS;
     default: return for_values_ns;
@@ -398,6 +402,7 @@ static void destroy_stream(struct hr_by_nccl *by) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (by->stream != NULL && hr_device_enter(by->gpu, &visit, &ignored) == HORO_OK) {
+        hr_backlog_destroy(&by->backlog);
         (void)by->gpu->cuda->stream_destroy(by->stream);
         hr_device_leave(by->gpu, &visit);
     }
