@@ -111,7 +111,7 @@ class Gpu:
         return dict(zip(names, numbers, strict=True))
 
     def waits(self) -> int:
-        """How often a thread has had to wait because a stream was full."""
+        """How often a thread has had to wait because a stream of horo's was full."""
         return int(self.lib.double_waits())
 
     def limit_rooms(self, size: int) -> None:

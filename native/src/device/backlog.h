@@ -1,7 +1,7 @@
 /*
- * How much horo has put on a stream that is not known to have run. A driver makes a thread wait that puts something on
- * a stream with about a thousand pieces of work that have not; behind a kernel that waits for a rank that is gone it
- * would wait for ever. So whoever launches asks for room first, and comes again where there is none
+ * The work that horo has put on a stream and that is not known to have run. A driver makes a thread wait that puts
+ * something on a stream with about a thousand pieces of work that have not; behind a kernel that waits for a rank that
+ * is gone it would wait for ever. So whoever launches asks for room first, and comes again where there is none
  * (docs/adr/0052-what-waits-on-a-stream-has-a-bound.md). Weights are what a step puts there at most. One thread at a
  * time.
  */
@@ -45,7 +45,7 @@ static inline void hr_backlog_add(struct hr_backlog *backlog, int weight) {
     backlog->pending += weight;
 }
 
-/* What was added is on the stream: puts an event behind it, if it is time. HORO_OK or as create. */
+/* Puts an event behind what was added, which is on the stream, if it is time. HORO_OK or as create. */
 int hr_backlog_mark(struct hr_backlog *backlog, struct hr_error *error);
 /* Whether a step may begin. */
 int hr_backlog_has_room(struct hr_backlog *backlog);

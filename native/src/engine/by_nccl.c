@@ -197,7 +197,7 @@ static int64_t look_within(const struct hr_nccl_team *team) {
 }
 
 static int is_busy(const struct hr_nccl_team *team) {
-    return team->comm.is_in_flight || team->comm.state == HR_NCCL_ENDING ||
+    return team->turn.lane != NULL || team->comm.is_in_flight || team->comm.state == HR_NCCL_ENDING ||
            (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
@@ -303,6 +303,13 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
         }
     }
     return 0;
+}
+
+void hr_engine_trim_pinned(struct hr_engine *engine) {
+    struct hr_stager *stager = atomic_load(&engine->stager);
+    if (stager != NULL && !hr_engine_is_nccl_busy(engine)) {
+        hr_stager_trim(stager);
+    }
 }
 
 int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
@@ -424,18 +431,20 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
-/* Waits a moment for what has been aborted; kernels of what goes on without end stay with the process. */
-static void unload_kernels(struct hr_by_nccl *by) {
+/* Waits a moment for what has been aborted; kernels and memory of what goes on without end stay with the process. */
+static void unload_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
     int is_quiet = 1;
-    for (int i = 0; i < HR_TEAMS_MAX && by->packer.device != NULL; i++) {
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
         is_quiet &= hr_nccl_await_quiet(&by->teams[i].comm, left_ms(until_ns));
     }
-    for (struct hr_nccl_team *team = by->ending; team != NULL && by->packer.device != NULL; team = team->next) {
+    for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
         is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
     }
     if (is_quiet) {
         hr_packer_unload(&by->packer);
+    } else if (stager != NULL) {
+        atomic_store(&stager->is_kept, 1);
     }
 }
 
@@ -460,7 +469,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
             await_ends(by);
         }
         abort_all(by); /* what has not come to its end */
-        unload_kernels(by);
+        unload_kernels(by, atomic_load(&engine->stager));
         close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {

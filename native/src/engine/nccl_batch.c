@@ -84,7 +84,7 @@ static int fill(const struct hr_nccl_team *team, const struct run *run, struct h
     return hr_room_fill(team->room, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
 }
 
-/* Those of a dtype, which have the same neutral element, are filled as one. */
+/* Tensors of a dtype have the same neutral element, and are filled as one. */
 static int fill_dtype(const struct hr_nccl_team *team, struct hr_request *const *requests, size_t count, int dtype,
                       struct hr_error *error) {
     struct run run = {.width = hr_dtype_bytes(dtype),

@@ -5,8 +5,8 @@
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
- *     HELD       its turn has come: until the stream has room. It goes there in steps, and between these nothing else of
- *                this rank does; see docs/adr/0052-what-waits-on-a-stream-has-a-bound.md
+ *     HELD       its turn has come: until the stream has room. It goes there in steps, and nothing else of this rank
+ *                does in between; see docs/adr/0052-what-waits-on-a-stream-has-a-bound.md
  *     OUT        its calls are being put onto the stream; in two levels, all of it until the second launch is there, so
  *                that no other launch comes between the two
  *
@@ -207,7 +207,9 @@ static const struct hr_backend_ops turn_ops = {
 
 struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
     const struct hr_lane *lane = requests[0]->lane;
-    struct hr_nccl_turn *turn = &atomic_load(&engine->by_nccl)->teams[lane->team->number].turn;
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_turn *turn = &by->teams[lane->team->number].turn;
+    atomic_store(&by->is_busy, 1); /* in front of all that it puts on the stream */
     *turn = (struct hr_nccl_turn){.base = {.ops = &turn_ops}, .engine = engine, .lane = lane, .requests = requests,
                                   .count = count};
     return &turn->base;
@@ -232,6 +234,11 @@ int hr_engine_awaits_gpu(const struct hr_lane *lane) {
     }
     return atomic_load(&lane->engine->by_nccl)->backlog.is_awaited ||
            hr_nccl_two_level_awaits_gpu(hr_nccl_team_of(lane->engine, lane)->two_level);
+}
+
+int hr_engine_is_beside_nccl(const struct hr_lane *lane) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    return team != NULL && team->turn.lane == NULL && hr_engine_is_nccl_busy(lane->engine);
 }
 
 void hr_nccl_end_turn(struct hr_nccl_team *team) {

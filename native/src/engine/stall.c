@@ -177,7 +177,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
      * may one that waits for its GPU, which other GPUs hold up
      */
-    const int may_wait = hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_nccl_busy(lane->engine));
+    const int may_wait = hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
     const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {

@@ -67,11 +67,14 @@ struct stream {
     struct work *head, **tail;
     int is_busy, is_ending, is_capturing;
     int pending; /* pieces of work that are not over */
+    int device;  /* whose context was current when it was made; -1: the program's */
+    struct stream *next;
     unsigned seed;
     int code; /* after a failure nothing is done any more, as on a device */
 };
 
 static struct stream *default_stream; /* what NULL means */
+static struct stream *all_streams;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int is_initialized;
@@ -81,7 +84,7 @@ static unsigned seeds = 1;
 static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30, copies, fails_at;
 static __thread int entered, capture_mode;
 static __thread int entered_devices[8]; /* of the contexts that are pushed; the last one is current */
-static int waits; /* of threads for a stream that is full */
+static int waits; /* of threads for a stream that is full and not the program's */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
 /* In the mode "global", which is 0, such a call ends the capture of any stream. */
@@ -129,10 +132,17 @@ static void *run_stream(void *data) {
         work->run(work);
         free(work);
         pthread_mutex_lock(&lock);
-        if (stream->pending-- == PENDING_MAX) {
+        if (stream->pending-- == PENDING_MAX || stream->pending == 0) {
             pthread_cond_broadcast(&changed);
         }
     }
+    for (struct stream **link = &all_streams; *link != NULL; link = &(*link)->next) {
+        if (*link == stream) {
+            *link = stream->next;
+            break;
+        }
+    }
+    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     free(stream);
     return NULL;
@@ -146,6 +156,9 @@ static int make_stream(struct stream **out) {
         return OUT_OF_MEMORY;
     }
     pthread_detach(stream->thread);
+    stream->device = entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    stream->next = all_streams;
+    all_streams = stream;
     *out = stream;
     return 0;
 }
@@ -156,7 +169,7 @@ static int put(void *to, struct work work) {
     *copy = work;
     copy->next = NULL;
     pthread_mutex_lock(&lock);
-    waits += stream->pending >= PENDING_MAX;
+    waits += stream->pending >= PENDING_MAX && stream->device >= 0;
     while (stream->pending >= PENDING_MAX) {
         pthread_cond_wait(&changed, &lock);
     }
@@ -426,7 +439,7 @@ void double_fail(int copy_number, int host) {
     pthread_mutex_unlock(&lock);
 }
 
-/* How often a thread has had to wait because a stream was full. */
+/* How often a thread has had to wait because a stream of horo's was full. */
 int double_waits(void) {
     pthread_mutex_lock(&lock);
     const int count = waits;

@@ -1,4 +1,4 @@
-/* What tests put on streams of the double of the CUDA driver, and where they hold up streams and threads. For cuda.c. */
+/* What tests put on streams of the double of the CUDA driver, and where they hold up those and threads. For cuda.c. */
 #ifndef CUDA_GATES_H
 #define CUDA_GATES_H
 

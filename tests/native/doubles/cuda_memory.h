@@ -81,8 +81,23 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
     return 0;
 }
 
+/* With the lock held: whether something is on a stream that was made for the device. */
+static int is_device_busy(int device) {
+    const struct stream *stream = all_streams;
+    while (stream != NULL && (stream->device != device || stream->pending == 0)) {
+        stream = stream->next;
+    }
+    return stream != NULL;
+}
+
+/* As a driver may, it waits for all that runs on the device; here for what is not the program's. */
 int cuMemFreeHost(void *data) {
     (void)is_unsafe();
+    pthread_mutex_lock(&lock);
+    while (is_device_busy(entered > 0 ? entered_devices[(entered - 1) % 8] : -2)) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    pthread_mutex_unlock(&lock);
     (void)forget(&pinned, (uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);

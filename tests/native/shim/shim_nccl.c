@@ -86,6 +86,27 @@ void shim_nccl_end(shim_nccl *made, int within_ms) {
     hr_nccl_end(&made->comm, within_ms);
 }
 
+int shim_nccl_use_pinned(shim_nccl *made, int count, size_t bytes) {
+    struct hr_error error = {0};
+    struct hr_device_visit visit;
+    struct hr_block *blocks[SHIM_NCCL_BLOCKS_MAX];
+    int taken = 0;
+    HR_TRY(hr_device_enter(made->device, &visit, &error));
+    while (taken < count && taken < SHIM_NCCL_BLOCKS_MAX &&
+           hr_stager_take_block(made->stager, made->device, bytes, &blocks[taken], &error) == HORO_OK) {
+        taken++;
+    }
+    for (int i = 0; i < taken; i++) {
+        hr_stager_give_block(made->stager, blocks[i]);
+    }
+    hr_device_leave(made->device, &visit);
+    return taken;
+}
+
+void shim_nccl_trim_pinned(shim_nccl *made) {
+    hr_stager_trim(made->stager);
+}
+
 const char *shim_nccl_failure(const shim_nccl *made) {
     return made->comm.failure.text;
 }
