@@ -126,6 +126,10 @@ class Gpu:
         names = "streams", "contexts", "events", "pinned", "pinned_ever", "rooms", "rooms_most", "modules", "kernels"
         return dict(zip(names, numbers, strict=True))
 
+    def waits(self) -> int:
+        """How often a thread has had to wait because a stream of horo's was full."""
+        return int(self.lib.double_waits())
+
     def limit_rooms(self, size: int) -> None:
         """The largest piece of memory that the device gives out in the order of a stream."""
         self.lib.double_limit_rooms(size)

@@ -6,7 +6,11 @@
 #include "backend/nccl_backend.h"
 #include "base/cut.h"
 
-enum { ALIGNMENT = 256 }; /* where kernels like vectors to begin */
+enum {
+    ALIGNMENT = 256,  /* where kernels like vectors to begin */
+    BATCH_WEIGHT = 8, /* what it puts on the stream beside NCCL's: memory, the table, both kernels, and events */
+    LEVEL_WEIGHT = 4, /* likewise: the kernels of a level */
+};
 
 /* ---- Where things go ---- */
 
@@ -314,6 +318,7 @@ static void launch_rows(struct hr_nccl_adasum *self, enum hr_nccl_adasum_phase p
 
 /* The sums of a level. */
 static void begin_level(struct hr_nccl_adasum *self) {
+    hr_backlog_add(self->comm->backlog, LEVEL_WEIGHT);
     if (on_gpu(self, multiply) != HORO_OK) {
         return;
     }
@@ -366,6 +371,7 @@ int hr_nccl_adasum_begin(struct hr_nccl_adasum *self, const struct hr_work *work
         self->comm->state = HR_NCCL_BROKEN;
         return HORO_OK;
     }
+    hr_backlog_add(self->comm->backlog, BATCH_WEIGHT);
     set_addresses(self);
     if (on_gpu(self, pack) == HORO_OK) {
         launch_rows(self, HR_NCCL_ADASUM_SCATTER, add_exchange);
@@ -377,7 +383,8 @@ int hr_nccl_adasum_progress(struct hr_nccl_adasum *self) {
     if (self->comm->state == HR_NCCL_LAUNCHING) {
         (void)hr_nccl_poll(self->comm);
     }
-    if (self->comm->state != HR_NCCL_IDLE) {
+    const int launches = self->phase == HR_NCCL_ADASUM_SCATTER || self->phase == HR_NCCL_ADASUM_SUM;
+    if (self->comm->state != HR_NCCL_IDLE || (launches && !hr_backlog_has_room(self->comm->backlog))) {
         return HR_TASK_BLOCKED;
     }
     switch (self->phase) {

@@ -13,7 +13,9 @@ struct hr_nccl_backend {
     struct hr_nccl_comm *comm;
     struct hr_nccl_call *calls; /* [capacity] of the batch */
     size_t count, capacity;
+    size_t tensors_each; /* of a part of the calls: with as many, all ranks cut alike, whatever each of them sends */
     struct hr_nccl_pack pack;
+    int is_unpacked; /* the results of this round are on their way out of the buffer */
     struct hr_nccl_adasum adasum;
     struct hr_work work; /* of the batch under way */
 };
@@ -162,7 +164,7 @@ static int extends(const struct hr_nccl_backend *self, const struct hr_nccl_call
         return 0;
     }
     const struct hr_nccl_call *last = &self->calls[self->count - 1];
-    return last->is_packed && last->dtype == call->dtype && last->op == call->op &&
+    return last->is_packed && last->part == call->part && last->dtype == call->dtype && last->op == call->op &&
            (const char *)last->input + last->count * width == (const char *)call->input;
 }
 
@@ -170,7 +172,10 @@ static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work
     const struct hr_nccl_form form = hr_nccl_form_of(work, i);
     const int is_packed = hr_op_reduces(work->op) && form.is_packed;
     const struct hr_operand *operand = is_packed ? &self->pack.operands[i] : &work->operands[i];
-    struct hr_nccl_call call = {.input = operand->input, .output = operand->output, .root = work->root_rank};
+    struct hr_nccl_call call = {.input = operand->input,
+                                .output = operand->output,
+                                .root = work->root_rank,
+                                .part = (int)(i / self->tensors_each)};
     if (!hr_op_reduces(work->op)) {
         add_move(self, work, i, call);
         return;
@@ -220,13 +225,17 @@ static int is_adasum(const struct hr_nccl_backend *self) {
 
 static int begin_calls(struct hr_nccl_backend *self) {
     const struct hr_work *work = &self->work;
+    const size_t each = calls_each(self, work->op);
     uint64_t factors[HR_NCCL_DTYPES];
-    HR_TRY(reserve(self, calls_each(self, work->op) * work->count));
+    HR_TRY(reserve(self, each * work->count));
+    self->tensors_each = each < HR_NCCL_PART_CALLS ? HR_NCCL_PART_CALLS / each : 1;
+    self->is_unpacked = 0;
     if (hr_nccl_pack_begin(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
                            &self->comm->failure) != HORO_OK) {
         self->comm->state = HR_NCCL_BROKEN;
         return HORO_OK;
     }
+    hr_backlog_add(self->comm->backlog, self->pack.room == NULL ? 0 : HR_NCCL_PACK_WEIGHT);
     for (size_t i = 0; i < work->count; i++) {
         add_operand(self, work, i);
     }
@@ -253,6 +262,8 @@ static int launch_next_round(struct hr_nccl_backend *self) {
     const struct hr_work *work = &self->work;
     HR_TRY(hr_nccl_pack_go_on(&self->pack, work, self->team->rank, self->team->size, self->comm->stream,
                               &self->comm->failure));
+    hr_backlog_add(self->comm->backlog, HR_NCCL_PACK_WEIGHT);
+    self->is_unpacked = 0;
     self->count = 0;
     for (size_t i = 0; i < work->count; i++) {
         if (self->pack.places[i].bytes > 0) {
@@ -265,12 +276,22 @@ static int launch_next_round(struct hr_nccl_backend *self) {
 /* NCCL's calls are on the stream. */
 static void unpack(struct hr_nccl_backend *self) {
     int status = hr_nccl_pack_end(&self->pack, self->comm->stream, &self->comm->failure);
-    if (status == HORO_OK && self->pack.room != NULL) {
-        status = launch_next_round(self);
-    } else if (status == HORO_OK) {
+    self->is_unpacked = 1;
+    if (status == HORO_OK && self->pack.room == NULL) {
         status = hr_nccl_extend(self->comm);
     }
     if (status != HORO_OK) {
+        self->comm->state = HR_NCCL_BROKEN;
+    }
+}
+
+/* The launch of a round is on the stream. */
+static void go_on_packing(struct hr_nccl_backend *self) {
+    if (!self->is_unpacked) {
+        unpack(self);
+    }
+    if (self->comm->state == HR_NCCL_IDLE && self->pack.room != NULL && hr_backlog_has_room(self->comm->backlog) &&
+        launch_next_round(self) != HORO_OK) {
         self->comm->state = HR_NCCL_BROKEN;
     }
 }
@@ -284,9 +305,9 @@ int hr_nccl_backend_progress(struct hr_nccl_backend *self) {
         (void)hr_nccl_poll(comm);
     }
     if (comm->state == HR_NCCL_IDLE && self->pack.room != NULL) {
-        unpack(self);
+        go_on_packing(self);
     }
-    return comm->state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
+    return comm->state == HR_NCCL_IDLE && self->pack.room == NULL ? HR_TASK_DONE : HR_TASK_BLOCKED;
 }
 
 struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm,

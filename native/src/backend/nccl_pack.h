@@ -28,6 +28,8 @@ struct hr_packed_place {
 
 /* An allreduce passes a buffer of this size, in as many rounds as it takes. */
 enum { HR_NCCL_PACK_BYTES = 32 << 20 };
+/* The most that a round puts on the stream, beside NCCL's: memory, the table, both kernels, and events behind them. */
+enum { HR_NCCL_PACK_WEIGHT = 8 };
 
 /* The buffer of a batch. Zeroed, then the first two set. */
 struct hr_nccl_pack {

@@ -6,12 +6,16 @@
 #include "backend/operands.h"
 #include "collective/across.h"
 #include "device/blocks.h"
-#include "device/fill.h"
 
 enum {
     SLOTS = 8,             /* of pinned memory, each for a piece: one is copied there while others travel */
     SLOT_BYTES_MAX = 1 << 22,
     ALIGNMENT = 16,        /* where kernels like values to begin */
+    /*
+     * The most that it puts on the stream at once, beside NCCL's: memory, and for each slot a copy, an event and a copy
+     * back, of pieces one after the other, since each waits for the copy of another one.
+     */
+    WEIGHT = 8 + 4 * SLOTS,
 };
 
 enum phase { PHASE_REDUCING, PHASE_TRAVELLING, PHASE_GATHERING };
@@ -35,6 +39,7 @@ struct hr_nccl_two_level {
     struct hr_device *device;
     struct hr_nccl_call *calls; /* [call_capacity] of a launch */
     size_t call_count, call_capacity;
+    int part; /* of what is added to them */
     struct portion *portions; /* [portion_capacity] */
     size_t portion_capacity;
     void *copied[SLOTS]; /* an event for each slot; the first one NULL: there are none yet */
@@ -174,7 +179,7 @@ static int take_slots(struct hr_nccl_two_level *self, size_t room_bytes, struct 
     if (!is_on_host(self)) {
         HR_TRY(hr_stager_take_block(self->stager, self->device, slots * self->slot_bytes, &self->block, error));
     }
-    return hr_device_fill(self->device, self->room->data, room_bytes, 1, 0, self->comm->stream, error);
+    return hr_room_fill(self->room, self->room->data, room_bytes, 1, 0, self->comm->stream, error);
 }
 
 static int take_memory(struct hr_nccl_two_level *self, size_t room_bytes, struct hr_error *error) {
@@ -221,8 +226,14 @@ void hr_nccl_two_level_leave(struct hr_nccl_two_level *self) {
 
 /* ---- The launches ---- */
 
+/* The most calls that a tensor takes. */
+static size_t calls_each(const struct hr_nccl_two_level *self) {
+    return (size_t)self->team->owner_count + 1;
+}
+
 static void add(struct hr_nccl_two_level *self, struct hr_nccl_call call, size_t count) {
     call.is_on_host = 1;
+    call.part = self->part;
     call.count = count;
     if (count > 0) {
         self->calls[self->call_count++] = call;
@@ -285,6 +296,7 @@ static void launch(struct hr_nccl_two_level *self, void (*add_calls)(struct hr_n
                    const uint64_t *factors) {
     self->call_count = 0;
     for (size_t i = 0; i < self->work.count; i++) {
+        self->part = (int)(i * calls_each(self) / HR_NCCL_PART_CALLS);
         add_calls(self, i);
     }
     if (self->call_count > 0) {
@@ -385,6 +397,9 @@ static int travel(struct hr_nccl_two_level *self) {
             return moved ? HR_TASK_MOVED : HR_TASK_BLOCKED;
         }
     }
+    if (!hr_backlog_has_room(self->comm->backlog)) {
+        return HR_TASK_BLOCKED;
+    }
     self->phase = PHASE_GATHERING;
     launch(self, add_gathering, NULL);
     return HR_TASK_MOVED;
@@ -393,9 +408,8 @@ static int travel(struct hr_nccl_two_level *self) {
 /* ---- The work ---- */
 
 static int reserve(struct hr_nccl_two_level *self, size_t count) {
-    const size_t calls_each = (size_t)self->team->owner_count + 1;
     HR_TRY(grow((void **)&self->portions, &self->portion_capacity, count, sizeof *self->portions));
-    return grow((void **)&self->calls, &self->call_capacity, count * calls_each, sizeof *self->calls);
+    return grow((void **)&self->calls, &self->call_capacity, count * calls_each(self), sizeof *self->calls);
 }
 
 int hr_nccl_two_level_begin(struct hr_nccl_two_level *self, const struct hr_work *work) {
@@ -409,6 +423,7 @@ int hr_nccl_two_level_begin(struct hr_nccl_two_level *self, const struct hr_work
     const size_t room_bytes = lay_out(self);
     self->asked = 0;
     self->arrived = 0;
+    hr_backlog_add(self->comm->backlog, WEIGHT);
     if (room_bytes > 0) {
         HR_TRY(hr_across_begin(&self->across, self->team, hr_operation_of(work->reduce_op), self->slot_bytes));
     }

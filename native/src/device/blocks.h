@@ -10,7 +10,10 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
 /* A block of at least so many bytes that no copy uses. The caller has entered the device. */
 int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
                          struct hr_error *error);
-/* Copies may use it still: it is used again when they are done. */
+/*
+ * Copies may use it still: it is used again when they are done. Nothing is freed here: that waits for all that runs on
+ * the device, perhaps for a rank that is gone, and this thread may be the one that looks for such.
+ */
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
 /*
  * For a caller that has entered the device: used again when what is on the stream is over. HORO_OK, or

@@ -8,8 +8,8 @@
 
 /*
  * For a caller that has entered the device: writes the lowest `width` (1, 2, 4 or 8) bytes of `bits` into each element,
- * in the order of `stream`. The memory is the device's, or pinned where the width is less than 8; it begins where an
- * element may, and ends with one. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
+ * in the order of `stream`. The memory is the device's; it begins where an element may, and ends with one. HORO_OK, or
+ * HORO_ERR_RESOURCE with a sentence.
  */
 int hr_device_fill(const struct hr_device *device, void *data, size_t bytes, size_t width, uint64_t bits, void *stream,
                    struct hr_error *error);

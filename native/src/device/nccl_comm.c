@@ -5,7 +5,11 @@
 
 #include "base/clock.h"
 
-enum { LOOK_NS = 100000 };
+enum {
+    LOOK_NS = 100000,
+    LAUNCH_WEIGHT = 8,    /* the kernel, what NCCL orders it by, and the fence */
+    CALLS_PER_LAUNCH = 32, /* NCCL takes more of them into one kernel */
+};
 
 #define CONFIG_MAGIC 0xcafebeefu
 
@@ -56,11 +60,12 @@ static void free_parts(struct hr_nccl_comm *comm) {
     comm->fence = NULL;
 }
 
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    const struct hr_nccl_ranks *ranks, const struct hr_nccl_ranks *host_ranks, int within_ms,
-                    struct hr_error *error) {
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
+                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks,
+                    const struct hr_nccl_ranks *host_ranks, int within_ms, struct hr_error *error) {
     struct hr_device_visit visit;
-    *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
+    *comm = (struct hr_nccl_comm){
+        .nccl = nccl, .device = device, .stream = backlog->stream, .backlog = backlog, .state = HR_NCCL_NONE};
     if (host_ranks != NULL) {
         comm->host_size = host_ranks->size;
         comm->host_rank = host_ranks->rank;
@@ -142,17 +147,29 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
     return HORO_OK;
 }
 
+/* With the device entered. The next part of what is left. */
+static int launch_part(struct hr_nccl_comm *comm) {
+    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
+    int status = HORO_OK;
+    size_t count = 0;
+    while (count < comm->left_count && comm->left[count].part == comm->left[0].part && status == HORO_OK) {
+        status = enqueue(comm, &comm->left[count]);
+        count++;
+    }
+    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
+    hr_backlog_add(comm->backlog, LAUNCH_WEIGHT + (int)(count / CALLS_PER_LAUNCH));
+    comm->left = count == comm->left_count ? NULL : comm->left + count; /* what is over may be gone */
+    comm->left_count -= count;
+    return status == HORO_OK ? ended : status;
+}
+
 static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
     if (factors != NULL) {
         HR_TRY(create_scales(comm, calls, count, factors));
     }
-    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
-    int status = HORO_OK;
-    for (size_t i = 0; i < count && status == HORO_OK; i++) {
-        status = enqueue(comm, &calls[i]);
-    }
-    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
-    return status == HORO_OK ? ended : status;
+    comm->left = calls;
+    comm->left_count = count;
+    return launch_part(comm);
 }
 
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
@@ -176,6 +193,8 @@ int hr_nccl_extend(struct hr_nccl_comm *comm) {
     int status = hr_device_enter(comm->device, &visit, &comm->failure);
     if (status == HORO_OK) {
         status = hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure);
+        hr_backlog_add(comm->backlog, 1);
+        status = status == HORO_OK ? hr_backlog_mark(comm->backlog, &comm->failure) : status;
         hr_device_leave(comm->device, &visit);
     }
     comm->is_in_flight = 1;
@@ -196,6 +215,17 @@ static int finish_launch(struct hr_nccl_comm *comm) {
     HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
     comm->is_in_flight = 1;
     return HORO_OK;
+}
+
+/* A part is on the stream. As hr_nccl_poll, or a status. */
+static int go_on_launching(struct hr_nccl_comm *comm) {
+    HR_TRY(hr_backlog_mark(comm->backlog, &comm->failure));
+    if (comm->left_count > 0) {
+        return hr_backlog_has_room(comm->backlog) ? launch_part(comm) : 0;
+    }
+    HR_TRY(finish_launch(comm));
+    comm->state = HR_NCCL_IDLE;
+    return 1;
 }
 
 /* As hr_nccl_poll, or a status. A launch may wait for a program that is late, and so may what is in flight. */
@@ -271,7 +301,7 @@ static int look(struct hr_nccl_comm *comm) {
         return meet(comm, &comm->host_handle, comm->host_size, comm->host_rank, &comm->host_id, &comm->failure);
     }
     if (comm->state == HR_NCCL_LAUNCHING) {
-        HR_TRY(finish_launch(comm));
+        return go_on_launching(comm);
     }
     comm->state = HR_NCCL_IDLE;
     return 1;

@@ -18,7 +18,7 @@
 
 #include <stdint.h>
 
-#include "device/device.h"
+#include "device/backlog.h"
 #include "device/nccl.h"
 
 enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING,
@@ -33,6 +33,7 @@ struct hr_nccl_comm {
     void *host_handle; /* that of the ranks of this host; NULL: there is none */
     void *launched; /* that of the two whose launch is under way */
     void *stream; /* the GPU's, which outlives it */
+    struct hr_backlog *backlog; /* that stream's */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
     int host_size, host_rank; /* CONNECTING: the ranks of this host are to be connected, too; 0: they are not */
@@ -41,6 +42,8 @@ struct hr_nccl_comm {
     int64_t until_ns;
     int is_leaving; /* IDLE: what is in flight has that deadline, too */
     int is_in_flight; /* something that was launched has not been seen to end */
+    const struct hr_nccl_call *left; /* LAUNCHING: parts that there has been no room for yet */
+    size_t left_count;
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
     struct hr_error failure;
@@ -62,7 +65,11 @@ struct hr_nccl_call {
     int op;       /* enum hr_nccl_op, of a reduction */
     int is_packed; /* its values are scaled elsewhere */
     int root;     /* the other rank, of a send or recv */
+    int part;     /* see hr_nccl_launch */
 };
+
+/* Calls that may be one part: so many take few launches of NCCL's. */
+enum { HR_NCCL_PART_CALLS = 1024 };
 
 /* Ranks that are connected: how many, which one this is, and where they meet. */
 struct hr_nccl_ranks {
@@ -74,9 +81,9 @@ struct hr_nccl_ranks {
  * host_ranks: those of this host, which are connected behind all; NULL: they are not. HORO_OK, or HORO_ERR_RESOURCE
  * with a sentence and nothing left behind.
  */
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
-                    const struct hr_nccl_ranks *ranks, const struct hr_nccl_ranks *host_ranks, int within_ms,
-                    struct hr_error *error);
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
+                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks,
+                    const struct hr_nccl_ranks *host_ranks, int within_ms, struct hr_error *error);
 
 /*
  * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where it is late. IDLE: 1 if nothing is
@@ -85,9 +92,10 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
- * IDLE: calls that go onto the stream as one, so that their kernels share a launch; all of them on this host, or none.
- * `factors`: by dtype, the bits of
- * what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is BROKEN.
+ * IDLE, and the stream has room: calls that go onto the stream as one, so that their kernels share a launch; all of
+ * them on this host, or none. Those of a `part`, which follow one another, are one such launch; the next one waits for
+ * room, and the calls stay until the state is IDLE again. All ranks cut alike. `factors`: by dtype, the bits of what
+ * sums are multiplied by before they are added, or NULL. HORO_OK, or the state is BROKEN.
  */
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 

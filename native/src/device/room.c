@@ -1,8 +1,10 @@
 #include "device/room.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "device/blocks.h"
+#include "device/fill.h"
 
 /* With the device entered. */
 static int stand_in(struct hr_room *room, size_t bytes, const struct hr_error *reason, struct hr_error *error) {
@@ -16,7 +18,7 @@ static int stand_in(struct hr_room *room, size_t bytes, const struct hr_error *r
 }
 
 /* With the device entered. */
-static int fill(struct hr_room *room, void *stream, size_t bytes, struct hr_error *error) {
+static int take(struct hr_room *room, void *stream, size_t bytes, struct hr_error *error) {
     struct hr_device *device = room->device;
     struct hr_error reason = {0};
     uint64_t address = 0;
@@ -42,7 +44,7 @@ int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *str
     atomic_init(&made->references, 1);
     int status = hr_device_enter(device, &visit, error);
     if (status == HORO_OK) {
-        status = fill(made, stream, bytes, error);
+        status = take(made, stream, bytes, error);
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
@@ -71,6 +73,30 @@ int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes,
     const int status = copy(mark->device->cuda, mark, from, to, bytes, stream, error);
     hr_device_leave(mark->device, &visit);
     return status;
+}
+
+/*
+ * Of pinned memory, by the host: CUDA says of no function that fills memory of a GPU that it fills that, too, and one
+ * that copies from there to there makes this thread wait for all that is on the stream, which may wait for a rank that
+ * is gone.
+ */
+static void fill_on_host(char *data, size_t bytes, size_t width, uint64_t bits) {
+    if (bits == 0) {
+        memset(data, 0, bytes);
+        return;
+    }
+    for (size_t at = 0; at < bytes; at += width) {
+        memcpy(data + at, &bits, width);
+    }
+}
+
+int hr_room_fill(const struct hr_room *room, void *data, size_t bytes, size_t width, uint64_t bits, void *stream,
+                 struct hr_error *error) {
+    if (hr_room_is_on_host(room)) {
+        fill_on_host(data, bytes, width, bits);
+        return HORO_OK;
+    }
+    return hr_device_fill(room->device, data, bytes, width, bits, stream, error);
 }
 
 /* With the device entered. */

@@ -34,6 +34,13 @@ int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *str
  */
 int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes, void *stream,
                  struct hr_error *error);
+/*
+ * For a caller that has entered the device: writes the lowest `width` (1, 2, 4 or 8) bytes of `bits` into each element
+ * of a part, for what comes behind it on `stream`. Nobody else uses the part yet; it begins and ends where an element
+ * does. HORO_OK or as create.
+ */
+int hr_room_fill(const struct hr_room *room, void *data, size_t bytes, size_t width, uint64_t bits, void *stream,
+                 struct hr_error *error);
 /* Gives it back in the order of `stream`. */
 void hr_room_leave(struct hr_room *room, void *stream);
 /* For a call that copies from it while its owner may let go. */

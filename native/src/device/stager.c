@@ -64,20 +64,31 @@ static void drain(struct hr_stager *stager, int64_t until_ns) {
     }
 }
 
-/* Until no copy uses it, or the time is over; then it stays, as where its device cannot be asked. */
-static void destroy_when_done(struct hr_block *block, int64_t until_ns) {
+/* Whether no copy uses it, which is waited for until the time is over; 0 also where its device cannot be asked. */
+static int await_done(const struct hr_block *block, int64_t until_ns) {
     const struct timespec look = {.tv_nsec = 100000}; /* there is no wait for an event that ends by itself */
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (hr_device_enter(block->device, &visit, &ignored) != HORO_OK) {
-        return;
+        return 0;
     }
     int done;
     while (!(done = is_done(block)) && hr_now_ns() < until_ns) {
         (void)nanosleep(&look, NULL);
     }
     hr_device_leave(block->device, &visit);
-    if (done) {
+    return done;
+}
+
+/* All of it or, while something may run for ever, nothing: to free one piece waits for all that runs on its device. */
+static void destroy_idle(struct hr_stager *stager, int64_t until_ns) {
+    int are_done = !atomic_load(&stager->is_kept);
+    for (const struct hr_block *block = stager->idle; block != NULL && are_done; block = block->next) {
+        are_done = await_done(block, until_ns);
+    }
+    while (stager->idle != NULL && are_done) {
+        struct hr_block *block = stager->idle;
+        stager->idle = block->next;
         hr_block_destroy(block);
     }
 }
@@ -92,11 +103,7 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     if (!is_free) {
         return; /* the driver may call a function with it at any time */
     }
-    while (stager->idle != NULL) {
-        struct hr_block *block = stager->idle;
-        stager->idle = block->next;
-        destroy_when_done(block, until_ns);
-    }
+    destroy_idle(stager, until_ns);
     for (int i = 0; i < HR_DEVICES_MAX; i++) {
         if (stager->devices[i] != NULL) {
             hr_device_close(stager->devices[i]);
@@ -141,13 +148,17 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
     return status;
 }
 
-/* The smallest idle one that is large enough and not more than four times as large; NULL: there is none. */
+/*
+ * The smallest idle one that is large enough and not more than four times as large, or of any size where too much is
+ * idle; NULL: there is none.
+ */
 static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_device *device, size_t bytes) {
     struct hr_block **best = NULL;
     (void)pthread_mutex_lock(&stager->lock);
     for (struct hr_block **link = &stager->idle; *link != NULL; link = &(*link)->next) {
         const struct hr_block *block = *link;
-        if (block->device == device && block->bytes >= bytes && block->bytes / 4 <= bytes &&
+        const int is_too_large = block->bytes / 4 > bytes && stager->idle_bytes <= IDLE_BYTES_MAX;
+        if (block->device == device && block->bytes >= bytes && !is_too_large &&
             (best == NULL || block->bytes < (*best)->bytes)) {
             best = link;
         }
@@ -203,19 +214,26 @@ static struct hr_block *take_excess(struct hr_stager *stager) {
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
     block->next = NULL;
     put_idle(stager, block);
+}
+
+void hr_stager_trim(struct hr_stager *stager) {
     struct hr_block *kept = NULL;
+    struct hr_block *gone = NULL;
     size_t kept_bytes = 0;
     for (struct hr_block *each = take_excess(stager), *after; each != NULL; each = after) {
         after = each->next;
-        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && can_go(each)) {
-            hr_block_destroy(each);
-        } else {
-            kept_bytes += each->bytes;
-            each->next = kept;
-            kept = each;
-        }
+        const int goes = kept_bytes + each->bytes > IDLE_BYTES_MAX && can_go(each);
+        struct hr_block **list = goes ? &gone : &kept;
+        kept_bytes += goes ? 0 : each->bytes;
+        each->next = *list;
+        *list = each;
     }
-    put_idle(stager, kept);
+    put_idle(stager, kept); /* first: others may need it while this thread waits */
+    while (gone != NULL) {
+        struct hr_block *block = gone;
+        gone = block->next;
+        hr_block_destroy(block);
+    }
 }
 
 int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,

@@ -56,6 +56,7 @@ struct hr_stager {
     size_t idle_bytes;
     int launched; /* functions of the host that have not been called yet */
     _Atomic int is_broken; /* a copy has failed: they may never be called */
+    _Atomic int is_kept; /* pinned memory is not freed at the end: something may run on a device for ever */
     void *owner;  /* NULL: closed */
     hr_staging_ready *on_ready;
 };
@@ -98,6 +99,12 @@ int hr_stager_create(const char *const *paths, size_t path_count, void *owner, h
  * enough, what the driver still holds is never freed.
  */
 void hr_stager_close(struct hr_stager *stager, int timeout_ms);
+
+/*
+ * Frees pinned memory of which too much is idle. Waits for all that runs on the device: not for a thread that others
+ * count on, and not while something runs there that may need other ranks.
+ */
+void hr_stager_trim(struct hr_stager *stager);
 
 /*
  * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now or, where that is not

@@ -39,8 +39,12 @@ static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_co
 }
 
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->staging_lock);
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    if (by != NULL) {
+        return by; /* without the lock: a caller may hold it while its program's stream is full, and makes it wait */
+    }
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    by = atomic_load(&engine->by_nccl);
     by = by == NULL ? create(engine) : by;
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return by;
@@ -183,9 +187,9 @@ static int64_t look_within(const struct hr_nccl_team *team) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
-        return hr_nccl_two_level_awaits_gpu(team->two_level) ? HR_NCCL_LOOK_SOON_NS
-               : team->comm.is_in_flight                     ? LOOK_NS
-                                                             : for_values_ns;
+        return hr_nccl_two_level_awaits_gpu(team->two_level) || team->comm.backlog->is_awaited ? HR_NCCL_LOOK_SOON_NS
+               : team->comm.is_in_flight                                                       ? LOOK_NS
+                                                                                               : for_values_ns;
     case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return LOOK_NS;
     default: return for_values_ns;
@@ -193,7 +197,7 @@ static int64_t look_within(const struct hr_nccl_team *team) {
 }
 
 static int is_busy(const struct hr_nccl_team *team) {
-    return team->comm.is_in_flight || team->comm.state == HR_NCCL_ENDING ||
+    return team->turn.lane != NULL || team->comm.is_in_flight || team->comm.state == HR_NCCL_ENDING ||
            (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
@@ -301,6 +305,13 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
     return 0;
 }
 
+void hr_engine_trim_pinned(struct hr_engine *engine) {
+    struct hr_stager *stager = atomic_load(&engine->stager);
+    if (stager != NULL && !hr_engine_is_nccl_busy(engine)) {
+        hr_stager_trim(stager);
+    }
+}
+
 int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
     const struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     return by != NULL && atomic_load(&by->is_busy);
@@ -398,6 +409,7 @@ static void destroy_stream(struct hr_by_nccl *by) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (by->stream != NULL && hr_device_enter(by->gpu, &visit, &ignored) == HORO_OK) {
+        hr_backlog_destroy(&by->backlog);
         (void)by->gpu->cuda->stream_destroy(by->stream);
         hr_device_leave(by->gpu, &visit);
     }
@@ -419,18 +431,20 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
-/* Waits a moment for what has been aborted; kernels of what goes on without end stay with the process. */
-static void unload_kernels(struct hr_by_nccl *by) {
+/* Waits a moment for what has been aborted; kernels and memory of what goes on without end stay with the process. */
+static void unload_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
     int is_quiet = 1;
-    for (int i = 0; i < HR_TEAMS_MAX && by->packer.device != NULL; i++) {
+    for (int i = 0; i < HR_TEAMS_MAX; i++) {
         is_quiet &= hr_nccl_await_quiet(&by->teams[i].comm, left_ms(until_ns));
     }
-    for (struct hr_nccl_team *team = by->ending; team != NULL && by->packer.device != NULL; team = team->next) {
+    for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
         is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
     }
     if (is_quiet) {
         hr_packer_unload(&by->packer);
+    } else if (stager != NULL) {
+        atomic_store(&stager->is_kept, 1);
     }
 }
 
@@ -455,7 +469,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
             await_ends(by);
         }
         abort_all(by); /* what has not come to its end */
-        unload_kernels(by);
+        unload_kernels(by, atomic_load(&engine->stager));
         close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {

@@ -64,7 +64,7 @@ struct hr_nccl_report {
     char kernel_lack[HR_NCCL_TEXT_BYTES]; /* why it has none */
 };
 
-enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_OUT };
+enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_HELD, HR_NCCL_OUT };
 
 /*
  * A batch on its way to the stream, as a backend whose work it is; see nccl_turn.c. The batch and its arrays are the
@@ -78,6 +78,7 @@ struct hr_nccl_turn {
     int has_two_levels; /* OUT: the team's two_level does it, not its backend */
     struct hr_request *const *requests;
     size_t count;
+    size_t awaited; /* HELD: requests for whose marks the stream waits already */
     struct hr_work work;
     int64_t number;          /* its place in the order; ORDERING: what this rank proposes, which it is at least */
     int64_t agreed;          /* what comes of all proposals */
@@ -122,6 +123,7 @@ struct hr_by_nccl {
     _Atomic int device; /* its number; -1: not known yet */
     /* of the driver */
     void *stream; /* of all communicators; NULL: there has been none */
+    struct hr_backlog backlog; /* of that stream */
     int64_t clock; /* no batch has a higher number here */
     int is_stranded; /* MPI may touch what a turn has exchanged */
     struct hr_nccl_team *ending;
@@ -159,6 +161,11 @@ void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
  * a request is the request's now.
  */
 void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over);
+/*
+ * Its turn has come: tensors of a rank that has joined get the values that change no result. HORO_OK, or a status with
+ * the communicator's failure set.
+ */
+int hr_nccl_fill_stand_ins(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count);
 
 /* nccl_turn.c: the batch as work that waits for its turn; and, when it is on the stream, that the next one may go. */
 struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count);

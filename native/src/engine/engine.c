@@ -316,13 +316,18 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
+    int is_on_gpu = 0;
     if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
+        is_on_gpu = request->call.device != 0;
         (void)hr_map_remove(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
         status = HORO_OK;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (status == HORO_OK) {
         hr_request_destroy(request);
+    }
+    if (is_on_gpu) {
+        hr_engine_trim_pinned(engine);
     }
     return status;
 }

@@ -321,6 +321,11 @@ int hr_engine_turn_nccl(struct hr_engine *engine);
 int hr_engine_nccl_has_work(struct hr_engine *engine);
 /* Whether something may run on a GPU that somebody has to look after. Any thread. */
 int hr_engine_is_nccl_busy(const struct hr_engine *engine);
+/*
+ * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
+ * run, which others hold up.
+ */
+void hr_engine_trim_pinned(struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
 struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
@@ -337,6 +342,8 @@ int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);
 /* Driver: whether the lane's batch waits for the GPU of this rank, which shows on no other rank. */
 int hr_engine_awaits_gpu(const struct hr_lane *lane);
+/* Driver: whether the lane's batch is not NCCL's, and kernels of NCCL run here: another rank may wait for such. */
+int hr_engine_is_beside_nccl(const struct hr_lane *lane);
 /*
  * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
  * has let go of all memory of requests.

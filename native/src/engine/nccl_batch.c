@@ -3,14 +3,16 @@
  * What a rank that has joined gives in place of tensors is memory of horo's, too, filled with what changes no result.
  * Such memory comes and goes in the order of NCCL's stream, where the next batch gets the same again. Driver only.
  */
-#include <string.h>
-
 #include "base/cut.h"
 #include "base/dtype.h"
 #include "base/op.h"
 #include "device/blocks.h"
-#include "device/fill.h"
 #include "engine/by_nccl.h"
+
+enum {
+    WIDE_FILL_WEIGHT = 40, /* what hr_device_fill puts on a stream at most for elements of 8 bytes: it doubles them */
+    BATCH_WEIGHT = 4,      /* memory that comes and goes, an event behind it, and the mark */
+};
 
 /* A failure ends the group, which the driver's next turn sees to. */
 static void break_off(struct hr_nccl_team *team) {
@@ -59,6 +61,11 @@ static int is_placed_here(const struct hr_request *request) {
     return request->is_stand_in && hr_request_is_by_nccl(request) && !hr_op_tells_rows(request->call.op);
 }
 
+/* Whether it has a place among those of a dtype, which lie beside each other: so a batch takes few fills. */
+static int has_place(const struct hr_request *request, int tensor, int dtype) {
+    return is_placed_here(request) && hr_dtype_real(request->call.tensors[tensor].dtype) == dtype;
+}
+
 static size_t bytes_of(const horo_tensor *tensor) {
     int64_t bytes = 0; /* it was checked when it was decoded */
     (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
@@ -72,76 +79,71 @@ struct run {
     uint64_t bits;
 };
 
-/*
- * Pinned memory that stands in has no other user yet, so the host fills it: hr_device_fill copies from there to there,
- * for which CUDA makes this thread wait for all that is on the stream, and that may wait for a rank that is gone.
- */
-static void fill_on_host(const struct run *run) {
-    for (size_t at = 0; at < run->bytes; at += run->width) {
-        memcpy(run->data + at, &run->bits, run->width);
-    }
-}
-
 static int fill(const struct hr_nccl_team *team, const struct run *run, struct hr_error *error) {
-    if (hr_room_is_on_host(team->room)) {
-        fill_on_host(run);
-        return HORO_OK;
-    }
-    return hr_device_fill(team->comm.device, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
+    hr_backlog_add(team->comm.backlog, run->width == 8 ? WIDE_FILL_WEIGHT : 1);
+    return hr_room_fill(team->room, run->data, run->bytes, run->width, run->bits, team->comm.stream, error);
 }
 
-/* Tensors that lie beside each other and have the same neutral element are filled as one. */
-static int fill_all(const struct hr_nccl_team *team, struct hr_request *const *requests, size_t count,
-                    struct hr_error *error) {
-    struct run run = {0};
+/* Tensors of a dtype have the same neutral element, and are filled as one. */
+static int fill_dtype(const struct hr_nccl_team *team, struct hr_request *const *requests, size_t count, int dtype,
+                      struct hr_error *error) {
+    struct run run = {.width = hr_dtype_bytes(dtype),
+                      .bits = hr_neutral_element(dtype, requests[0]->call.reduce_op)};
     for (size_t r = 0; r < count; r++) {
         const horo_request *call = &requests[r]->call;
-        for (int i = 0; i < call->tensor_count && is_placed_here(requests[r]); i++) {
-            const int dtype = hr_dtype_real(call->tensors[i].dtype);
-            const struct run next = {.data = call->tensors[i].output,
-                                     .bytes = hr_round_up(bytes_of(&call->tensors[i]), HR_STAGED_ALIGNMENT),
-                                     .width = hr_dtype_bytes(dtype),
-                                     .bits = hr_neutral_element(dtype, call->reduce_op)};
-            if (next.bits == run.bits && (next.bits == 0 || next.width == run.width)) {
-                run.data = run.data == NULL ? next.data : run.data;
-                run.width = run.width == 0 ? next.width : run.width;
-                run.bytes += next.bytes;
-                continue;
+        for (int i = 0; i < call->tensor_count; i++) {
+            if (has_place(requests[r], i, dtype)) {
+                run.data = run.data == NULL ? call->tensors[i].output : run.data;
+                run.bytes += hr_round_up(bytes_of(&call->tensors[i]), HR_STAGED_ALIGNMENT);
             }
-            HR_TRY(fill(team, &run, error));
-            run = next;
         }
     }
-    return fill(team, &run, error);
+    return run.bytes == 0 ? HORO_OK : fill(team, &run, error);
+}
+
+static size_t place_dtype(struct hr_request *const *requests, size_t count, int dtype, char *data, size_t at) {
+    for (size_t r = 0; r < count; r++) {
+        horo_tensor *tensors = (horo_tensor *)(void *)(requests[r] + 1); /* those of its call, see request.c */
+        for (int i = 0; i < requests[r]->call.tensor_count; i++) {
+            if (has_place(requests[r], i, dtype)) {
+                tensors[i].input = data == NULL ? NULL : data + at;
+                tensors[i].output = data == NULL ? NULL : data + at;
+                at += hr_round_up(bytes_of(&tensors[i]), HR_STAGED_ALIGNMENT);
+            }
+        }
+    }
+    return at;
 }
 
 static size_t place_all(struct hr_request *const *requests, size_t count, char *data) {
     size_t at = 0;
-    for (size_t r = 0; r < count; r++) {
-        horo_tensor *tensors = (horo_tensor *)(void *)(requests[r] + 1); /* those of its call, see request.c */
-        for (int i = 0; i < requests[r]->call.tensor_count && is_placed_here(requests[r]); i++) {
-            tensors[i].input = data == NULL ? NULL : data + at;
-            tensors[i].output = data == NULL ? NULL : data + at;
-            at += hr_round_up(bytes_of(&tensors[i]), HR_STAGED_ALIGNMENT);
-        }
+    for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
+        at = place_dtype(requests, count, dtype, data, at);
     }
     return at;
 }
 
 static int make_values(struct hr_engine *engine, struct hr_nccl_team *team, struct hr_request *const *requests,
                        size_t count, size_t bytes) {
-    struct hr_error *error = &team->comm.failure;
-    struct hr_device *device = team->comm.device;
-    struct hr_device_visit visit;
-    HR_TRY(hr_room_create(atomic_load(&engine->stager), device, team->comm.stream, bytes, &team->room, error));
+    HR_TRY(hr_room_create(atomic_load(&engine->stager), team->comm.device, team->comm.stream, bytes, &team->room,
+                          &team->comm.failure));
     team->owns_room = 1;
     (void)place_all(requests, count, team->room->data);
-    if (!hr_op_reduces(requests[0]->call.op)) {
+    return HORO_OK;
+}
+
+int hr_nccl_fill_stand_ins(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
+    struct hr_error *error = &team->comm.failure;
+    struct hr_device_visit visit;
+    int status = HORO_OK;
+    if (!team->owns_room || !hr_op_reduces(requests[0]->call.op)) {
         return HORO_OK; /* it is written over */
     }
-    HR_TRY(hr_device_enter(device, &visit, error));
-    const int status = fill_all(team, requests, count, error);
-    hr_device_leave(device, &visit);
+    HR_TRY(hr_device_enter(team->comm.device, &visit, error));
+    for (int dtype = 0; dtype < HORO_DTYPE_COUNT && status == HORO_OK; dtype++) {
+        status = fill_dtype(team, requests, count, dtype, error);
+    }
+    hr_device_leave(team->comm.device, &visit);
     return status;
 }
 
@@ -183,10 +185,22 @@ void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over) {
     team->owns_room = 0;
 }
 
+/* One mark serves all requests of the batch: thousands of events, one for each, would fill the stream. */
 static int move_marks(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
+    struct hr_mark *mark = NULL;
+    hr_backlog_add(team->comm.backlog, BATCH_WEIGHT);
     for (size_t i = 0; i < count; i++) {
-        HR_TRY(requests[i]->is_stand_in ? HORO_OK
-                                        : hr_mark_move(requests[i]->mark, team->comm.stream, &team->comm.failure));
+        if (requests[i]->is_stand_in) {
+            continue;
+        }
+        if (mark == NULL) {
+            mark = requests[i]->mark;
+            HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
+            continue;
+        }
+        hr_mark_keep(mark);
+        hr_mark_drop(requests[i]->mark);
+        requests[i]->mark = mark;
     }
     return HORO_OK;
 }

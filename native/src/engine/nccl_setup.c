@@ -254,7 +254,8 @@ static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has
 static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(by->gpu, &visit, error));
-    const int status = hr_device_create_stream(by->gpu, &by->stream, error);
+    int status = hr_device_create_stream(by->gpu, &by->stream, error);
+    status = status == HORO_OK ? hr_backlog_create(&by->backlog, by->gpu, by->stream, error) : status;
     hr_device_leave(by->gpu, &visit);
     return status;
 }
@@ -301,7 +302,7 @@ static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, con
                                              &reports[all->leader_of_host[all->host]].host_id};
     HR_TRY(create_backends(engine, lane, uses_two_levels(engine, lane, reports), error));
     HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
-    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, by->stream, &ranks,
+    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, &by->backlog, &ranks,
                            team->two_level == NULL ? NULL : &host_ranks, HR_NCCL_WITHIN_MS, error);
 }
 

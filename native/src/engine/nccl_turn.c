@@ -5,6 +5,8 @@
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
+ *     HELD       its turn has come: until the stream has room. It goes there in steps, and nothing else of this rank
+ *                does in between; see docs/adr/0053-what-waits-on-a-stream-has-a-bound.md
  *     OUT        its calls are being put onto the stream; in two levels, all of it until the second launch is there, so
  *                that no other launch comes between the two
  *
@@ -14,6 +16,8 @@
  */
 #include "base/op.h"
 #include "engine/by_nccl.h"
+
+enum { MARKS_AT_ONCE = 64 }; /* that a step makes the stream wait for */
 
 static struct hr_nccl_turn *turn_of(struct hr_backend *backend) {
     return (struct hr_nccl_turn *)backend;
@@ -81,12 +85,17 @@ static void agree(struct hr_nccl_turn *turn) {
 
 /* ---- The work ---- */
 
-static int await_marks(const struct hr_nccl_turn *turn, struct hr_nccl_comm *comm) {
-    for (size_t i = 0; i < turn->count; i++) {
-        const struct hr_request *request = turn->requests[i];
-        HR_TRY(request->is_stand_in ? HORO_OK : hr_mark_await(request->mark, comm->stream, &comm->failure));
+static int await_marks(struct hr_nccl_turn *turn, struct hr_nccl_comm *comm) {
+    int count = 0;
+    while (turn->awaited < turn->count && count < MARKS_AT_ONCE) {
+        const struct hr_request *request = turn->requests[turn->awaited++];
+        if (!request->is_stand_in) {
+            HR_TRY(hr_mark_await(request->mark, comm->stream, &comm->failure));
+            count++;
+        }
     }
-    return HORO_OK;
+    hr_backlog_add(comm->backlog, count);
+    return hr_backlog_mark(comm->backlog, &comm->failure);
 }
 
 /* Asked once: it looks at all tensors, and a batch is looked at for as long as it takes. */
@@ -99,8 +108,7 @@ static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
     turn->has_two_levels = can_have_two_levels(turn);
-    team->has_moved |= hr_nccl_poll(&team->comm); /* what has failed before is told as what it is */
-    if (team->comm.state == HR_NCCL_IDLE && await_marks(turn, &team->comm) != HORO_OK) {
+    if (team->comm.state == HR_NCCL_IDLE && hr_nccl_fill_stand_ins(team, turn->requests, turn->count) != HORO_OK) {
         team->comm.state = HR_NCCL_BROKEN;
     }
     turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
@@ -108,18 +116,39 @@ static int launch(struct hr_nccl_turn *turn) {
                                 : hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
+/*
+ * A step of what is put onto the stream, if there is room: HR_TASK_MOVED, HR_TASK_BLOCKED or a status. What the GPU
+ * must do before there is has been launched, or is launched elsewhere by then: it has lower numbers.
+ */
+static int go_out(struct hr_nccl_turn *turn) {
+    struct hr_nccl_comm *comm = &team_of(turn)->comm;
+    turn->phase = HR_NCCL_HELD;
+    if (comm->state == HR_NCCL_IDLE && !hr_backlog_has_room(comm->backlog)) {
+        turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
+        return HR_TASK_BLOCKED;
+    }
+    team_of(turn)->has_moved |= hr_nccl_poll(comm); /* what has failed before is told as what it is */
+    if (comm->state == HR_NCCL_IDLE && await_marks(turn, comm) != HORO_OK) {
+        comm->state = HR_NCCL_BROKEN;
+    }
+    if (comm->state != HR_NCCL_IDLE || turn->awaited == turn->count) {
+        HR_TRY(launch(turn));
+    }
+    return HR_TASK_MOVED;
+}
+
 static int turn_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct hr_nccl_turn *turn = turn_of(backend);
     turn->work = *work;
     if (turn->lane->team->number == 0 && is_alone(turn)) {
-        return launch(turn);
+        const int moved = go_out(turn);
+        return moved < 0 ? moved : HORO_OK;
     }
     turn->phase = HR_NCCL_ORDERING;
     return propose(turn);
 }
 
-static int turn_progress(struct hr_backend *backend) {
-    struct hr_nccl_turn *turn = turn_of(backend);
+static int progress(struct hr_nccl_turn *turn) {
     if (turn->phase == HR_NCCL_ORDERING) {
         const int moved = turn->lane->backend->ops->progress(turn->lane->backend);
         if (moved != HR_TASK_DONE) {
@@ -129,14 +158,22 @@ static int turn_progress(struct hr_backend *backend) {
         return HR_TASK_MOVED;
     }
     if (turn->phase == HR_NCCL_WAITING) {
-        if (!is_first(turn)) {
-            return HR_TASK_BLOCKED;
-        }
-        HR_TRY(launch(turn));
-        return HR_TASK_MOVED;
+        return is_first(turn) ? go_out(turn) : HR_TASK_BLOCKED;
+    }
+    if (turn->phase == HR_NCCL_HELD) {
+        return go_out(turn);
     }
     return turn->has_two_levels ? hr_nccl_two_level_progress(team_of(turn)->two_level)
                                 : hr_nccl_backend_progress(team_of(turn)->backend);
+}
+
+/* A GPU that goes on moves what waits for it, however long it takes until there is room. */
+static int turn_progress(struct hr_backend *backend) {
+    struct hr_nccl_turn *turn = turn_of(backend);
+    const struct hr_backlog *backlog = &atomic_load(&turn->engine->by_nccl)->backlog;
+    const uint64_t passed = backlog->passed;
+    const int moved = progress(turn);
+    return moved == HR_TASK_BLOCKED && backlog->passed != passed ? HR_TASK_MOVED : moved;
 }
 
 /* Cancels the turn; what is on the stream is aborted with all that is there, when the group ends. */
@@ -170,7 +207,9 @@ static const struct hr_backend_ops turn_ops = {
 
 struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
     const struct hr_lane *lane = requests[0]->lane;
-    struct hr_nccl_turn *turn = &atomic_load(&engine->by_nccl)->teams[lane->team->number].turn;
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_turn *turn = &by->teams[lane->team->number].turn;
+    atomic_store(&by->is_busy, 1); /* in front of all that it puts on the stream */
     *turn = (struct hr_nccl_turn){.base = {.ops = &turn_ops}, .engine = engine, .lane = lane, .requests = requests,
                                   .count = count};
     return &turn->base;
@@ -190,8 +229,16 @@ int hr_engine_awaits_turn(const struct hr_lane *lane) {
 }
 
 int hr_engine_awaits_gpu(const struct hr_lane *lane) {
-    return is_in(lane, HR_NCCL_OUT) &&
+    if (!is_in(lane, HR_NCCL_HELD) && !is_in(lane, HR_NCCL_OUT)) {
+        return 0;
+    }
+    return atomic_load(&lane->engine->by_nccl)->backlog.is_awaited ||
            hr_nccl_two_level_awaits_gpu(hr_nccl_team_of(lane->engine, lane)->two_level);
+}
+
+int hr_engine_is_beside_nccl(const struct hr_lane *lane) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    return team != NULL && team->turn.lane == NULL && hr_engine_is_nccl_busy(lane->engine);
 }
 
 void hr_nccl_end_turn(struct hr_nccl_team *team) {

@@ -173,8 +173,12 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     const int silent = find_silent(lane, now_ns);
     const int is_late_here = silent < 0 && (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane));
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
-    /* of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others */
-    const int periods = silent < 0 && hr_engine_orders_turn(lane) ? 2 : late < 0;
+    /*
+     * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
+     * may one that waits for its GPU, which other GPUs hold up
+     */
+    const int may_wait = hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
+    const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);

@@ -1,6 +1,7 @@
 /*
  * A double of the CUDA driver: the functions that horo calls, with host memory behind them. Each stream is a thread
- * that does what has been put on it, one after the other. Memory of the device is mapped twice: where horo knows it, no
+ * that does what has been put on it, one after the other; with PENDING_MAX pieces of work before it, it makes a thread
+ * wait that puts another one there, as a driver does. Memory of the device is mapped twice: where horo knows it, no
  * access is allowed, so a processor that touches it ends the process; copies go through the other mapping.
  *
  * Compiled for each test with what it is to do:
@@ -41,7 +42,7 @@
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
        INVALID_PTX = 218, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
        CAPTURE_UNSUPPORTED = 900 };
-enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16 };
+enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024 };
 
 struct event {
     uint64_t recorded, done; /* records asked for, and records reached */
@@ -66,11 +67,15 @@ struct stream {
     pthread_t thread;
     struct work *head, **tail;
     int is_busy, is_ending, is_capturing;
+    int pending; /* pieces of work that are not over */
+    int device;  /* whose context was current when it was made; -1: the program's */
+    struct stream *next;
     unsigned seed;
     int code; /* after a failure nothing is done any more, as on a device */
 };
 
 static struct stream *default_stream; /* what NULL means */
+static struct stream *all_streams;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static int is_initialized;
@@ -80,6 +85,7 @@ static unsigned seeds = 1;
 static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30, copies, fails_at;
 static __thread int entered, capture_mode;
 static __thread int entered_devices[8]; /* of the contexts that are pushed; the last one is current */
+static int waits; /* of threads for a stream that is full and not the program's */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
 /* In the mode "global", which is 0, such a call ends the capture of any stream. */
@@ -127,7 +133,17 @@ static void *run_stream(void *data) {
         work->run(work);
         free(work);
         pthread_mutex_lock(&lock);
+        if (stream->pending-- == PENDING_MAX || stream->pending == 0) {
+            pthread_cond_broadcast(&changed);
+        }
     }
+    for (struct stream **link = &all_streams; *link != NULL; link = &(*link)->next) {
+        if (*link == stream) {
+            *link = stream->next;
+            break;
+        }
+    }
+    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     free(stream);
     return NULL;
@@ -141,6 +157,9 @@ static int make_stream(struct stream **out) {
         return OUT_OF_MEMORY;
     }
     pthread_detach(stream->thread);
+    stream->device = entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    stream->next = all_streams;
+    all_streams = stream;
     *out = stream;
     return 0;
 }
@@ -151,6 +170,11 @@ static int put(void *to, struct work work) {
     *copy = work;
     copy->next = NULL;
     pthread_mutex_lock(&lock);
+    waits += stream->pending >= PENDING_MAX && stream->device >= 0;
+    while (stream->pending >= PENDING_MAX) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    stream->pending++;
     *stream->tail = copy;
     stream->tail = &copy->next;
     pthread_cond_broadcast(&changed);
@@ -401,60 +425,7 @@ void double_read(uint64_t address, void *data, size_t bytes) {
     memcpy(data, opened(address, bytes), bytes);
 }
 
-static void add(struct work *work) {
-    float *values = work->target;
-    for (size_t i = 0; i < work->bytes / sizeof *values; i++) {
-        values[i] += work->value;
-    }
-}
-
-/* A kernel on a stream: adds to each float. */
-int double_add(void *stream, uint64_t address, size_t bytes, float value) {
-    return put(stream, (struct work){.run = add, .target = opened(address, bytes), .bytes = bytes, .value = value});
-}
-
-static void hold(struct work *work) {
-    pthread_mutex_lock(&lock);
-    while (!*(volatile int *)work->target) {
-        pthread_cond_wait(&changed, &lock);
-    }
-    pthread_mutex_unlock(&lock);
-}
-
-/* What comes behind it on the stream waits until double_open is called with the gate. */
-int double_hold(void *stream, int *gate) {
-    return put(stream, (struct work){.run = hold, .target = gate});
-}
-
-void double_open(int *gate) {
-    pthread_mutex_lock(&lock);
-    *gate = 1;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&lock);
-}
-
-/* The thread that makes a stream wait for an event next sets *gate to 1 and waits for double_resume. */
-void double_pause(int *gate) {
-    pthread_mutex_lock(&lock);
-    *gate = 0;
-    next_pause = gate;
-    pthread_mutex_unlock(&lock);
-}
-
-int double_is_paused(const int *gate) {
-    pthread_mutex_lock(&lock);
-    const int is_there = *gate == 1;
-    pthread_mutex_unlock(&lock);
-    return is_there;
-}
-
-/* The call goes on, or returns this code. */
-void double_resume(int *gate, int code) {
-    pthread_mutex_lock(&lock);
-    *gate = 2 + code;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&lock);
-}
+#include "cuda_gates.h"
 
 /* At the end: whether another call has ended the capture. */
 int double_capture(struct stream *stream, int is_capturing) {
@@ -473,6 +444,14 @@ void double_fail(int copy_number, int host) {
     fails_at = copy_number == 0 ? 0 : copies + copy_number;
     host_limit = host;
     pthread_mutex_unlock(&lock);
+}
+
+/* How often a thread has had to wait because a stream of horo's was full. */
+int double_waits(void) {
+    pthread_mutex_lock(&lock);
+    const int count = waits;
+    pthread_mutex_unlock(&lock);
+    return count;
 }
 
 /*

@@ -84,8 +84,23 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
     return 0;
 }
 
+/* With the lock held: whether something is on a stream that was made for the device. */
+static int is_device_busy(int device) {
+    const struct stream *stream = all_streams;
+    while (stream != NULL && (stream->device != device || stream->pending == 0)) {
+        stream = stream->next;
+    }
+    return stream != NULL;
+}
+
+/* As a driver may, it waits for all that runs on the device; here for what is not the program's. */
 int cuMemFreeHost(void *data) {
     (void)is_unsafe();
+    pthread_mutex_lock(&lock);
+    while (is_device_busy(entered > 0 ? entered_devices[(entered - 1) % 8] : -2)) {
+        pthread_cond_wait(&changed, &lock);
+    }
+    pthread_mutex_unlock(&lock);
     (void)forget(&pinned, (uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);
@@ -189,8 +204,9 @@ static void set(struct work *work) {
     }
 }
 
+/* Of the device's own memory: CUDA does not say that pinned memory can be filled. */
 static int fill(uint64_t address, size_t bytes, size_t width, uint64_t pattern, void *stream) {
-    char *target = reached(address, bytes);
+    char *target = opened(address, bytes);
     return target == NULL || bytes == 0 || address % width != 0
                ? INVALID_VALUE
                : put(stream, (struct work){.run = set, .target = target, .bytes = bytes, .number = pattern});

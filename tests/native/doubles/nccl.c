@@ -100,8 +100,7 @@ static void free_if_over(struct comm *comm) {
     free(comm);
 }
 
-static void run_on_stream(void *data) {
-    struct work *work = data;
+static void run_work(struct work *work) {
     struct comm *comm = work->comm;
     pthread_mutex_lock(&lock);
     work->has_begun = 1;
@@ -124,6 +123,14 @@ static void run_on_stream(void *data) {
     comm->running--;
     free_if_over(comm);
     pthread_mutex_unlock(&lock);
+}
+
+/* The calls of a group are one launch. */
+static void run_on_stream(void *data) {
+    for (struct work *work = data, *next; work != NULL; work = next) {
+        next = work->next;
+        run_work(work);
+    }
 }
 
 /* ---- Communicators ---- */
@@ -199,8 +206,9 @@ static int is_doubled(const struct comm *comm) {
     return 0;
 }
 
-/* With the lock held. */
-static void start(struct comm *comm) {
+/* With the lock held. Returns what is to be launched without it: a stream that is full makes the thread wait. */
+static struct work *start(struct comm *comm) {
+    struct work *first = comm->waiting;
     struct work *next;
     note_group(comm);
     for (struct work *work = comm->waiting; work != NULL; work = next) {
@@ -211,22 +219,23 @@ static void start(struct comm *comm) {
             next = next->next;
             launched++;
         }
+        work->next = next;
         work->hangs = fails(AT_HANG, comm->rank) != 0;
         work->code = fails(AT_RUN, comm->rank);
         comm->running++;
         comm->launches++;
         launched++;
         note_work(work);
-        (void)cuda.launch(work->stream, run_on_stream, work);
     }
     comm->waiting = NULL;
     comm->waiting_tail = &comm->waiting;
+    return first;
 }
 
-/* With the lock held. */
-static void look(struct comm *comm) {
+/* As start; NULL: nothing is. */
+static struct work *look(struct comm *comm) {
     if (comm->state != IN_PROGRESS) {
-        return;
+        return NULL;
     }
     if (comm->is_connecting) {
         const int code = fails(AT_CONNECT, comm->rank);
@@ -242,16 +251,20 @@ static void look(struct comm *comm) {
         }
     } else if (comm->looks-- <= 0) {
         comm->state = SUCCESS;
-        start(comm);
+        return start(comm);
     }
+    return NULL;
 }
 
 int ncclCommGetAsyncError(struct comm *comm, int *code) {
     pthread_mutex_lock(&lock);
     asked++;
-    look(comm);
+    struct work *ready = look(comm);
     *code = comm->state;
     pthread_mutex_unlock(&lock);
+    if (ready != NULL) {
+        (void)cuda.launch(ready->stream, run_on_stream, ready);
+    }
     return SUCCESS;
 }
 
@@ -430,44 +443,7 @@ static int add(struct work work, const void *input, void *output) {
     return code != 0 ? code : ended;
 }
 
-int ncclAllReduce(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
-                  void *stream) {
-    return add((struct work){.comm = comm, .kind = ALL_REDUCE, .count = count, .dtype = dtype, .operation = operation,
-                             .stream = stream}, input, output);
-}
-
-int ncclBroadcast(const void *input, void *output, size_t count, int dtype, int root, struct comm *comm,
-                  void *stream) {
-    return add((struct work){.comm = comm, .kind = BROADCAST, .count = count, .dtype = dtype, .root = root,
-                             .stream = stream}, input, output);
-}
-
-int ncclReduce(const void *input, void *output, size_t count, int dtype, int operation, int root, struct comm *comm,
-               void *stream) {
-    return add((struct work){.comm = comm, .kind = REDUCE, .count = count, .dtype = dtype, .operation = operation,
-                             .root = root, .stream = stream}, input, output);
-}
-
-int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
-                      void *stream) {
-    return add((struct work){.comm = comm, .kind = REDUCE_SCATTER, .count = count, .dtype = dtype,
-                             .operation = operation, .stream = stream}, input, output);
-}
-
-int ncclAllGather(const void *input, void *output, size_t count, int dtype, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = ALL_GATHER, .count = count, .dtype = dtype, .stream = stream}, input,
-               output);
-}
-
-int ncclSend(const void *input, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = SEND, .count = count, .dtype = dtype, .root = peer,
-                             .stream = stream}, input, NULL);
-}
-
-int ncclRecv(void *output, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = RECV, .count = count, .dtype = dtype, .root = peer,
-                             .stream = stream}, NULL, output);
-}
+#include "nccl_calls.h"
 
 /* ---- For tests ---- */
 

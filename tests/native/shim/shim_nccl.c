@@ -11,6 +11,7 @@ struct shim_nccl {
     struct hr_stager *stager;
     struct hr_device *device;
     void *stream;
+    struct hr_backlog backlog;
     struct hr_nccl_comm comm;
 };
 
@@ -23,7 +24,8 @@ static void on_ready(void *owner, struct hr_staging *staging) {
 static int create_stream(struct shim_nccl *made, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(made->device, &visit, error));
-    const int status = hr_device_create_stream(made->device, &made->stream, error);
+    int status = hr_device_create_stream(made->device, &made->stream, error);
+    status = status == HORO_OK ? hr_backlog_create(&made->backlog, made->device, made->stream, error) : status;
     hr_device_leave(made->device, &visit);
     return status;
 }
@@ -43,7 +45,7 @@ static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, i
     }
     memcpy(&where, id, sizeof where);
     const struct hr_nccl_ranks ranks = {size, rank, &where};
-    return hr_nccl_connect(&made->comm, &made->nccl, made->device, made->stream, &ranks, NULL, within_ms, &error);
+    return hr_nccl_connect(&made->comm, &made->nccl, made->device, &made->backlog, &ranks, NULL, within_ms, &error);
 }
 
 shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms) {
@@ -84,6 +86,27 @@ void shim_nccl_end(shim_nccl *made, int within_ms) {
     hr_nccl_end(&made->comm, within_ms);
 }
 
+int shim_nccl_use_pinned(shim_nccl *made, int count, size_t bytes) {
+    struct hr_error error = {0};
+    struct hr_device_visit visit;
+    struct hr_block *blocks[SHIM_NCCL_BLOCKS_MAX];
+    int taken = 0;
+    HR_TRY(hr_device_enter(made->device, &visit, &error));
+    while (taken < count && taken < SHIM_NCCL_BLOCKS_MAX &&
+           hr_stager_take_block(made->stager, made->device, bytes, &blocks[taken], &error) == HORO_OK) {
+        taken++;
+    }
+    for (int i = 0; i < taken; i++) {
+        hr_stager_give_block(made->stager, blocks[i]);
+    }
+    hr_device_leave(made->device, &visit);
+    return taken;
+}
+
+void shim_nccl_trim_pinned(shim_nccl *made) {
+    hr_stager_trim(made->stager);
+}
+
 const char *shim_nccl_failure(const shim_nccl *made) {
     return made->comm.failure.text;
 }
@@ -95,6 +118,7 @@ void shim_nccl_destroy(shim_nccl *made) {
         hr_nccl_close(&made->comm);
     }
     if (made->stream != NULL && hr_device_enter(made->device, &visit, &ignored) == HORO_OK) {
+        hr_backlog_destroy(&made->backlog);
         (void)made->device->cuda->stream_destroy(made->stream);
         hr_device_leave(made->device, &visit);
     }

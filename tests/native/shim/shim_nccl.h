@@ -2,6 +2,7 @@
 #ifndef SHIM_NCCL_H
 #define SHIM_NCCL_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct shim_nccl shim_nccl;
@@ -19,6 +20,10 @@ int shim_nccl_launch(shim_nccl *made, uint64_t address);
 int shim_nccl_is_in_flight(const shim_nccl *made);
 void shim_nccl_expect_end(shim_nccl *made, int within_ms);
 void shim_nccl_end(shim_nccl *made, int within_ms);
+/* Takes so many pieces of pinned memory and gives them back; how many it got. */
+enum { SHIM_NCCL_BLOCKS_MAX = 8 };
+int shim_nccl_use_pinned(shim_nccl *made, int count, size_t bytes);
+void shim_nccl_trim_pinned(shim_nccl *made);
 /* How it has failed. */
 const char *shim_nccl_failure(const shim_nccl *made);
 /* Aborts what has not ended. */

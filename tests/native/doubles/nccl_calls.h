@@ -1,0 +1,44 @@
+/* The collectives of the double of NCCL. For nccl.c. */
+#ifndef NCCL_CALLS_H
+#define NCCL_CALLS_H
+
+int ncclAllReduce(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = ALL_REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .stream = stream}, input, output);
+}
+
+int ncclBroadcast(const void *input, void *output, size_t count, int dtype, int root, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = BROADCAST, .count = count, .dtype = dtype, .root = root,
+                             .stream = stream}, input, output);
+}
+
+int ncclReduce(const void *input, void *output, size_t count, int dtype, int operation, int root, struct comm *comm,
+               void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .root = root, .stream = stream}, input, output);
+}
+
+int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                      void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE_SCATTER, .count = count, .dtype = dtype,
+                             .operation = operation, .stream = stream}, input, output);
+}
+
+int ncclAllGather(const void *input, void *output, size_t count, int dtype, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = ALL_GATHER, .count = count, .dtype = dtype, .stream = stream}, input,
+               output);
+}
+
+int ncclSend(const void *input, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = SEND, .count = count, .dtype = dtype, .root = peer,
+                             .stream = stream}, input, NULL);
+}
+
+int ncclRecv(void *output, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
+    return add((struct work){.comm = comm, .kind = RECV, .count = count, .dtype = dtype, .root = peer,
+                             .stream = stream}, NULL, output);
+}
+
+#endif
