@@ -70,6 +70,7 @@ def gpu(tmp_path: Path) -> Iterator[Gpu]:
         "rooms": 0,
         "modules": found.modules_left,
     }
+    found.end()
 
 
 @pytest.fixture

@@ -97,6 +97,10 @@ class Gpu:
         """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
         return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
 
+    def end(self) -> None:
+        """Gives back its memory, unless a stream still has something to do. Nothing is called behind that."""
+        self.lib.double_end()
+
     def is_pinned(self, address: int) -> bool:
         """Whether it is in memory of the host that horo has pinned, and has not freed."""
         return bool(self.lib.double_is_pinned(ctypes.c_uint64(address)))

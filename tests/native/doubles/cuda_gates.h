@@ -57,4 +57,28 @@ void double_resume(int *gate, int code) {
     pthread_mutex_unlock(&lock);
 }
 
+/*
+ * Behind a test, when nobody calls the driver any more: the memory goes back, and the thread of the default stream. If
+ * a stream still has something to do, all of it stays.
+ */
+void double_end(void) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 1;
+    pthread_mutex_lock(&lock);
+    if (default_stream != NULL) {
+        default_stream->is_ending = 1;
+        default_stream = NULL;
+    }
+    pthread_cond_broadcast(&changed);
+    while (all_streams != NULL && pthread_cond_timedwait(&changed, &lock, &until) == 0) {
+    }
+    if (all_streams == NULL && hidden != NULL) {
+        munmap(hidden, MEMORY_BYTES);
+        munmap(open_memory, MEMORY_BYTES);
+        hidden = NULL;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
 #endif
