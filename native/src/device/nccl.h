@@ -19,7 +19,7 @@ enum hr_nccl_op { HR_NCCL_SUM = 0, HR_NCCL_PRODUCT = 1, HR_NCCL_MAX = 2, HR_NCCL
 
 enum { HR_NCCL_SCALAR_ON_HOST = 1 };
 
-/* The meeting place that all ranks of a communicator have from one of them. */
+/* ncclUniqueId: the rendezvous of a communicator, which all its ranks have from one of them. */
 struct hr_nccl_id {
     char bytes[128];
 };

@@ -71,7 +71,7 @@ struct hr_nccl_call {
 /* Calls that may be one part: so many take few launches of NCCL's. */
 enum { HR_NCCL_PART_CALLS = 1024 };
 
-/* Ranks that are connected: how many, which one this is, and where they meet. */
+/* Ranks that are connected: how many, which one this is, and their rendezvous. */
 struct hr_nccl_ranks {
     int size, rank;
     const struct hr_nccl_id *id;

@@ -141,7 +141,7 @@ static int begin_telling(struct hr_lane *lane, const struct hr_by_nccl *by, stru
  * This rank is connected, and waits until all are: a batch of this team holds up those of others until all its ranks
  * have proposed a number (nccl_turn.c), which one that is not connected does not. What is summed does not matter.
  */
-static int begin_meeting(struct hr_lane *lane, struct hr_nccl_team *team) {
+static int begin_rendezvous(struct hr_lane *lane, struct hr_nccl_team *team) {
     return begin_exchange(lane, team, 1);
 }
 
@@ -179,7 +179,7 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
         return HR_TASK_DONE;
     }
     if (stage == HR_BY_NCCL_CONNECTING && team->comm.state == HR_NCCL_IDLE) {
-        return begin_meeting(lane, team);
+        return begin_rendezvous(lane, team);
     }
     if (stage != HR_BY_NCCL_ASKED) {
         return HR_TASK_BLOCKED;
