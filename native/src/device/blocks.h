@@ -15,6 +15,8 @@ int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, siz
  * the device, perhaps for a rank that is gone, and this thread may be the one that looks for such.
  */
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
+/* The same for a caller that holds the stager's lock. */
+void hr_stager_give_block_locked(struct hr_stager *stager, struct hr_block *block);
 /*
  * For a caller that has entered the device: used again when what is on the stream is over. HORO_OK, or
  * HORO_ERR_RESOURCE: the block is lost, as no event is behind what uses it.

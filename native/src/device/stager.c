@@ -172,14 +172,18 @@ static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_d
     return taken;
 }
 
+void hr_stager_give_block_locked(struct hr_stager *stager, struct hr_block *block) {
+    block->next = stager->idle;
+    stager->idle = block;
+    stager->idle_bytes += block->bytes;
+}
+
 static void put_idle(struct hr_stager *stager, struct hr_block *blocks) {
     (void)pthread_mutex_lock(&stager->lock);
     while (blocks != NULL) {
         struct hr_block *block = blocks;
         blocks = block->next;
-        block->next = stager->idle;
-        stager->idle = block;
-        stager->idle_bytes += block->bytes;
+        hr_stager_give_block_locked(stager, block);
     }
     (void)pthread_mutex_unlock(&stager->lock);
 }
@@ -212,8 +216,9 @@ static struct hr_block *take_excess(struct hr_stager *stager) {
 }
 
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
-    block->next = NULL;
-    put_idle(stager, block);
+    (void)pthread_mutex_lock(&stager->lock);
+    hr_stager_give_block_locked(stager, block);
+    (void)pthread_mutex_unlock(&stager->lock);
 }
 
 void hr_stager_trim(struct hr_stager *stager) {

@@ -134,14 +134,11 @@ static void end_telling(struct hr_staging *staging) {
 
 /* With the stager's lock held, and where CUDA must not be called: a block whose request is gone is only put back. */
 static void leave_block(const struct hr_staging *staging) {
-    struct hr_stager *stager = staging->stager;
     if (atomic_load(&staging->is_disowned)) { /* a batch may have given a part of it to MPI before all had come */
         hr_block_disown(staging->block);
         return;
     }
-    staging->block->next = stager->idle;
-    stager->idle = staging->block;
-    stager->idle_bytes += staging->block->bytes;
+    hr_stager_give_block_locked(staging->stager, staging->block);
 }
 
 /* Called by the driver's thread, which must not call CUDA. */
