@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ranks import Rank, describe, wait_for
 from horo import _core
 from horo._core_libraries import copy_back, copy_result, use_cuda, use_nccl
 
-__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
+__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
 
 SUM = _core.REDUCE_OPS["sum"]
 
@@ -65,8 +66,9 @@ class Gpu:
         self.lib.double_hold(ctypes.c_void_p(stream), ctypes.byref(gate))
         return gate
 
-    def open(self, gate: ctypes.c_int) -> None:
-        self.lib.double_open(ctypes.byref(gate))
+    def open(self, *gates: ctypes.c_int) -> None:
+        for gate in gates:
+            self.lib.double_open(ctypes.byref(gate))
 
     def pause(self) -> ctypes.c_int:
         """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
@@ -239,3 +241,17 @@ class OnGpu:
 def on_gpu(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:
     """Each rank on a GPU of its own."""
     return OnGpu(rank, gpu, [nccl.path], **{"device": rank.rank, **options})
+
+
+@contextmanager
+def captured_by_rank_0(rank: Rank, gpu: Gpu, stream: int) -> Iterator[None]:
+    """What all ranks do inside happens while rank 0 captures a graph on the stream, which no call of theirs spoils."""
+    rank.barrier()
+    if rank.rank == 0:
+        gpu.capture(stream, True)
+    rank.barrier()
+    yield
+    rank.barrier()
+    if rank.rank == 0:
+        assert gpu.capture(stream, False) == 0
+    rank.barrier()

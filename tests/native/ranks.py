@@ -255,6 +255,23 @@ class Group:
         if self._relays is not None:
             self._relays.close()
 
+    def destroy_while(self, let_go: Callable[[], object]) -> None:
+        """Shuts all ranks down, which wait for what ``let_go`` does meanwhile."""
+        failures: list[BaseException] = []
+
+        def destroy() -> None:
+            try:
+                self.destroy()
+            except BaseException as error:
+                failures.append(error)
+
+        leaving = threading.Thread(target=destroy)
+        leaving.start()
+        let_go()
+        leaving.join(60)
+        assert not leaving.is_alive()
+        assert failures == []
+
     def __enter__(self) -> Group:
         return self
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu
+from device_group import SUM, Gpu, Nccl, OnGpu, captured_by_rank_0
 from ranks import NUMPY_OF_DTYPE, Group, Rank, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
@@ -513,11 +513,7 @@ def test_a_rank_that_leaves_while_pieces_are_on_their_way_waits_for_the_driver(g
     group = Group((2,))
     owners = group.run(body)
     gpu.let_copies(3)
-    leaving = threading.Thread(target=group.destroy)
-    leaving.start()
-    gpu.let_copies(-1)
-    leaving.join(60)
-    assert not leaving.is_alive()
+    group.destroy_while(lambda: gpu.let_copies(-1))
     for own in owners:
         own.close()
 
@@ -574,16 +570,9 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
-        rank.barrier()
-        if rank.rank == 0:
-            gpu.capture(captured, True)
-        rank.barrier()
-        handle, source, _ = own.submit("allreduce", "x", values(rank.rank), reduce_op=SUM)
-        own.finish(handle)
-        rank.barrier()
-        if rank.rank == 0:
-            assert gpu.capture(captured, False) == 0
-        rank.barrier()
+        with captured_by_rank_0(rank, gpu, captured):
+            handle, source, _ = own.submit("allreduce", "x", values(rank.rank), reduce_op=SUM)
+            own.finish(handle)
         gpu.synchronize(own.stream)
         np.testing.assert_array_equal(gpu.get(source, values(0)), total(2))
         own.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import Gpu, OnGpu
+from device_group import Gpu, OnGpu, captured_by_rank_0
 from doubles import CUDA, build_double
 from ranks import Group, Rank, describe, wait_for
 
@@ -170,17 +170,10 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
-        rank.barrier()
-        if rank.rank == 0:
-            gpu.capture(captured, True)
-        rank.barrier()
-        for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
-            handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
-            own.finish(handle)
-        rank.barrier()
-        if rank.rank == 0:
-            assert gpu.capture(captured, False) == 0
-        rank.barrier()
+        with captured_by_rank_0(rank, gpu, captured):
+            for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
+                handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
+                own.finish(handle)
         own.close()
 
     with Group((2,)) as group:
@@ -275,12 +268,7 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
 
     group = Group((2,))
     owners = group.run(body)
-    leaving = threading.Thread(target=group.destroy)
-    leaving.start()
-    for gate in gates:
-        gpu.open(gate)
-    leaving.join(60)
-    assert not leaving.is_alive()
+    group.destroy_while(lambda: gpu.open(*gates))
     for own in owners:
         own.close()
 

@@ -325,11 +325,6 @@ def test_a_rank_leaves_while_its_calls_wait_for_room(gpu: Gpu, nccl: Nccl) -> No
 
     group = Group((2,))
     owners = group.run(body)
-    leaving = threading.Thread(target=group.destroy)
-    leaving.start()
-    for gate in gates:
-        gpu.open(gate)
-    leaving.join(60)
-    assert not leaving.is_alive()
+    group.destroy_while(lambda: gpu.open(*gates))
     for own, _ in owners:
         own.close()

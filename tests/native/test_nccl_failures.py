@@ -177,12 +177,7 @@ def works_behind_gates(gpu: Gpu, nccl: Nccl) -> tuple[Group, list[OnGpu], list[c
 
 def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
     group, owners, gates = works_behind_gates(gpu, nccl)
-    leaving = threading.Thread(target=group.destroy)
-    leaving.start()
-    for gate in gates:
-        gpu.open(gate)
-    leaving.join(60)
-    assert not leaving.is_alive()
+    group.destroy_while(lambda: gpu.open(*gates))
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (2, 0)
     for own in owners:
         own.close()
