@@ -261,18 +261,9 @@ HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, 
     return outcome == HORO_OK ? hr_engine_refuse(&context->engine, team, name, status, reason) : outcome;
 }
 
-/* A request whose values never come from the GPU ends here, since nobody else looks. */
-static int check_staged(horo_context *context, int64_t handle, int status) {
-    if (status != HORO_IN_PROGRESS || atomic_load_explicit(&context->engine.stager, memory_order_relaxed) == NULL) {
-        return status;
-    }
-    hr_engine_check_staged(&context->engine, handle);
-    return hr_engine_poll(&context->engine, handle);
-}
-
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? check_staged(context, handle, hr_engine_poll(&context->engine, handle)) : status;
+    return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
 }
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
@@ -287,8 +278,7 @@ HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
 
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms) {
     const int status = usable(context);
-    return status == HORO_OK ? check_staged(context, handle, hr_engine_wait(&context->engine, handle, timeout_ms))
-                             : status;
+    return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
 }
 
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
@@ -337,16 +327,8 @@ HORO_API int horo_copy_result(horo_context *context, int64_t handle, int32_t ind
 }
 
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
-    int status = usable(context);
-    if (status == HORO_OK) {
-        status = hr_engine_wait_any(&context->engine, handles, count, timeout_ms);
-    }
-    for (int32_t i = 0; i < count && status == HORO_IN_PROGRESS; i++) {
-        if (check_staged(context, handles[i], HORO_IN_PROGRESS) != HORO_IN_PROGRESS) {
-            status = HORO_OK;
-        }
-    }
-    return status;
+    const int status = usable(context);
+    return status == HORO_OK ? hr_engine_wait_any(&context->engine, handles, count, timeout_ms) : status;
 }
 
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms) {

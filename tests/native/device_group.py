@@ -70,10 +70,12 @@ class Gpu:
         for gate in gates:
             self.lib.double_open(ctypes.byref(gate))
 
-    def pause(self) -> ctypes.c_int:
-        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
+    def pause(self, is_query: bool = False) -> ctypes.c_int:
+        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result; or
+        the one that next asks whether an event has been reached.
+        """
         self._gates.append(gate := ctypes.c_int(0))
-        self.lib.double_pause(ctypes.byref(gate))
+        self.lib.double_pause(ctypes.byref(gate), int(is_query))
         return gate
 
     def await_pause(self, gate: ctypes.c_int) -> None:

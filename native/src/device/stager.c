@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "device/blocks.h"
+#include "device/lookout.h"
 #include "device/staging.h"
 
 enum {
@@ -11,8 +12,26 @@ enum {
     LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
 };
 
+static void init_sync(struct hr_stager *stager) {
+    pthread_condattr_t attributes;
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&stager->drained, &attributes);
+    (void)pthread_cond_init(&stager->stirred, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+    (void)pthread_mutex_init(&stager->lock, NULL);
+    (void)pthread_mutex_init(&stager->opening, NULL);
+}
+
+static void fini_sync(struct hr_stager *stager) {
+    (void)pthread_cond_destroy(&stager->drained);
+    (void)pthread_cond_destroy(&stager->stirred);
+    (void)pthread_mutex_destroy(&stager->lock);
+    (void)pthread_mutex_destroy(&stager->opening);
+}
+
 int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
-                     struct hr_stager **stager, struct hr_error *error) {
+                     hr_staging_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
     struct hr_stager *made = calloc(1, sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
@@ -25,15 +44,16 @@ int hr_stager_create(const char *const *paths, size_t path_count, void *owner, h
         free(made);
         return status;
     }
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&made->drained, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
-    (void)pthread_mutex_init(&made->lock, NULL);
-    (void)pthread_mutex_init(&made->opening, NULL);
+    init_sync(made);
     made->owner = owner;
     made->on_ready = on_ready;
+    made->on_failed = on_failed;
+    status = hr_lookout_start(made, error);
+    if (status != HORO_OK) {
+        fini_sync(made);
+        free(made);
+        return status;
+    }
     *stager = made;
     return HORO_OK;
 }
@@ -97,11 +117,14 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     (void)pthread_mutex_lock(&stager->lock);
     stager->owner = NULL;
+    (void)pthread_cond_signal(&stager->stirred);
     drain(stager, until_ns);
-    const int is_free = stager->launched == 0;
+    const int has_ended = hr_lookout_await_end(stager, until_ns);
+    const int is_free = stager->launched == 0 && has_ended;
     (void)pthread_mutex_unlock(&stager->lock);
+    hr_lookout_close(stager, has_ended);
     if (!is_free) {
-        return; /* the driver may call a function with it at any time */
+        return; /* the driver may call a function with it at any time, or let the lookout go */
     }
     destroy_idle(stager, until_ns);
     for (int i = 0; i < HR_DEVICES_MAX; i++) {
@@ -110,9 +133,7 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
             free(stager->devices[i]);
         }
     }
-    (void)pthread_cond_destroy(&stager->drained);
-    (void)pthread_mutex_destroy(&stager->lock);
-    (void)pthread_mutex_destroy(&stager->opening);
+    fini_sync(stager);
     free(stager);
 }
 

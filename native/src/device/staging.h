@@ -16,6 +16,9 @@
  * (base/flow.h): launching begins the copies, and a function of the host is behind each of them, on another stream, for
  * the copies are not to wait for it. on_ready is called for each, and results may return from the front meanwhile.
  *
+ * Where a copy to the host fails, no function behind it is called: on_failed tells of that, from a thread of the
+ * stager's (device/lookout.h).
+ *
  * A staging belongs to the request and to the call that has been launched, and is gone when both have let go.
  */
 #ifndef HR_DEVICE_STAGING_H
@@ -33,6 +36,9 @@ struct hr_staging;
 
 /* Called with the stager's lock held, from a thread of the driver, which must not call CUDA. */
 typedef void hr_staging_ready(void *owner, struct hr_staging *staging);
+
+/* Likewise from a thread of the stager's: its copies to the host have failed, so on_ready comes for none of them. */
+typedef void hr_staging_failed(void *owner, struct hr_staging *staging, const char *text);
 
 /* Pinned memory with the events that tell when copies no longer use it. */
 struct hr_block {
@@ -59,6 +65,12 @@ struct hr_stager {
     _Atomic int is_kept; /* pinned memory is not freed at the end: something may run on a device for ever */
     void *owner;  /* NULL: closed */
     hr_staging_ready *on_ready;
+    hr_staging_failed *on_failed;
+    /* the lookout's: */
+    pthread_t lookout;
+    pthread_cond_t stirred; /* it rests, and copies are awaited; or the stager is closed */
+    struct hr_staging *first_launched, *last_launched; /* of which functions of the host are to come */
+    int is_resting, has_ended;
 };
 
 /* One tensor of a request. */
@@ -80,6 +92,9 @@ struct hr_staging {
     _Atomic int is_disowned; /* the block is */
     _Atomic int references;
     size_t told, to_tell; /* under the stager's lock: functions of the host that were called, and of how many */
+    /* likewise, while some of them are to come: */
+    struct hr_staging *earlier, *later; /* of the stager's */
+    int has_failed;                     /* they never come, and on_failed has been called if there was a request */
     /* in pieces, also: */
     struct hr_flow flow;
     size_t returned;  /* bytes of the result that are on their way to the device */
@@ -93,10 +108,10 @@ struct hr_staging {
  * must be closed.
  */
 int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
-                     struct hr_stager **stager, struct hr_error *error);
+                     hr_staging_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
 /*
- * No on_ready is called from now on. Waits up to timeout_ms for what has been launched and for copies; if that is not
- * enough, what the driver still holds is never freed.
+ * Neither on_ready nor on_failed is called from now on. Waits up to timeout_ms for what has been launched and for
+ * copies; if that is not enough, what the driver still holds is never freed.
  */
 void hr_stager_close(struct hr_stager *stager, int timeout_ms);
 

@@ -194,7 +194,7 @@ void hr_engine_fini(struct hr_engine *engine);
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
 /* refusal.c: as horo_refuse. */
 int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
-/* For a caller that has the lock of submissions. */
+/* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
                             const char *reason);
 /* teams.c */
@@ -286,8 +286,6 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
 /* Driver: a batch was cut off, and what MPI may still hold of the memory on the host is left to nobody. */
 void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Ends it if the values never come. Without the lock. */
-void hr_engine_check_staged(struct hr_engine *engine, int64_t handle);
 /* flow.c: large allreduces that are announced before all of their values have come */
 /* Whether this one may; with the lock held. And in which pieces its bytes are copied then. */
 int hr_engine_may_flow(const struct hr_request *request);

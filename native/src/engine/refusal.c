@@ -91,7 +91,7 @@ int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, i
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int outcome = hr_engine_refuse_locked(engine, team, name, status, reason);
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    return outcome;
+    return outcome < 0 ? outcome : HORO_OK;
 }
 
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
@@ -100,7 +100,7 @@ int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *
         return HORO_ERR_USAGE;
     }
     if (hr_engine_end(engine).code != HORO_OK || strcmp(name, HR_JOIN_NAME) == 0) {
-        return HORO_OK;
+        return 0;
     }
     /* The form of a request without tensors, of which there is nothing to refuse. */
     const horo_request call = {.name = name, .op = HORO_BARRIER, .prescale = 1.0, .postscale = 1.0, .team = team};
@@ -110,7 +110,7 @@ int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *
     if (outcome != 1) {
         hr_request_destroy(refusal);
     }
-    return outcome < 0 ? outcome : HORO_OK;
+    return outcome;
 }
 
 int hr_lane_announce_refusal(struct hr_lane *lane, const struct hr_request *refusal) {

@@ -27,12 +27,45 @@ static void on_ready(void *owner, struct hr_staging *staging) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
+/*
+ * A request whose values do not come; with the lock held. The other ranks wait for it, and are told, or have been told
+ * that it is there.
+ */
+static void fail_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
+    if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
+        return;
+    }
+    if (request->is_queued) {
+        hr_engine_end_for_copy(engine, &request->call, text);
+        return;
+    }
+    hr_engine_complete_locked(engine, request, status, text);
+    /* before anybody can submit the name again */
+    const int is_told = hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text) == 1;
+    if (!is_told && !atomic_load(&engine->driver.stop)) {
+        hr_engine_end_for_copy(engine, &request->call, text);
+    }
+    hr_engine_kick(engine); /* who waits for it may drive meanwhile */
+    (void)pthread_cond_broadcast(&engine->submission.done);
+}
+
+/* From the stager's lookout. */
+static void on_failed(void *owner, struct hr_staging *staging, const char *text) {
+    struct hr_engine *engine = owner;
+    struct hr_request *request = staging->request;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    if (!request->awaits_values) { /* else the driver looks itself */
+        fail_locked(engine, request, HORO_ERR_RESOURCE, text);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
     (void)pthread_mutex_lock(&engine->staging_lock);
     struct hr_stager *made = NULL;
     int status = HORO_OK;
     if (atomic_load(&engine->stager) == NULL) {
-        status = hr_stager_create(paths, path_count, engine, on_ready, &made, error);
+        status = hr_stager_create(paths, path_count, engine, on_ready, on_failed, &made, error);
     }
     if (made != NULL) {
         atomic_store(&engine->stager, made);
@@ -118,28 +151,17 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     return HORO_OK;
 }
 
-/* A request whose values do not come. The other ranks wait for it, and are told, or have been told that it is there. */
-static void fail(struct hr_engine *engine, int64_t handle, int status, const char *text) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
-    if (request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS) {
-        if (request->is_queued) {
-            hr_engine_end_for_copy(engine, &request->call, text);
-        } else {
-            hr_engine_complete_locked(engine, request, status, text);
-            /* before anybody can submit the name again */
-            (void)hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text);
-            (void)pthread_cond_broadcast(&engine->submission.done);
-        }
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-}
-
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
     struct hr_error error = {0};
-    if (hr_staging_launch(request->staging, request, &error) != HORO_OK) {
-        fail(engine, handle, error.code, error.text);
+    if (hr_staging_launch(request->staging, request, &error) == HORO_OK) {
+        return;
     }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *refused = hr_engine_find_handle(engine, handle); /* it may have been released meanwhile */
+    if (refused != NULL) {
+        fail_locked(engine, refused, error.code, error.text);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
 int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
@@ -147,25 +169,6 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
     hr_mark_drop(request->mark);
     request->mark = NULL;
     return hr_staging_launch(request->staging, request, error);
-}
-
-void hr_engine_check_staged(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
-    const int has_values = request == NULL || (request->is_queued && !request->flows);
-    struct hr_staging *staging = has_values ? NULL : request->staging;
-    if (staging != NULL) {
-        hr_staging_keep(staging);
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    if (staging == NULL) {
-        return;
-    }
-    struct hr_error error = {0};
-    if (hr_staging_check(staging, &error) != HORO_OK) {
-        fail(engine, handle, error.code, error.text);
-    }
-    hr_staging_drop(staging);
 }
 
 void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {

@@ -21,6 +21,10 @@ static void on_ready(void *owner, struct hr_staging *staging) {
     (void)owner, (void)staging;
 }
 
+static void on_failed(void *owner, struct hr_staging *staging, const char *text) {
+    (void)owner, (void)staging, (void)text;
+}
+
 static int create_stream(struct shim_nccl *made, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(made->device, &visit, error));
@@ -35,7 +39,7 @@ static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, i
     struct hr_error error = {0};
     horo_library library = {0};
     struct hr_nccl_id where;
-    HR_TRY(hr_stager_create(&cuda, 1, made, on_ready, &made->stager, &error));
+    HR_TRY(hr_stager_create(&cuda, 1, made, on_ready, on_failed, &made->stager, &error));
     HR_TRY(hr_stager_device(made->stager, rank, &made->device, &error));
     HR_TRY(create_stream(made, &error));
     HR_TRY(hr_nccl_load(&made->nccl, &nccl, 1, &library, &error));
@@ -123,7 +127,7 @@ void shim_nccl_destroy(shim_nccl *made) {
         hr_device_leave(made->device, &visit);
     }
     if (made->stager != NULL) {
-        hr_stager_close(made->stager, 0);
+        hr_stager_close(made->stager, 1000);
     }
     free(made);
 }

@@ -1,0 +1,237 @@
+"""A GPU that fails is noticed, and told, also where its program does not wait for what was on its way to the host."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from device_group import SUM, Gpu, OnGpu
+from ranks import Group, Rank, describe, recorded_stderr, wait_for
+from test_teams import Links, hosts_of
+
+from horo import _core
+from horo.errors import GroupError, HoroError, ResourceError
+
+REASON = "the copy from the GPU failed with code 719: unspecified launch failure"
+REFUSED = rf"rank 2 \(.*\) has refused it: {REASON}"
+HOSTS = (2, 1)
+LARGE = (4 << 20) // 4
+"""Of float32: such a tensor flows."""
+OPTIONS: dict[str, dict[str, Any]] = {"allreduce": {"reduce_op": SUM}, "broadcast": {"root_rank": 2}, "allgather": {}}
+STALLS = {"stall_warning_ms": 5000, "stall_shutdown_ms": 20_000}
+"""A rank that is not told of the failure gets another error, in the end."""
+
+
+def submit(own: OnGpu, op: str, name: str, length: int, count: int = 1, **options: Any) -> int:
+    """A request of rank 2 on its GPU."""
+    array = np.ones(length, np.float32)
+    (tensor,) = describe([array], [array])
+    tensors = [tensor._replace(input=own.gpu.put(array), output=own.gpu.put(array)) for _ in range(count)]
+    options = {**OPTIONS[op], "device": own.device + 1, "stream": own.stream, **options}
+    return own.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, tensors, **options))
+
+
+def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+
+
+@pytest.mark.parametrize("way", ["wait", "poll", "submit", "nothing"])
+@pytest.mark.parametrize("what", ["allreduce", "large", "broadcast", "allgather", "group", "set"])
+def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(gpu: Gpu, what: str, way: str) -> None:
+    """Rank 2 looks after the second of two requests only, or after none."""
+    links = Links(hosts_of(HOSTS))
+    are_told = threading.Event()
+    op = what if what in OPTIONS else "allreduce"
+    length, count = LARGE if what == "large" else 100, 3 if what == "group" else 1
+
+    def body(rank: Rank) -> None:
+        members = [1, 2]
+        team = rank.context.add_team(members, **links.of(rank.rank, members, 0)) if what == "set" else 0
+        if rank.rank == 2:
+            own = OnGpu(rank, gpu)
+            gpu.is_broken = True
+            gpu.fail_staging(1)
+            handles = [submit(own, op, name, length, count, team=team) for name in ("x0", "x1")]
+            if way == "wait":
+                fails(rank, handles[1], ResourceError, REASON)
+            elif way == "poll":
+                wait_for(lambda: rank.context.poll(handles[1]))
+            elif way == "submit":
+                handles.append(submit(own, op, "x2", length, count, team=team))
+            assert are_told.wait(30)
+            own.close()
+        elif team == 0 or rank.rank in members:
+            arrays = [np.ones(length, np.float32)] * count
+            names = ["x0", "x1", *(["x2"] if way == "submit" else [])]
+            for handle in [rank.submit(op, name, arrays, team=team, **OPTIONS[op]) for name in names]:
+                fails(rank, handle, ResourceError, REFUSED)
+            if rank.rank == 1:
+                are_told.set()
+        assert rank.allreduce(np.ones(2), "after").tolist() == [3, 3]
+
+    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
+        group.run(body)
+
+
+def test_a_piece_that_does_not_come_ends_the_group_before_anybody_waits_for_it(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 2:
+            own = OnGpu(rank, gpu)
+            gpu.is_broken = True
+            gpu.let_copies(1)
+            gpu.fail_staging(2)
+            submit(own, "allreduce", "x0", LARGE)
+            wait_for(lambda: gpu.calls() == 1)
+            gpu.let_copies(-1)
+        wait_for(lambda: rank.context.health() is not None)
+        assert f"ended with allreduce 'x0': {REASON}" in str(rank.context.health())
+        if rank.rank == 2:
+            own.close()
+
+    with Group(HOSTS) as group:
+        group.run(body)
+
+
+def test_more_failures_than_can_be_told_one_by_one_end_the_group(gpu: Gpu) -> None:
+    names = [f"{'x' * 200}{number}" for number in range(300)]
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 2:
+            own = OnGpu(rank, gpu)
+            gpu.is_broken = True
+            gpu.fail_staging(1)
+            for name in names:
+                submit(own, "allreduce", name, 1)
+            wait_for(lambda: rank.context.health() is not None)
+            own.close()
+            return
+        with pytest.raises(GroupError, match=f"ended with allreduce 'x*.*': {REASON}"):
+            rank.context.wait(rank.submit("allreduce", names[-1], [np.ones(1, np.float32)], **OPTIONS["allreduce"]))
+
+    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
+        group.run(body)
+
+
+def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(gpu: Gpu) -> None:
+    """The others wait for what the rank has called itself; its failure cannot be told in the name's place any more."""
+    has_joined = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 2:
+            own = OnGpu(rank, gpu)
+            gpu.is_broken = True
+            gpu.let_copies(0)
+            gpu.fail_staging(1)
+            submit(own, "allreduce", "x0", 100)
+            rank.context.start_join(0)
+            gpu.let_copies(-1)
+            has_joined.set()
+            wait_for(lambda: rank.context.health() is not None)
+            own.close()
+            return
+        assert has_joined.wait(60)
+        with pytest.raises(GroupError, match=f"ended with allreduce 'x0': {REASON}"):
+            rank.allreduce(np.ones(100, np.float32), "x0")
+
+    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
+        group.run(body)
+
+
+def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:
+    def body(rank: Rank) -> OnGpu | None:
+        if rank.rank != 2:
+            return None
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.fail_staging(1)
+        submit(own, "allreduce", "x0", 100)
+        return own
+
+    group = Group(HOSTS)
+    own = group.run(body)[2]
+    group.leave(2)
+    for context in group.contexts[:2]:
+        wait_for(lambda context=context: context.health() is not None)  # type: ignore[misc]
+        assert re.match(r"rank 2 \(.*\) has shut horo down", str(context.health()))
+    group.destroy()
+    assert own is not None
+    own.close()
+
+
+def test_a_driver_that_keeps_the_thread_that_looks_keeps_nobody_else(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank != 2:
+            for number in range(20):
+                rank.allreduce(np.ones(2), f"host {number}")
+            fails(
+                rank, rank.submit("allreduce", "x0", [np.ones(100, np.float32)], reduce_op=SUM), ResourceError, REFUSED
+            )
+            return
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.let_copies(0)
+        gpu.fail_staging(1)
+        gate = gpu.pause(is_query=True)
+        handle = submit(own, "allreduce", "x0", 100)
+        gpu.await_pause(gate)
+        for number in range(20):
+            rank.allreduce(np.ones(2), f"host {number}")
+        assert not rank.context.poll(handle)
+        gpu.let_copies(-1)
+        gpu.resume(gate)
+        fails(rank, handle, ResourceError, REASON)
+        own.close()
+
+    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
+        group.run(body)
+
+
+def test_a_rank_leaves_while_a_driver_keeps_the_thread_that_looks(gpu: Gpu) -> None:
+    gates = []
+
+    def body(rank: Rank) -> OnGpu:
+        own = OnGpu(rank, gpu)
+        gpu.let_copies(0)
+        gates.append(gpu.pause(is_query=True))
+        submit(own, "allreduce", "x0", 100)
+        gpu.await_pause(gates[0])
+        return own
+
+    group = Group((1,))
+    (own,) = group.run(body)
+    gpu.let_copies(-1)
+    wait_for(lambda: gpu.calls() == 1)
+    group.destroy_while(lambda: gpu.resume(gates[0]))
+    own.close()
+
+
+def test_failures_are_told_of_each_device(gpu: Gpu) -> None:
+    """On one, copies stand still all the time; the double has one stream for each device, which fails by itself."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank != 2:
+            fails(
+                rank, rank.submit("allreduce", "bad", [np.ones(100, np.float32)], reduce_op=SUM), ResourceError, REFUSED
+            )
+            rank.allreduce(np.ones(100, np.float32), "good")
+            return
+        own, other = OnGpu(rank, gpu), OnGpu(rank, gpu, device=1)
+        gpu.is_broken = True
+        gate = gpu.hold(own.stream)
+        good = submit(own, "allreduce", "good", 100)
+        gpu.fail_staging(1)
+        bad = submit(other, "allreduce", "bad", 100)
+        fails(rank, bad, ResourceError, REASON)
+        assert not rank.context.poll(good)
+        gpu.open(gate)
+        own.finish(good)
+        own.close()
+        other.close()
+
+    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
+        group.run(body)
