@@ -41,13 +41,15 @@
 #endif
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
-       INVALID_PTX = 218, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
-       CAPTURE_UNSUPPORTED = 900 };
-enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024 };
+       INVALID_PTX = 218, UNSUPPORTED_PTX = 222,
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
+       CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905 };
+enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024, NON_BLOCKING = 1, GREATEST_PRIORITY = -5 };
 
 struct event {
     uint64_t recorded, done; /* records asked for, and records reached */
     int code;
+    int device; /* whose context was current when it was made; -1: none was */
 };
 
 struct work {
@@ -150,6 +152,10 @@ static void *run_stream(void *data) {
     return NULL;
 }
 
+static int current_device(void) {
+    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+}
+
 static int make_stream(struct stream **out) {
     struct stream *stream = calloc(1, sizeof *stream);
     stream->tail = &stream->head;
@@ -158,7 +164,7 @@ static int make_stream(struct stream **out) {
         return OUT_OF_MEMORY;
     }
     pthread_detach(stream->thread);
-    stream->device = entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    stream->device = current_device();
     stream->next = all_streams;
     all_streams = stream;
     *out = stream;
@@ -183,8 +189,11 @@ static int put(void *to, struct work work) {
     return 0;
 }
 
+/* Those of horo, which enters a device for them, have the highest priority and no order with the default stream. */
 int cuStreamCreateWithPriority(struct stream **out, unsigned flags, int priority) {
-    (void)flags, (void)priority;
+    if (entered > 0 && (flags != NON_BLOCKING || priority != GREATEST_PRIORITY)) {
+        return INVALID_VALUE;
+    }
     if (is_unsafe()) {
         return CAPTURE_UNSUPPORTED;
     }
@@ -221,6 +230,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 int cuEventCreate(struct event **event, unsigned flags) {
     (void)flags;
     *event = calloc(1, sizeof **event);
+    (*event)->device = current_device();
     pthread_mutex_lock(&lock);
     events++;
     pthread_mutex_unlock(&lock);
@@ -255,7 +265,12 @@ static void await_event(struct work *work) {
     pthread_mutex_unlock(&lock);
 }
 
+/* Behind what is on a stream of its own context only, as a driver has it; of the program's the context is not known. */
 int cuEventRecord(struct event *event, void *stream) {
+    const int device = stream == NULL ? -1 : ((const struct stream *)stream)->device;
+    if (device >= 0 && event->device != device) {
+        return INVALID_HANDLE;
+    }
     pthread_mutex_lock(&lock);
     const uint64_t number = ++event->recorded;
     pthread_mutex_unlock(&lock);
@@ -268,6 +283,11 @@ int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
     (void)flags;
     int code = 0;
     pthread_mutex_lock(&lock);
+    if (((const struct stream *)(stream == NULL ? default_stream : stream))->is_capturing) {
+        spoiled = 1; /* the event is none of the capture's, which ends by that */
+        pthread_mutex_unlock(&lock);
+        return CAPTURE_ISOLATION;
+    }
     int *mine = next_pause;
     next_pause = NULL;
     if (mine != NULL) {
@@ -390,7 +410,7 @@ int cuCtxPopCurrent_v2(void **context) {
 
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
-    *greatest = -5;
+    *greatest = GREATEST_PRIORITY;
     return 0;
 }
 
@@ -405,7 +425,7 @@ int cuGetErrorString(int code, const char **text) {
 
 /* The device whose context is current on this thread; -1: none is. */
 int double_current(void) {
-    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    return current_device();
 }
 
 #include "cuda_kernels.h"
