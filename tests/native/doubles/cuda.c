@@ -44,7 +44,7 @@ enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 10
        INVALID_PTX = 218, UNSUPPORTED_PTX = 222,
        INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
        CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905 };
-enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024, NON_BLOCKING = 1, GREATEST_PRIORITY = -5 };
+enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024 };
 
 struct event {
     uint64_t recorded, done; /* records asked for, and records reached */
@@ -91,14 +91,7 @@ static __thread int entered_devices[8]; /* of the contexts that are pushed; the 
 static int waits; /* of threads for a stream that is full and not the program's */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
-/* In the mode "global", which is 0, such a call ends the capture of any stream. */
-static int is_unsafe(void) {
-    pthread_mutex_lock(&lock);
-    const int found = captures > 0 && capture_mode != 2;
-    spoiled |= found;
-    pthread_mutex_unlock(&lock);
-    return found ? CAPTURE_UNSUPPORTED : 0;
-}
+#include "cuda_refusals.h"
 
 static void init_memory(void) {
     const int file = memfd_create("double", 0);
@@ -152,10 +145,6 @@ static void *run_stream(void *data) {
     return NULL;
 }
 
-static int current_device(void) {
-    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
-}
-
 static int make_stream(struct stream **out) {
     struct stream *stream = calloc(1, sizeof *stream);
     stream->tail = &stream->head;
@@ -189,9 +178,8 @@ static int put(void *to, struct work work) {
     return 0;
 }
 
-/* Those of horo, which enters a device for them, have the highest priority and no order with the default stream. */
 int cuStreamCreateWithPriority(struct stream **out, unsigned flags, int priority) {
-    if (entered > 0 && (flags != NON_BLOCKING || priority != GREATEST_PRIORITY)) {
+    if (is_ordinary(flags, priority)) {
         return INVALID_VALUE;
     }
     if (is_unsafe()) {
@@ -265,10 +253,8 @@ static void await_event(struct work *work) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Behind what is on a stream of its own context only, as a driver has it; of the program's the context is not known. */
 int cuEventRecord(struct event *event, void *stream) {
-    const int device = stream == NULL ? -1 : ((const struct stream *)stream)->device;
-    if (device >= 0 && event->device != device) {
+    if (is_elsewhere(event, stream)) {
         return INVALID_HANDLE;
     }
     pthread_mutex_lock(&lock);
@@ -280,14 +266,12 @@ int cuEventRecord(struct event *event, void *stream) {
 static int *next_pause; /* where the next thread that makes a stream wait for an event has to wait itself */
 
 int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
+    if (ends_capture(stream)) {
+        return CAPTURE_ISOLATION;
+    }
     (void)flags;
     int code = 0;
     pthread_mutex_lock(&lock);
-    if (((const struct stream *)(stream == NULL ? default_stream : stream))->is_capturing) {
-        spoiled = 1; /* the event is none of the capture's, which ends by that */
-        pthread_mutex_unlock(&lock);
-        return CAPTURE_ISOLATION;
-    }
     int *mine = next_pause;
     next_pause = NULL;
     if (mine != NULL) {
