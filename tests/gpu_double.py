@@ -84,6 +84,7 @@ class Gpu:
         """torch's current stream."""
         self.recorded: list[tuple[int, int]] = []
         """What was passed to ``record_stream``: the address of the tensor, and the stream."""
+        self._captured: int | None = None
         self._gates: list[ctypes.c_int] = []
         """The double looks at a gate until it is open, whether its caller has kept it or not."""
 
@@ -122,7 +123,13 @@ class Gpu:
         self.lib.double_open(ctypes.byref(gate))
 
     def capture(self, is_capturing: bool) -> None:
-        self.lib.double_capture(ctypes.c_void_p(self.stream), int(is_capturing))
+        self._captured = self.stream if is_capturing else None
+        was_spoiled = self.lib.double_capture(ctypes.c_void_p(self.stream), int(is_capturing))
+        assert not was_spoiled, "a call has ended the capture"
+
+    def is_capturing(self) -> bool:
+        """What ``torch.cuda.is_current_stream_capturing`` returns."""
+        return self._captured == self.stream
 
     def launched(self) -> int:
         """Calls of NCCL that this process has launched."""
@@ -152,4 +159,5 @@ def load(path: str, nccl: str = "") -> Gpu:
     if nccl:
         gpu.nccl = ctypes.CDLL(nccl)
     torch.cuda.current_stream = gpu.current_stream  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = gpu.is_capturing
     return gpu

@@ -6,6 +6,7 @@ The core loads them. This module knows how Python packages are laid out.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,9 +66,11 @@ def find_nccl() -> Library:
 
 def nccl_places() -> list[str]:
     """The places to look for NCCL: the package nvidia-nccl, torch's own folder, the system."""
-    nvidia = [folder / "nccl" / "lib" for folder in _folders("nvidia")]
-    files = [folder / _NCCL for folder in (*nvidia, *(folder / "lib" for folder in _folders("torch")))]
-    return [*(str(file) for file in files if file.exists()), _NCCL]
+    # Python sees one folder only where a package that is a part of nvidia has brought an __init__.py, as some do.
+    parts = [*_folders("nvidia"), *(Path(folder, "nvidia") for folder in sys.path)]
+    folders = [*(part / "nccl" / "lib" for part in parts), *(folder / "lib" for folder in _folders("torch"))]
+    files = dict.fromkeys(str(folder / _NCCL) for folder in folders)
+    return [*(file for file in files if Path(file).exists()), _NCCL]
 
 
 def find_gpu_libraries() -> GpuLibraries:

@@ -14,9 +14,19 @@ import torch
 from horo import _core
 from horo._bootstrap.gpu_libraries import CUDA_PLACES, nccl_places
 from horo._core_libraries import copy_back, copy_result, use_cuda, use_nccl
-from horo.errors import HoroError, UnsupportedError
+from horo.errors import HoroError, UnsupportedError, UsageError
 
-__all__ = ["current_stream", "finish_on", "let_go", "new_empty", "place", "take_result", "to_device", "use_gpus"]
+__all__ = [
+    "current_stream",
+    "finish_on",
+    "let_go",
+    "new_empty",
+    "place",
+    "refuse_capture",
+    "take_result",
+    "to_device",
+    "use_gpus",
+]
 
 
 def place(
@@ -60,6 +70,22 @@ def use_gpus(core: _core.Context, settings: Mapping[str, Any]) -> None:
     use_cuda(core, CUDA_PLACES)
     if settings.get("gpu_operations") == "nccl":
         use_nccl(core, nccl_places(), two_levels=settings["hierarchical_allreduce"])
+
+
+def refuse_capture(what: str) -> None:
+    """Looks whether results may go to a GPU now; the request stays as it is.
+
+    Args:
+        what: The operation, for the message.
+
+    Raises:
+        UsageError: The current stream is being captured, and would have the wait for them in its graph.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            f"{what}: the current stream is being captured into a CUDA graph; results cannot be part of a graph: "
+            "synchronize behind it"
+        )
 
 
 def current_stream(device: torch.device) -> int:

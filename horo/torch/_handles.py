@@ -61,7 +61,8 @@ def synchronize(handle: int) -> Any:
         The tensor, or for the grouped forms the tuple of tensors.
 
     Raises:
-        UsageError: The handle is unknown or was synchronized already.
+        UsageError: The handle is unknown or was synchronized already. Or its result is on a GPU whose current stream
+            is being captured into a CUDA graph; then the handle stays.
         MismatchError: Ranks submitted different things under one name.
         GroupError: A rank is lost or horo was shut down.
 

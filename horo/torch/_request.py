@@ -9,6 +9,8 @@ from typing import Any
 from horo import _core
 from horo.errors import AbortedError, HoroError, UsageError
 from horo.torch import _runtime
+from horo.torch._devices import refuse_capture
+from horo.torch._staging import StagedTensors
 
 __all__ = ["Request", "left_request", "wait_any"]
 
@@ -114,9 +116,12 @@ class Request:
 
         Raises:
             HoroError: The error of the operation.
+            UsageError: The results go to a GPU whose current stream is being captured; the request stays.
         """
         runtime, call = self._runtime, object()
         result = None
+        if isinstance(self._memory, StagedTensors) and self._memory.device is not None:
+            refuse_capture(self.label)
         try:
             runtime.active_calls[call] = None
             if runtime.ended:

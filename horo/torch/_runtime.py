@@ -208,6 +208,8 @@ class Runtime:
         for handle in list(self.abandoned):
             memory = self.abandoned.get(handle)
             if isinstance(memory, StagedTensors) and memory.device and not self.core.in_progress(handle):
+                if torch.cuda.is_current_stream_capturing():
+                    continue  # that stream cannot wait for anything; a later call comes here again
                 let_go(memory.device, self.core, handle, memory.on_device())
             if self.core.release_if_done(handle):
                 self.abandoned.pop(handle, None)

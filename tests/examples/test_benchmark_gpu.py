@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import gpu_double
 import pytest
 import torch
-from doubles import CUDA, build_double
+from doubles import CUDA, NCCL, build_double
 from example_runs import ROOT, start
 from rank_pool import RankPool
 
@@ -34,7 +34,7 @@ import suite  # noqa: E402  (benchmarks/suite.py)
 from contest import ContestError, Turn  # noqa: E402  (benchmarks/contest.py)
 from contestant import Work, run_turn  # noqa: E402  (benchmarks/contestant.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
-from workloads import staging, training_step  # noqa: E402  (benchmarks/workloads)
+from workloads import gradients, staging, training_step  # noqa: E402  (benchmarks/workloads)
 
 SCRIPTS: dict[str, Any] = {
     "gpu_step": gpu_step,
@@ -295,3 +295,38 @@ def test_staged_sums_beside_a_double_of_a_gpu(pool: RankPool, tmp_path: Path) ->
         assert not any(gpu.read(tensor).any() for tensor in tensors)
 
     pool.run(add_up, str(build_double(CUDA, tmp_path, DELAYS=20)))
+
+
+@pytest.mark.skipif(
+    NCCL in Path("/proc/self/maps").read_text(),
+    reason="this torch has loaded an NCCL of its own, which goes before the double "
+    "(`make test TORCH=/path/of/a/build/for/CPUs.whl`)",
+)
+def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path) -> None:
+    """What horo does in a call; autograd's part, which a double has not, is to put gradients there."""
+
+    def average(*paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+
+        def backward(values: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+            for value, gradient in zip(values, own, strict=True):
+                value.grad = gpu.put(gradient, r)
+
+        place: Any = SimpleNamespace(is_gpu=True, put=lambda tensor: gpu.put(tensor, r))
+        place.finish = lambda: gpu.read(gpu.put(torch.zeros(1), r))
+        library: Any = SimpleNamespace(kind="horo", module=hvd, rank=r, size=hvd.size())
+        gradients.place_of = lambda parameters, rank: place  # type: ignore[assignment]
+        gradients.Holder.forward = lambda self: list(self.values)  # type: ignore[method-assign]
+        torch.autograd.backward = backward  # type: ignore[assignment]
+        work = gradients.prepare(library, {"model": "transformer-tiny", "form": "grouped", "device": "cuda"})
+        assert work.check() == ""
+        work.call()
+        assert gpu.launched() == 2 * len(gradients.shapes_of("transformer-tiny"))
+
+    cuda = build_double(CUDA, tmp_path, DELAYS=20)
+    nccl = build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5)
+    pool = RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"})
+    try:
+        pool.run(average, str(cuda), str(nccl))
+    finally:
+        pool.close()

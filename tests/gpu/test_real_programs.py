@@ -136,7 +136,9 @@ def test_a_script_that_ends_without_shutdown_ends(operations: str, tmp_path: Pat
         "import torch\nimport horo.torch as hvd\nhvd.init()\n"
         "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())\n"
         "x = torch.ones(1 << 20, device='cuda')\n"
-        "for _ in range(20):\n    hvd.allreduce_(x)\nhvd.allreduce_async_(x, name='left')\nprint('last line')\n"
+        "for _ in range(20):\n    hvd.allreduce_(x)\nhvd.allreduce_async_(x, name='left')\n"
+        "hvd.barrier()  # behind the call of each: what a rank begins when another one has left is refused\n"
+        "print('last line')\n"
     )
     count = str(torch.cuda.device_count() if operations == "nccl" else 2)
     begin = time.monotonic()

@@ -134,11 +134,16 @@ def test_a_capture_of_this_thread_is_refused_and_goes_on(ranks: RankPool) -> Non
         gpu, n = RealGpu(), hvd.size()
         x, y = torch.ones(1000, device=gpu.device), torch.zeros(1000, device=gpu.device)
         hvd.allreduce(x, op=hvd.Sum)
+        before = [hvd.allreduce_async(x, op=hvd.Sum, name="sum"), hvd.allgather_async(x[:1], name="rows")]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y += x
             with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
                 hvd.allreduce_(y, op=hvd.Sum)
+            for handle in before:
+                with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
+                    hvd.synchronize(handle)
+        assert all(hvd.synchronize(handle).eq(value).all() for handle, value in zip(before, (n, 1), strict=True))
         for _ in range(3):
             graph.replay()
         assert hvd.allreduce(y, op=hvd.Sum).eq(3 * n).all()

@@ -475,6 +475,7 @@ def test_a_loss_ends_it_in_the_middle_and_what_is_on_its_way_ends_before(
 ) -> None:
     gpu.let_copies(0)
     is_there = threading.Event()
+    have_submitted = threading.Barrier(sum(hosts) - 1)
 
     def body(rank: Rank) -> None:
         if rank.rank == 0:
@@ -492,6 +493,7 @@ def test_a_loss_ends_it_in_the_middle_and_what_is_on_its_way_ends_before(
             own.close()
             return
         handle = rank.submit("allreduce", "x", [values(rank.rank)], reduce_op=SUM)
+        have_submitted.wait(60)
         assert is_there.wait(60)
         if rank.rank == rank.size - 1:
             rank.context.end("ValueError: bad batch")

@@ -126,6 +126,22 @@ def test_the_systems_nccl_is_the_last_place_to_look(monkeypatch: pytest.MonkeyPa
     assert str(file) in nccl_places()[:-1]
 
 
+def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some of NVIDIA's packages bring an ``__init__.py``: of two folders, Python then sees one."""
+    whole, part = tmp_path / "site" / "nvidia", tmp_path / "user" / "nvidia"
+    file = part / "nccl" / "lib" / NCCL
+    file.parent.mkdir(parents=True)
+    file.touch()
+    whole.mkdir(parents=True)
+    (whole / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    for folder in (part, whole):
+        monkeypatch.syspath_prepend(str(folder.parent))
+    assert str(file) in nccl_places()[:-1]
+
+
 def test_what_a_rank_has_survives_the_store() -> None:
     peer = replace(PEER, gpu=BOTH)
     assert check_agreement([peer.encode()], lambda rank, host: f"rank {rank} ({host})") == [peer]

@@ -17,6 +17,7 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo.errors import PeerLostError, ResourceError, UnsupportedError, UsageError
+from horo.torch import _runtime
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,36 @@ def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) ->
     assert first == second
 
 
+def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(pool: RankPool, double: str) -> None:
+    def check(path: str) -> list[int]:
+        gpu = gpu_double.load(path)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        counts, counters = [], _runtime.current().core.counters
+        weights = [torch.nn.Parameter(gpu.put(torch.ones(4))) for _ in range(3)]
+        named = [(f"w{i}", weight) for i, weight in enumerate(weights)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), named_parameters=named)
+        optimizer.step()  # the first reduction has one request more
+        for weight in weights:
+            weight.grad = gpu.put(torch.zeros(4))
+        counts.append(counters()["requests"])
+        weights[0].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _: counts.append(counters()["requests"])
+        )
+        value = torch.ones(4)
+        for weight in weights:  # the first one is the last one of backward
+            value = value * weight
+        (value.sum() * (hvd.rank() + 1)).backward()
+        for weight in weights:
+            assert weight.grad is not None and weight.grad.is_cuda
+            assert gpu.read(weight.grad).tolist() == [1.5] * 4
+        optimizer.step()
+        torch.set_num_threads(threads)
+        return [count - counts[0] for count in counts[1:]]
+
+    assert pool.run(check, double) == [[3], [3]]
+
+
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
 def test_large_tensors_flow(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> None:
@@ -188,6 +219,25 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, 
         hvd.grouped_allreduce_([x, y], op=hvd.Sum)
         assert gpu.read(x).tolist() == y.tolist() == [2, 2]
         assert gpu.read(hvd.allreduce(gpu.put(torch.ones(2), 1), op=hvd.Sum)).tolist() == [2, 2]
+
+    pool.run(check, double)
+
+
+def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(pool: RankPool, double: str) -> None:
+    def check(path: str) -> None:
+        gpu, r = gpu_double.load(path), hvd.rank()
+        handles = [
+            hvd.allreduce_async(gpu.put(torch.ones(2)), op=hvd.Sum, name="sum"),
+            hvd.allgather_async(gpu.put(torch.full((1,), float(r))), name="rows"),
+            hvd.allgather_async(gpu.put(torch.empty(0)), name="none"),
+        ]
+        for handle, values in zip(handles, ([2, 2], [0, 1], []), strict=True):
+            gpu.capture(True)
+            for _ in range(2):
+                with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
+                    hvd.synchronize(handle)
+            gpu.capture(False)
+            assert gpu.read(hvd.synchronize(handle)).tolist() == values
 
     pool.run(check, double)
 

@@ -60,8 +60,10 @@ int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *err
     const struct hr_cuda *cuda = mark->device->cuda;
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(mark->device, &visit, error));
-    const int status =
-        hr_cuda_check(cuda, cuda->stream_wait_event(stream, mark->event, 0), "cuStreamWaitEvent", error);
+    int status = hr_device_refuse_capture(mark->device, stream, error);
+    if (status == HORO_OK) {
+        status = hr_cuda_check(cuda, cuda->stream_wait_event(stream, mark->event, 0), "cuStreamWaitEvent", error);
+    }
     hr_device_leave(mark->device, &visit);
     return status;
 }

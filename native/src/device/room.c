@@ -70,7 +70,8 @@ int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes,
                  struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(mark->device, &visit, error));
-    const int status = copy(mark->device->cuda, mark, from, to, bytes, stream, error);
+    int status = hr_device_refuse_capture(mark->device, stream, error);
+    status = status == HORO_OK ? copy(mark->device->cuda, mark, from, to, bytes, stream, error) : status;
     hr_device_leave(mark->device, &visit);
     return status;
 }

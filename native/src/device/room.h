@@ -30,7 +30,7 @@ int hr_room_create(struct hr_stager *stager, struct hr_device *device, void *str
                    struct hr_room **room, struct hr_error *error);
 /*
  * Copies a part of it to memory of the GPU, on `stream`, behind the mark, which is behind that then. HORO_OK or as
- * create. One thread at a time.
+ * hr_mark_create. One thread at a time.
  */
 int hr_room_copy(struct hr_mark *mark, const void *from, void *to, size_t bytes, void *stream,
                  struct hr_error *error);

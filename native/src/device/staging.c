@@ -314,7 +314,8 @@ static int copy_out(const struct hr_staging *staging, const size_t *bytes, void 
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(staging->device, &visit, error));
-    const int status = copy_out(staging, bytes, stream, error);
+    int status = hr_device_refuse_capture(staging->device, stream, error);
+    status = status == HORO_OK ? copy_out(staging, bytes, stream, error) : status;
     staging->block->is_out |= status == HORO_OK;
     hr_device_leave(staging->device, &visit);
     return status;
@@ -324,8 +325,11 @@ int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_
     const struct hr_cuda *cuda = staging->device->cuda;
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(staging->device, &visit, error));
-    const int status = hr_cuda_check(cuda, cuda->stream_wait_event(stream, staging->block->copied_out, 0),
-                                     "cuStreamWaitEvent", error);
+    int status = hr_device_refuse_capture(staging->device, stream, error);
+    if (status == HORO_OK) {
+        status = hr_cuda_check(cuda, cuda->stream_wait_event(stream, staging->block->copied_out, 0),
+                               "cuStreamWaitEvent", error);
+    }
     hr_device_leave(staging->device, &visit);
     return status;
 }

@@ -41,13 +41,15 @@
 #endif
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_CONTEXT = 201,
-       INVALID_PTX = 218, UNSUPPORTED_PTX = 222, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
-       CAPTURE_UNSUPPORTED = 900 };
+       INVALID_PTX = 218, UNSUPPORTED_PTX = 222,
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, LAUNCH_FAILED = 719,
+       CAPTURE_UNSUPPORTED = 900, CAPTURE_ISOLATION = 905 };
 enum { MEMORY_BYTES = 256 << 20, CONTEXTS_MAX = 16, PENDING_MAX = 1024 };
 
 struct event {
     uint64_t recorded, done; /* records asked for, and records reached */
     int code;
+    int device; /* whose context was current when it was made; -1: none was */
 };
 
 struct work {
@@ -89,14 +91,7 @@ static __thread int entered_devices[8]; /* of the contexts that are pushed; the 
 static int waits; /* of threads for a stream that is full and not the program's */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
-/* In the mode "global", which is 0, such a call ends the capture of any stream. */
-static int is_unsafe(void) {
-    pthread_mutex_lock(&lock);
-    const int found = captures > 0 && capture_mode != 2;
-    spoiled |= found;
-    pthread_mutex_unlock(&lock);
-    return found ? CAPTURE_UNSUPPORTED : 0;
-}
+#include "cuda_refusals.h"
 
 static void init_memory(void) {
     const int file = memfd_create("double", 0);
@@ -158,7 +153,7 @@ static int make_stream(struct stream **out) {
         return OUT_OF_MEMORY;
     }
     pthread_detach(stream->thread);
-    stream->device = entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    stream->device = current_device();
     stream->next = all_streams;
     all_streams = stream;
     *out = stream;
@@ -184,7 +179,9 @@ static int put(void *to, struct work work) {
 }
 
 int cuStreamCreateWithPriority(struct stream **out, unsigned flags, int priority) {
-    (void)flags, (void)priority;
+    if (is_ordinary(flags, priority)) {
+        return INVALID_VALUE;
+    }
     if (is_unsafe()) {
         return CAPTURE_UNSUPPORTED;
     }
@@ -221,6 +218,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 int cuEventCreate(struct event **event, unsigned flags) {
     (void)flags;
     *event = calloc(1, sizeof **event);
+    (*event)->device = current_device();
     pthread_mutex_lock(&lock);
     events++;
     pthread_mutex_unlock(&lock);
@@ -256,6 +254,9 @@ static void await_event(struct work *work) {
 }
 
 int cuEventRecord(struct event *event, void *stream) {
+    if (is_elsewhere(event, stream)) {
+        return INVALID_HANDLE;
+    }
     pthread_mutex_lock(&lock);
     const uint64_t number = ++event->recorded;
     pthread_mutex_unlock(&lock);
@@ -279,6 +280,9 @@ static int await_resumption(int **next) {
 }
 
 int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
+    if (ends_capture(stream)) {
+        return CAPTURE_ISOLATION;
+    }
     (void)flags;
     pthread_mutex_lock(&lock);
     const int code = await_resumption(&next_pause);
@@ -398,7 +402,7 @@ int cuCtxPopCurrent_v2(void **context) {
 
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;
-    *greatest = -5;
+    *greatest = GREATEST_PRIORITY;
     return 0;
 }
 
@@ -413,7 +417,7 @@ int cuGetErrorString(int code, const char **text) {
 
 /* The device whose context is current on this thread; -1: none is. */
 int double_current(void) {
-    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+    return current_device();
 }
 
 #include "cuda_kernels.h"
