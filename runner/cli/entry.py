@@ -318,6 +318,8 @@ def _exports(
     useless = useless_marks(given, {**environment, **tuning, **exports})
     if useless and not given.horovod:
         raise JobError(f"{line.given['timeline_mark_cycles']} has no effect: {useless}: add that, or leave this out")
+    if useless:
+        tuning = {name: value for name, value in tuning.items() if name != "HORO_TIMELINE_MARK_CYCLES"}
     return tuning | exports, (f"{line.given['timeline_mark_cycles']} does nothing here: {useless}",) if useless else ()
 
 

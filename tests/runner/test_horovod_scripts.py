@@ -48,7 +48,7 @@ optimizer.synchronize()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     optimizer.step()
-print([str(each.message).split(";")[0] for each in caught])
+print([str(each.message).split(". This")[0] for each in caught])
 total = synchronize(allreduce_async(torch.ones(1), op=hvd.Sum))
 print(hvd.gloo_built(), gloo_built(), hvd.gloo_enabled(), total.item(), sys.argv[1:])
 """
