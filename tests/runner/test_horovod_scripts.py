@@ -220,10 +220,12 @@ from horovod.common import util
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 from horovod.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from horovod.torch.mpi_ops import allreduce, allreduce_async_, is_homogeneous, poll, synchronize
+from horovod.torch.mpi_ops import add_process_set, remove_process_set
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 from horovod.common.process_sets import ProcessSet, global_process_set
 
+assert hvd.add_process_set is add_process_set and hvd.remove_process_set is remove_process_set
 assert hvd.SyncBatchNorm is SyncBatchNorm and hvd.broadcast_object is broadcast_object
 assert hvd.DistributedOptimizer is DistributedOptimizer and hvd.Compression.fp16 is FP16Compressor
 assert hvd.ProcessSet is ProcessSet and hvd.global_process_set is global_process_set
