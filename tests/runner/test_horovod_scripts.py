@@ -122,6 +122,15 @@ def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -
         assert job.oversubscribe is expected
 
 
+def test_lines_begin_as_with_horovod(hororun: Hororun) -> None:
+    words = ["-np", "1", "sh", "-c", "echo out; echo err >&2"]
+    for before, environment in ((["--horovod"], {}), ([], {"HORO_HOROVOD": "1"})):
+        done = hororun.run(*before, *words, environment=environment)
+        assert (done.stdout, done.stderr) == ("[0]<stdout>:out\n", "[0]<stderr>:err\n")
+    done = hororun.run("--horovod", "--no-prefix", *words)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+
+
 def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_path: Path, old_script: str) -> None:
     (tmp_path / "train.py").write_text("import horovod\n")
     environment = {"PYTHONPATH": str(tmp_path / "installed")}
