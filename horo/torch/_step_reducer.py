@@ -17,8 +17,8 @@ from horo.torch._step import scaler_has_looked
 __all__ = ["StepReducer"]
 
 _HOROVODS_WARNING = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
-    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
 """Horovod's words, which scripts filter and logs are searched for."""

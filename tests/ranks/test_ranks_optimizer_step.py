@@ -63,8 +63,8 @@ def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step(ranks2: RankP
 
 
 HOROVODS_WARNING = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
-    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
 """Word for word: scripts filter it, and logs are searched for it."""

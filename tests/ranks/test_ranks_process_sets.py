@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused_and_the_job_goes_on(four: RankPool) -> Non
         members = hvd.add_process_set([2, 1])
         assert members.ranks == [1, 2]
         assert str(members) == "ProcessSet(process_set_id=1, ranks=[1, 2], mpi_comm=None)"
-        with pytest.raises(ValueError, match=r"^Attempted to add a duplicate process set: ProcessSet\(.*ranks=\[1, 2\]"):
+        with pytest.raises(ValueError, match=r"^Attempted to add a duplicate process set: ProcessSet\(.*=\[1, 2\]"):
             hvd.add_process_set([1, 2])
         with pytest.raises(ValueError, match="has a rank that a job of 4 ranks does not have"):
             hvd.add_process_set([1, 4])
@@ -171,10 +171,10 @@ def test_what_does_not_fit_is_refused_and_the_job_goes_on(four: RankPool) -> Non
             with pytest.raises(ValueError, match=rf"{unknown} ProcessSet\(process_set_id=None, "):
                 call(other)
             if not members.included():
-                with pytest.raises(ValueError, match=f"Rank {hvd.rank()} is not a member of the provided process set."):
+                with pytest.raises(ValueError, match=f"Rank {hvd.rank()} is not a member of the provided process set"):
                     call(members)
         if members.included():
-            with pytest.raises(ValueError, match="^broadcast received invalid root rank 0 for provided process set"):
+            with pytest.raises(ValueError, match=r"^broadcast received invalid root rank 0 for provided process set"):
                 hvd.broadcast(torch.ones(1), 0, process_set=members)
             with pytest.raises(ValueError, match="received invalid root rank 3 for provided process set"):
                 hvd.broadcast_object(1, 3, process_set=members)

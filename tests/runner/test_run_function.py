@@ -106,9 +106,9 @@ def test_a_rank_that_ends_without_a_result(code: str, text: str) -> None:
 
 @pytest.mark.parametrize("clean", ["SystemExit", "SystemExit: 0"])
 def test_a_rank_that_fails_comes_before_one_that_has_exited_without_an_error(clean: str) -> None:
-    first, second = (Outcome(False, None, "", summary, "h", 1 + n) for n, summary in enumerate((clean, "SystemExit: 7")))
+    outcomes = [Outcome(False, None, "", clean, "h", 1), Outcome(False, None, "", "SystemExit: 7", "h", 2)]
     with pytest.raises(HoroError, match=r"rank 1 ended with SystemExit: 7"):
-        check_outcomes([first, second], 7, "")
+        check_outcomes(outcomes, 7, "")
 
 
 def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
