@@ -60,8 +60,8 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 def passed_over(environ: Mapping[str, str], arguments: Mapping[str, Any] | None = None) -> list[str]:
     """A sentence for each variable of Horovod that is set, unless to 0 or to nothing, and that horo does not read.
 
-    And for the times of stall checks and for the settings of autotuning, where these are switched off, and for what is
-    NCCL's without that, also if they are ``arguments`` of ``init()``.
+    And for the times of stall checks, the settings of autotuning and the marks of a timeline, where these are switched
+    off, and for what is NCCL's without that, also if they are ``arguments`` of ``init()``.
     """
     sentences = [
         f"{name} does nothing here: {why}"
@@ -76,7 +76,7 @@ def passed_over(environ: Mapping[str, str], arguments: Mapping[str, Any] | None 
 
 
 def _without_switch(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> list[str]:
-    """Sentences for what belongs to stall checks, to autotuning or to NCCL, where these are switched off."""
+    """Sentences for what belongs to stall checks, autotuning, a timeline or NCCL, where these are switched off."""
     given = {name: value for name, value in arguments.items() if value is not None}
     set_as = {
         name: f"init({name}={given[name]!r})" if name in given else variable.set_name(environ)
@@ -102,6 +102,8 @@ def _without_switch(environ: Mapping[str, str], arguments: Mapping[str, Any]) ->
                     continue
                 switch = "init(autotune=True)" if as_argument else f"{variables_of(Config)['autotune'].names[0]}=1"
                 sentences.append(f"{each} does nothing without {switch}")
+    if is_on("timeline_mark_cycles") and not (given.get("timeline") or set_as["timeline"]):
+        sentences.append(f"{set_as['timeline_mark_cycles']} does nothing without HORO_TIMELINE")
     operations = str(given.get("gpu_operations", environ.get(set_as["gpu_operations"], "")))
     if is_on("hierarchical_allreduce") and operations.strip().lower() != "nccl":
         each = set_as["hierarchical_allreduce"]

@@ -91,6 +91,7 @@ class OutputOptions:
     Attributes:
         prefix: whether each line begins with its rank.
         timestamp: whether each prefix has the time.
+        streams: whether each prefix has the stream, in Horovod's form: ``[0]<stdout>:``.
         host: whether each prefix, and each folder in ``directory``, has the host.
         directory: where each rank's output is written as well.
         verbose: whether hororun tells its steps.
@@ -98,6 +99,7 @@ class OutputOptions:
 
     prefix: bool = True
     timestamp: bool = False
+    streams: bool = False
     host: bool = False
     directory: str | None = None
     verbose: bool = False

@@ -339,7 +339,7 @@ def check_root(root_rank: int, what: str, team: int = 0) -> None:
         return
     if team == 0:
         raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {len(ranks) - 1})")
-    raise UsageError(f"{what}: root_rank {root_rank!r} is not a member of the process set, whose ranks are {ranks}")
+    raise UsageError(f"{what} received invalid root rank {root_rank!r} for provided process set; its ranks are {ranks}")
 
 
 def _start(

@@ -258,6 +258,16 @@ class _Process:
         self.handle_base = FIRST_HANDLE_BASE
         """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
 
+    def leave(self) -> None:
+        """Leaves the job, if there is one. The caller holds the lock.
+
+        Raises:
+            UsageError: As ``Runtime.close``.
+        """
+        if self.runtime is not None and not self.runtime.forked:
+            self.handle_base = self.runtime.close()
+        self.runtime = None
+
 
 _process = _Process()
 
@@ -265,7 +275,8 @@ _process = _Process()
 def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
-    Blocks until all ranks have come. Does nothing if the process is in a job already. ``shutdown()`` happens at exit.
+    Blocks until all ranks have come. Does nothing if the process is in a job already. Where that has ended, since
+    another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
         comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
@@ -291,9 +302,11 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     added = _listed(process_sets)
     keep_from_dynamo()
     with _process.lock:
+        if _process.runtime is not None and _process.runtime.forked:
+            raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
+        if _process.runtime is not None and _process.runtime.core.health() is not None:
+            _process.leave()  # the job has ended: what was begun in it can only fail
         if _process.runtime is not None:
-            if _process.runtime.forked:
-                raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
             _check_unchanged(settings, _process.runtime.job.settings)
@@ -375,12 +388,7 @@ def shutdown() -> None:
         hvd.shutdown()
     """
     with _process.lock:
-        runtime = _process.runtime
-        if runtime is None:
-            return
-        if not runtime.forked:
-            _process.handle_base = runtime.close()
-        _process.runtime = None
+        _process.leave()
 
 
 def is_initialized() -> bool:

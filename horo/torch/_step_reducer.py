@@ -16,6 +16,13 @@ from horo.torch._step import scaler_has_looked
 
 __all__ = ["StepReducer"]
 
+_HOROVODS_WARNING = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+"""Horovod's words, which scripts filter and logs are searched for."""
+
 
 class StepReducer(GradientReducer):
     """Gradients are due at ``synchronize()`` or ``step()``; to touch them before is an error."""
@@ -117,11 +124,7 @@ class StepReducer(GradientReducer):
                 "backward(), and scaler.step(optimizer) inside optimizer.skip_synchronize()"
             )
         if self.is_reduced:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(); "
-                "put it inside, so that it is clear that gradients are not to be reduced again",
-                stacklevel=4,
-            )
+            warnings.warn(_HOROVODS_WARNING, stacklevel=4)
         else:
             self._reduce(is_at_step=True)
         self._stamp = self._take_stamp() if self._nested else None

@@ -67,7 +67,7 @@ from horo.torch.ops import (
     synchronize,
 )
 from horo.torch.ops import resolve_op as handle_average_backwards_compatibility
-from horo.torch.process_sets import ProcessSet, global_process_set
+from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horo.torch.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -87,6 +87,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -131,6 +132,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set", "resolve_process_set"]
 
 
+_BY_INIT = "init(process_sets=...)"
+
+
 class ProcessSet:
     """Some ranks of the job. It can be used once ``init(process_sets=...)`` or ``add_process_set`` has registered it.
 
@@ -92,7 +95,7 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         if not self.included():
-            raise UsageError(f"rank {_topology.rank()} is not a member of {self}")
+            raise UsageError(f"Process is not part of provided process set. Rank {_topology.rank()} is none of {self}")
         return self._ranks.index(_topology.rank())
 
     def included(self) -> bool | None:
@@ -280,7 +283,7 @@ def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> N
         UsageError: A set is there twice, or cannot be; says which.
         MismatchError: Ranks gave different sets.
     """
-    what = "init(process_sets=...)"
+    what = _BY_INIT
     members = {item: item.find_members() for item in process_sets}
     refuse_registered([item for item in process_sets if item.mpi_comm is None], what)
 
@@ -298,9 +301,11 @@ def refuse_registered(process_sets: list[ProcessSet], what: str) -> None:
         UsageError: There is one.
     """
     known = [list(range(_topology.size()))]
-    for item in process_sets:
+    for number, item in enumerate(process_sets):
         if item.ranks in known:
-            raise UsageError(f"{what}: {item} is a duplicate: there is a process set of these ranks already")
+            again = f"{what}: process_sets entry number {number} is a duplicate"
+            again = again if what == _BY_INIT else "Attempted to add a duplicate process set"
+            raise UsageError(f"{again}: {item}; there is a process set of these ranks already")
         if item.ranks is not None and item.ranks[-1] >= _topology.size():
             raise UsageError(f"{what}: {item} has a rank that a job of {_topology.size()} ranks does not have")
         known.append(item.ranks or [])
@@ -315,8 +320,8 @@ def refuse_unregistered(process_set: ProcessSet, what: str) -> NoReturn:
     """
     _runtime.current()
     raise UsageError(
-        f"{what}: {process_set} does not exist in this job or has not been registered; call hvd.add_process_set() "
-        "on all ranks first"
+        f"{what}: Process set provided does not exist, or has not been registered. {process_set} is none of this job: "
+        "call hvd.add_process_set() on all ranks first"
     )
 
 
@@ -335,5 +340,6 @@ def resolve_process_set(process_set: ProcessSet, what: str) -> int:
     if team is None:
         refuse_unregistered(process_set, what)
     if not process_set.included():
-        raise UsageError(f"{what}: rank {_topology.rank()} is not a member of {process_set}")
+        rank = _topology.rank()
+        raise UsageError(f"{what}: Rank {rank} is not a member of the provided process set. It is {process_set}")
     return team

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
+from horo.errors import GroupError, UnsupportedError
 from horo.torch import _runtime
 from horo.torch._handles import first_of, publish
 from horo.torch._requests import list_group, repeat, start_reducescatter, telling
 from horo.torch._staging import Spec
 from horo.torch.autograd_scatter import reducescatter_all
 from horo.torch.compression import Compression, Compressor
-from horo.torch.ops import Average, resolve_op, split_for
+from horo.torch.ops import Adasum, Average, resolve_op, split_for
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
+
+class _AdasumError(UnsupportedError, GroupError):
+    """``op=Adasum``, where Horovod raises a HorovodInternalError, which is a GroupError here."""
 
 
 def reducescatter(
@@ -49,7 +54,7 @@ def reducescatter(
 
     Raises:
         UsageError: ``tensor`` is no tensor or has no dimension, or another argument is wrong.
-        UnsupportedError: Another device, layout or dtype, or ``op=Adasum``.
+        UnsupportedError: Another device, layout or dtype, or ``op=Adasum``, which is a GroupError as well.
         MismatchError: Ranks gave other shapes, dtypes or options under one name.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.
@@ -184,4 +189,7 @@ def _spec(
         place=(members.rank, members.size),
     )
     with telling(spec):
-        return spec._replace(reduce_op=resolve_op(op))
+        found = resolve_op(op)
+        if found == Adasum:
+            raise _AdasumError(f"{kind}: op Adasum is offered by allreduce only")
+        return spec._replace(reduce_op=found)

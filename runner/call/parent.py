@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["check_outcomes", "run"]
 
 _REPORT_LINES_MAX = 20
+_NO_ERRORS = ("SystemExit", "SystemExit: 0")
+"""The summaries of ranks that have ended without a result and without an error."""
 _ELASTIC = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range"),
     *("host_discovery_script", "min_np", "max_np"),
@@ -330,13 +332,14 @@ def check_outcomes(outcomes: Sequence[Outcome | None], code: int, report: str) -
     """Returns if every rank has a result.
 
     Raises:
-        Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end.
+        Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end,
+            and rather one with an error than ``sys.exit(0)``.
         UsageError: hororun has refused the job.
         HoroError: a rank has left neither a result nor an exception.
     """
     failed = [(rank, each) for rank, each in enumerate(outcomes) if each is not None and not each.has_result]
     errors = [(rank, each, _error_of(rank, each)) for rank, each in failed]
-    errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[1].order))
+    errors.sort(key=lambda each: (isinstance(each[2], GroupError), each[1].summary in _NO_ERRORS, each[1].order))
     for rank, outcome, error in errors:
         raise error from HoroError(f"in rank {rank} ({outcome.host}):\n{outcome.text}")
     if code:

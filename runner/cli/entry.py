@@ -147,7 +147,7 @@ def parse(
             binding=None if given.binding_args is None else _words("--binding-args", given.binding_args),
             tcp=given.tcp,
         ),
-        output=_output(given),
+        output=_output(given, environment),
         timelines=timelines,
     )
 
@@ -158,10 +158,11 @@ def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapp
     return is_here and (given.horovod or is_switched_on(environment))
 
 
-def _output(given: argparse.Namespace) -> OutputOptions:
+def _output(given: argparse.Namespace, environment: Mapping[str, str]) -> OutputOptions:
     return OutputOptions(
         prefix=not given.no_prefix,
         timestamp=given.prefix_timestamp,
+        streams=given.horovod or is_switched_on(environment),
         host=given.prefix_host,
         directory=given.output_filename,
         verbose=given.verbose,
@@ -318,6 +319,8 @@ def _exports(
     useless = useless_marks(given, {**environment, **tuning, **exports})
     if useless and not given.horovod:
         raise JobError(f"{line.given['timeline_mark_cycles']} has no effect: {useless}: add that, or leave this out")
+    if useless:
+        tuning = {name: value for name, value in tuning.items() if name != "HORO_TIMELINE_MARK_CYCLES"}
     return tuning | exports, (f"{line.given['timeline_mark_cycles']} does nothing here: {useless}",) if useless else ()
 
 

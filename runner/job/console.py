@@ -38,6 +38,7 @@ class Console:
             size,
             prefix=options.prefix,
             timestamp=options.timestamp,
+            streams=options.streams,
             terminals=frozenset(fd for fd in (1, 2) if redraw_possible(fd)),
             coloured=frozenset(fd for fd in (1, 2) if colour_wanted(fd)),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -176,6 +177,7 @@ class Printer:
         size: number of ranks; prefixes are as wide as the highest rank needs.
         prefix: whether lines begin with their rank.
         timestamp: whether prefixes have the time.
+        streams: whether prefixes have the stream, in Horovod's form.
         terminals: which of the streams 1 and 2 are terminals.
         coloured: which of them take colours.
     """
@@ -187,6 +189,7 @@ class Printer:
         *,
         prefix: bool = True,
         timestamp: bool = False,
+        streams: bool = False,
         terminals: frozenset[int] = frozenset(),
         coloured: frozenset[int] = frozenset(),
     ) -> None:
@@ -195,6 +198,7 @@ class Printer:
         self._prefix = prefix
         self._hosts: Sequence[str] = ()
         self._timestamp = timestamp
+        self._streams = streams
         self._terminals = terminals
         self._coloured = coloured
         self._splitters: dict[tuple[int, int], LineSplitter] = {}
@@ -254,9 +258,12 @@ class Printer:
     def _start_of_line(self, rank: int, stream: int) -> bytes:
         if not self._prefix:
             return b""
-        text = f"[{rank:{self._width}}{f' {self._hosts[rank]}' if self._hosts else ''}]"
-        if self._timestamp:
+        width = 0 if self._streams else self._width
+        text = f"[{rank:{width}}{f' {self._hosts[rank]}' if self._hosts else ''}]"
+        if self._streams:
+            text = f"{time.asctime() if self._timestamp else ''}{text}<{'stdout' if stream == 1 else 'stderr'}>:"
+        elif self._timestamp:
             text = f"{datetime.now().isoformat(timespec='milliseconds')} {text}"
         if stream in self._coloured:
             text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
-        return text.encode() + b" "
+        return text.encode() + (b"" if self._streams else b" ")

@@ -171,6 +171,31 @@ def test_a_shutdown_elsewhere_aborts_what_waits_for_that_rank(fresh2: RankPool) 
     assert "rank 1" in text
 
 
+def test_init_after_a_shutdown_elsewhere_begins_a_new_job(fresh2: RankPool) -> None:
+    """Also where this rank has not called ``shutdown()``: what it had from the job that has ended is of no use."""
+
+    def check() -> None:
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            hvd.shutdown()
+        else:
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+                hvd.allreduce(torch.ones(1), name="waiting")
+            assert hvd.is_initialized()
+        alone = hvd.ProcessSet([0])
+        hvd.init(process_sets=[alone], cycle_time_ms=0.5)
+        assert hvd.config()["cycle_time_ms"] == 0.5
+        assert alone.process_set_id == 1
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="waiting").item() == 2
+        hvd.init()  # nothing: the process is in a job
+        assert alone.process_set_id == 1
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check)
+
+
 @pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
 def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool, where: str) -> None:
     def check(where: str) -> tuple[str, float] | None:

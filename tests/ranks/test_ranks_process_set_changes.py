@@ -130,7 +130,7 @@ def test_threads_that_add_and_remove_lose_no_set(three: RankPool) -> None:
             assert (first.process_set_id, second.process_set_id) == (None, 1)
             if second.included():
                 assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=second).item() == 2
-            with pytest.raises(UsageError, match="is a duplicate"):
+            with pytest.raises(UsageError, match="a duplicate process set"):
                 hvd.add_process_set([2, 1])
             assert hvd.remove_process_set(second)
 
@@ -203,7 +203,7 @@ def test_a_call_that_an_exception_has_left_at_its_end_has_added_the_set(three: R
         if hvd.rank() == 1:
             assert hvd.add_process_set(members) is members
         assert members.process_set_id == 1
-        with pytest.raises(UsageError, match="is a duplicate"):
+        with pytest.raises(UsageError, match="a duplicate process set"):
             hvd.add_process_set([0, 1])
         hvd.remove_process_set(members)
 
@@ -220,7 +220,7 @@ def test_a_set_that_an_exception_has_left_is_found_by_its_ranks(three: RankPool)
             hvd.barrier()
             members = hvd.add_process_set([1, 0])
         assert members.process_set_id == 1
-        with pytest.raises(UsageError, match="is a duplicate"):
+        with pytest.raises(UsageError, match="a duplicate process set"):
             hvd.add_process_set([0, 1])
         hvd.remove_process_set(members)
 
@@ -333,7 +333,7 @@ def test_communicators_of_a_split_are_registered_and_removed_together(three: Ran
             assert own.process_set_id == 1 + hvd.rank() % 2
             assert str(own) == f"ProcessSet(process_set_id={own.process_set_id}, ranks={own.ranks}, mpi_comm={comm})"
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own).item() == len(own.ranks or [])
-            with pytest.raises(UsageError, match="is a duplicate"):
+            with pytest.raises(UsageError, match="a duplicate process set"):
                 hvd.add_process_set([0, 2])
             assert hvd.remove_process_set(own)
             assert own.process_set_id is None

@@ -69,8 +69,13 @@ def test_what_is_wrong_is_said(ranks2: RankPool) -> None:
             hvd.reducescatter(torch.tensor(1.0))
         with pytest.raises(ValueError, match=r"grouped_reducescatter: the list of tensors is empty"):
             hvd.grouped_reducescatter([])
-        with pytest.raises(UnsupportedError, match=r"op Adasum is offered by allreduce only"):
-            hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+        for form in (hvd.reducescatter, hvd.reducescatter_async):
+            with pytest.raises(UnsupportedError, match=r"op Adasum is offered by allreduce only") as caught:
+                form(torch.ones(2), op=hvd.Adasum)
+            assert isinstance(caught.value, hvd.HorovodInternalError)  # as Horovod has it
+        told = r"rank 0 .* has refused it: .*op Adasum is offered" if hvd.rank() else "op Adasum is offered"
+        with pytest.raises(UnsupportedError, match=told):
+            hvd.grouped_reducescatter([torch.ones(2)], op=hvd.Sum if hvd.rank() else hvd.Adasum)
         with pytest.raises(MismatchError, match=r"rank 0 .* float32 \[2\], rank 1 .* float32 \[3\]"):
             hvd.reducescatter(torch.ones(2 + hvd.rank()), name="rows")
         assert hvd.reducescatter(torch.ones(2), op=hvd.Sum).item() == 2

@@ -326,7 +326,7 @@ def test_digits_with_mixed_precision_by_horovod_run(hororun: Hororun, tmp_path: 
     if not hasattr(torch.amp, "GradScaler"):
         pytest.skip("torch.amp.GradScaler for the CPU came with torch 2.3")
     (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--num-proc", "2", command="module")
-    assert line.startswith("[0] loss ")
+    assert line.startswith("[0]<stdout>:loss ")
     assert line.endswith("accuracy 100%")
 
 

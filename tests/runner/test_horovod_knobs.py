@@ -51,6 +51,9 @@ def test_a_variable_works_or_says_in_one_line_that_it_does_nothing(name: str) ->
         if name.startswith("AUTOTUNE_"):
             assert said == [f"{full} does nothing without HORO_AUTOTUNE=1"]
             said = passed_over({full: "1", "HOROVOD_AUTOTUNE": "1"})
+        if name == "TIMELINE_MARK_CYCLES":
+            assert said == [f"{full} does nothing without HORO_TIMELINE"]
+            said = passed_over({full: "1", "HOROVOD_TIMELINE": "t.json"})
         if name == "HIERARCHICAL_ALLREDUCE":
             without = "does nothing without HORO_GPU_OPERATIONS=nccl: horo reduces inside each host first"
             assert said == [f"{full} {without}"]

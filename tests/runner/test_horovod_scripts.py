@@ -48,7 +48,7 @@ optimizer.synchronize()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     optimizer.step()
-print([str(each.message).split(";")[0] for each in caught])
+print([str(each.message).split(". This")[0] for each in caught])
 total = synchronize(allreduce_async(torch.ones(1), op=hvd.Sum))
 print(hvd.gloo_built(), gloo_built(), hvd.gloo_enabled(), total.item(), sys.argv[1:])
 """
@@ -120,6 +120,15 @@ def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -
         job = parse([*before, *words], environment={"PATH": os.environ["PATH"], **environment})
         assert job is not None
         assert job.oversubscribe is expected
+
+
+def test_lines_begin_as_with_horovod(hororun: Hororun) -> None:
+    words = ["-np", "1", "sh", "-c", "echo out; echo err >&2"]
+    for before, environment in ((["--horovod"], {}), ([], {"HORO_HOROVOD": "1"})):
+        done = hororun.run(*before, *words, environment=environment)
+        assert (done.stdout, done.stderr) == ("[0]<stdout>:out\n", "[0]<stderr>:err\n")
+    done = hororun.run("--horovod", "--no-prefix", *words)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
 
 
 def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_path: Path, old_script: str) -> None:
@@ -220,10 +229,12 @@ from horovod.common import util
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 from horovod.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from horovod.torch.mpi_ops import allreduce, allreduce_async_, is_homogeneous, poll, synchronize
+from horovod.torch.mpi_ops import add_process_set, remove_process_set
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 from horovod.common.process_sets import ProcessSet, global_process_set
 
+assert hvd.add_process_set is add_process_set and hvd.remove_process_set is remove_process_set
 assert hvd.SyncBatchNorm is SyncBatchNorm and hvd.broadcast_object is broadcast_object
 assert hvd.DistributedOptimizer is DistributedOptimizer and hvd.Compression.fp16 is FP16Compressor
 assert hvd.ProcessSet is ProcessSet and hvd.global_process_set is global_process_set

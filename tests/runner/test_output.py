@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 from hypothesis import given
@@ -105,6 +106,19 @@ def test_a_timestamp_begins_each_line() -> None:
     stamp, rest = screen.streams[1].split(b" ", 1)
     assert len(stamp) == len(b"2025-01-31T12:34:56.789")
     assert rest == b"[0] a\n"
+
+
+def test_lines_of_a_script_of_horovods_begin_as_there() -> None:
+    screen = Screen()
+    printer = Printer(screen.write, 11, streams=True)
+    printer.feed(3, 1, b"a\n\xff\n", 0.0)
+    printer.feed(10, 2, b"b\n", 0.0)
+    assert screen.streams == {1: b"[3]<stdout>:a\n[3]<stdout>:\xff\n", 2: b"[10]<stderr>:b\n"}
+    screen = Screen()
+    Printer(screen.write, 1, streams=True, timestamp=True).feed(0, 1, b"a\n", 0.0)
+    stamp, rest = screen.streams[1].split(b"[0]", 1)
+    assert time.strptime(stamp.decode(), "%a %b %d %H:%M:%S %Y")
+    assert rest == b"<stdout>:a\n"
 
 
 def test_the_writer_keeps_order_and_says_when_it_is_full_and_idle() -> None:

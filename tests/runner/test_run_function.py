@@ -104,6 +104,13 @@ def test_a_rank_that_ends_without_a_result(code: str, text: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.parametrize("clean", ["SystemExit", "SystemExit: 0"])
+def test_a_rank_that_fails_comes_before_one_that_has_exited_without_an_error(clean: str) -> None:
+    outcomes = [Outcome(False, None, "", clean, "h", 1), Outcome(False, None, "", "SystemExit: 7", "h", 2)]
+    with pytest.raises(HoroError, match=r"rank 1 ended with SystemExit: 7"):
+        check_outcomes(outcomes, 7, "")
+
+
 def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
     def failure(error: Exception, order: int) -> Outcome:
         return Outcome(False, pickle.dumps(error), f"{type(error).__name__}: {error}\n", str(error), "h1", order)

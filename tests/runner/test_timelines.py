@@ -65,6 +65,7 @@ def test_marks_without_a_timeline_are_refused_or_in_a_script_of_horovods_passed_
     job = parse(["-np", "2", "--timeline-mark-cycles", "cmd"], for_horovod=True, environment={})
     assert job is not None
     assert job.passed_over == ("--timeline-mark-cycles does nothing here: no --timeline-filename asks for a timeline",)
+    assert "HORO_TIMELINE_MARK_CYCLES" not in job.exports  # else the ranks would say it once more
 
 
 @pytest.mark.parametrize("line", ["--timeline-filename=", "--timeline-mark-cycles --no-timeline-mark-cycles"])
