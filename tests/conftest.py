@@ -23,9 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Open MPI's mpirun fails where an earlier one with its process id was killed and left its folder.
     """
+    # Of a background job of a script: what tests start would inherit it, and tests type Ctrl-C and Ctrl-\.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Of a background job of a script: what tests start would inherit it, and tests type Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # it has that of the process that started it
     tempfile.gettempdir()  # remembered: this process and its workers go on with the folder that they were given

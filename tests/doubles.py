@@ -8,6 +8,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+from skips import no_compiler
+
 __all__ = ["CUDA", "NCCL", "build_double"]
 
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
@@ -18,7 +21,7 @@ _ROOM = 512
 
 
 def build_double(library: str, folder: Path, *, soname: str | None = None, **defines: int | str) -> Path:
-    """Compiles a double.
+    """Compiles a double; without a compiler the test is skipped.
 
     Args:
         library: ``CUDA`` or ``NCCL``, which is also the name of the file.
@@ -52,6 +55,8 @@ def _place_of(name: str) -> str:
 @functools.cache
 def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     """A double with places for texts, in which most tests differ: a compiler takes longer than many of them."""
+    if reason := no_compiler():
+        pytest.skip(reason)
     source = _SOURCES / f"{library.removeprefix('lib').split('.')[0]}.c"
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
     words += ["-ffp-contract=off"]  # as the kernels are compiled for a GPU

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-__all__ = ["apt_install", "ways_to_run"]
+__all__ = ["apt_install", "no_compiler", "ways_to_run"]
 
 _COMMAND = re.compile(r"`([^`]+)`")
 _APT = "apt install "
@@ -26,6 +27,15 @@ def apt_install(programs: Mapping[str, str], path: str | None = None) -> str:
     packages = sorted({programs[program] for program in missing})
     is_are = "is" if len(missing) == 1 else "are"
     return f"{', '.join(missing)} {is_are} not installed (`{_APT}{' '.join(packages)}`)" if missing else ""
+
+
+def no_compiler(path: str | None = None) -> str:
+    """Why no test can compile anything, and the command that changes it; empty: there is a compiler.
+
+    Args:
+        path: where to look, instead of PATH.
+    """
+    return apt_install({os.environ.get("CC", "cc").split()[0]: "gcc libc6-dev"}, path)
 
 
 def ways_to_run(reasons: Iterable[str]) -> list[str]:

@@ -9,8 +9,10 @@ from pathlib import Path
 import fuzz_build
 import make_corpus
 import pytest
+from skips import no_compiler
 
 ENVIRONMENT = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LD_PRELOAD": ""}
+needs_compiler = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
 PROBE = """
 #include <stdlib.h>
 #include <stdint.h>
@@ -28,6 +30,8 @@ def run(program: Path, files: list[Path]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := no_compiler():
+        pytest.skip(reason)
     program = tmp_path_factory.mktemp("fuzz") / "replay"
     fuzz_build.build("replay", program)
     return program
@@ -45,6 +49,7 @@ def test_the_generated_corpus_is_the_one_that_the_script_writes() -> None:
     assert kept == make_corpus.corpus()
 
 
+@needs_compiler
 def test_the_replay_sees_a_read_past_the_end_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, program, data = tmp_path / "probe.c", tmp_path / "probe", tmp_path / "input"
     source.write_text(PROBE)

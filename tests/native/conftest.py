@@ -22,6 +22,7 @@ if native_build.FLAVOUR:
 
 from device_group import Gpu, Nccl
 from ranks import wait_for
+from skips import no_compiler
 
 _names = count()
 
@@ -29,6 +30,8 @@ _names = count()
 @pytest.fixture(scope="session")
 def native() -> ModuleType:
     """The core and the shims as one cffi module (`native.lib`, `native.ffi`), compiled if anything has changed."""
+    if not native_build.is_built() and (reason := no_compiler()):
+        pytest.skip(reason)
     return native_build.load()
 
 

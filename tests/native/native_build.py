@@ -37,6 +37,10 @@ FLAVOUR = os.environ.get("HORO_SANITIZE", "")
 if FLAVOUR not in SANITIZE_FLAGS:
     raise ValueError(f"HORO_SANITIZE is {FLAVOUR!r}, it must be empty, address or thread")
 
+_FOLDER = ROOT / "build" / f"native-test-{FLAVOUR or 'plain'}"
+_LIBRARY = _FOLDER / "_native_test.abi3.so"
+_STAMP = _FOLDER / "stamp"
+
 
 def inputs() -> list[Path]:
     """What the module is made from."""
@@ -51,21 +55,21 @@ def core_objects() -> list[Path]:
     return [folder / (ROOT / source).relative_to("/").with_suffix(".o") for source in native_build.sources()]
 
 
+def is_built() -> bool:
+    """Whether nothing has changed since it was compiled."""
+    return _built_from() == _digest()
+
+
 def build() -> Path:
     """Compiles if anything has changed; safe under pytest-xdist. Returns the path of the module."""
-    digest = hashlib.sha256(FLAVOUR.encode())
-    for path in inputs():
-        digest.update(path.read_bytes())
-    folder = ROOT / "build" / f"native-test-{FLAVOUR or 'plain'}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    digest = _digest()
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    with (_FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = folder / "stamp"
-        library = folder / "_native_test.abi3.so"
-        if not library.exists() or not stamp.exists() or stamp.read_text() != digest.hexdigest():
-            _compile(folder, SANITIZE_FLAGS[FLAVOUR])
-            stamp.write_text(digest.hexdigest())
-    return library
+        if _built_from() != digest:
+            _compile(_FOLDER, SANITIZE_FLAGS[FLAVOUR])
+            _STAMP.write_text(digest)
+    return _LIBRARY
 
 
 @functools.cache
@@ -78,6 +82,18 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _built_from() -> str:
+    """The digest of what the module there was made from; empty: there is none."""
+    return _STAMP.read_text() if _LIBRARY.exists() and _STAMP.exists() else ""
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(FLAVOUR.encode())
+    for path in inputs():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _compile(folder: Path, flags: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from kernel_oracle import DTYPES, OPS, Dtype
 from native_build import ROOT, native_build
+from skips import apt_install
 
 from horo import _core
 
@@ -154,8 +154,10 @@ def test_the_best_level_is_the_one_reported(native: ModuleType) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 asks the processor for its levels")
 def test_choosing_a_level_does_not_ask_the_processor(tmp_path: Path) -> None:
     """In a virtual machine every cpuid is a trap of microseconds, and MPI's reductions choose anew in each call."""
-    compiler = shutil.which("gcc")
-    if compiler is None or int(subprocess.check_output([compiler, "-dumpversion"]).split(b".")[0]) < 11:
+    if reason := apt_install({"gcc": "gcc"}):
+        pytest.skip(reason)
+    compiler = "gcc"
+    if int(subprocess.check_output([compiler, "-dumpversion"]).split(b".")[0]) < 11:
         pytest.skip("no gcc whose table of features has f16c")
     source, assembly = ROOT / "native/src/kernel/kernel.c", tmp_path / "kernel.s"
     includes = [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]

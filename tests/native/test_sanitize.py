@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sanitize
 from native_build import FLAVOUR
+from skips import no_compiler
 
 FOLDER = Path(__file__).resolve().parent
 FAULTS = {
@@ -56,6 +57,7 @@ def test_an_unknown_flavour_of_the_build_is_refused() -> None:
     assert "HORO_SANITIZE is 'memory'" in result.stderr
 
 
+@pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
 @pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
 def test_options_that_the_user_has_set_win(sanitizer: str) -> None:
     env = sanitize.environment(sanitizer, {"ASAN_OPTIONS": "verbosity=1", "HOME": "/"})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import stress_build
 from native_build import FLAVOUR
+from skips import no_compiler
 
 OPERATIONS = {"": 1500, "address": 300, "thread": 200}[FLAVOUR]
 SCHEDULES = {"": 4, "address": 2, "thread": 2}[FLAVOUR]
@@ -22,6 +23,8 @@ DEADLINE_S = {"": 120, "address": 150, "thread": 150}[FLAVOUR]
 
 @pytest.fixture(scope="module")
 def program() -> Path:
+    if reason := no_compiler():
+        pytest.skip(reason)
     return stress_build.build()
 
 

@@ -36,7 +36,7 @@ def test_it_is_for_the_oldest_driver_and_rounds_each_operation() -> None:
 def test_the_compiler_makes_the_same_text() -> None:
     library = find_nvrtc()
     if library is None:
-        pytest.skip("NVRTC 11.8 is not there: pip install nvidia-cuda-nvrtc-cu11==11.8.89")
+        pytest.skip("NVRTC 11.8 is not there (`pip install nvidia-cuda-nvrtc-cu11==11.8.89`)")
     assert make_ptx(library) == TEXT
 
 
@@ -44,5 +44,5 @@ def test_the_compiler_makes_the_same_text() -> None:
 def test_the_assembler_takes_it(target: str) -> None:
     ptxas = find_ptxas()
     if ptxas is None:
-        pytest.skip("ptxas is not there: pip install nvidia-cuda-nvcc-cu11==11.8.89")
+        pytest.skip("ptxas is not there (`pip install nvidia-cuda-nvcc-cu11==11.8.89`)")
     assert assemble(ptxas, TEXT, target) == ""

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from skips import apt_install, ways_to_run
+import pytest
+from skips import apt_install, no_compiler, ways_to_run
 
 REASONS = [
     *["no cluster: ip, sshd are not installed (`apt install iproute2 openssh-server`)"] * 3,
@@ -33,6 +34,13 @@ def test_all_missing_programs_are_named_at_once(tmp_path: Path) -> None:
     expected = "srun, sinfo, munged are not installed (`apt install munge slurm-client`)"
     assert apt_install(programs, str(tmp_path)) == expected
     assert apt_install({"there": "a"}, str(tmp_path)) == ""
+
+
+def test_a_missing_compiler_is_named_and_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "mycc -m64")
+    assert no_compiler(str(tmp_path)) == "mycc is not installed (`apt install gcc libc6-dev`)"
+    (tmp_path / "mycc").touch(mode=0o755)
+    assert no_compiler(str(tmp_path)) == ""
 
 
 def test_a_run_with_skipped_tests_ends_with_the_ways(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from adasum_oracle import adasum
 from interrupts import interrupt
 from jobs import wait_until
 from rank_pool import RankPool
-from small_model import FailingSgd
+from small_model import FailingSgd, needs_cpu_scaler
 
 import horo.torch as hvd
 from horo.errors import DeadlockError, GroupError, HoroError, UnsupportedError, UsageError
@@ -245,6 +245,7 @@ def test_ranks_that_begin_apart_are_told(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+@needs_cpu_scaler
 def test_a_grad_scaler_is_refused(ranks2: RankPool) -> None:
     def check() -> None:
         model = _model().float()
@@ -254,8 +255,6 @@ def test_a_grad_scaler_is_refused(ranks2: RankPool) -> None:
         with pytest.raises(UnsupportedError, match="a GradScaler skips the steps of one rank alone"):
             scaler.step(optimizer)
 
-    if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch before 2.3 has no GradScaler for the CPU")
     ranks2.run(check)
 
 

@@ -324,7 +324,7 @@ def test_digits(hororun: Hororun, tmp_path: Path, words: str) -> None:
 def test_digits_with_mixed_precision_by_horovod_run(hororun: Hororun, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if not hasattr(torch.amp, "GradScaler"):
-        pytest.skip("torch.amp.GradScaler for the CPU came with torch 2.3")
+        pytest.skip("torch.amp.GradScaler for the CPU came with torch 2.3 (`make test TORCH=torch==2.13.0`)")
     (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--num-proc", "2", command="module")
     assert line.startswith("[0]<stdout>:loss ")
     assert line.endswith("accuracy 100%")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tidy_binary
+from skips import apt_install, no_compiler
 from tidy_files import ROOT, below
 
 FOLDERS = ("horo", "native")
@@ -21,6 +22,8 @@ FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A source archive made from a clean copy, and the wheel made from that archive."""
+    if reason := no_compiler():
+        pytest.skip(reason)
     clean = tmp_path_factory.mktemp("clean")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, clean / folder, ignore=shutil.ignore_patterns("*.so", "*.o", "__pycache__"))
@@ -49,6 +52,8 @@ def extension(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def readelf(option: str, path: Path) -> str:
+    if reason := apt_install({"readelf": "binutils"}):
+        pytest.skip(reason)
     return _run(["readelf", option, "-W", str(path)], path.parent)
 
 
@@ -104,6 +109,7 @@ def test_extension_needs_only_libc(extension: Path) -> None:
     assert tidy_binary.foreign_libraries(readelf("-d", extension)) == []
 
 
+@pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
 def test_binary_checks_find_a_bad_library(tmp_path: Path) -> None:
     source = tmp_path / "bad.c"
     source.write_text(
