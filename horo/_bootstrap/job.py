@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, exit_status, watch_exceptions
 from horo._bootstrap.gpu_libraries import tell_difference
@@ -32,7 +33,6 @@ from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.setup import setup_of
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
