@@ -180,6 +180,11 @@ _end_reporters: list[EndReporter] = []
 """The reporters of the last start only."""
 
 
+_AFTER_CAUSE_S = 1.0
+"""Time by which a rank that another one has ended stays behind it: torchrun and srun report the process that ends
+first, and the cause may be slow to end. (hororun knows the cause, and under MPI it calls ``MPI_Abort``.)"""
+
+
 def _on_exception(error: BaseException, where: str) -> None:
     """Reports the exception that ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
@@ -190,6 +195,8 @@ def _on_exception(error: BaseException, where: str) -> None:
         return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):
         job.context.end(text)
+    if culprit is not None and not _end_reporters[-1].has_reader and all(job.mpi is None for job in _living):
+        time.sleep(_AFTER_CAUSE_S)
 
 
 def _close_all() -> None:
