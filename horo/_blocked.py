@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from horo._deputy import DeputyCall
-from horo._frames import current_frames, locals_of
+from horo._stack_frames import current_frames, locals_of
+from horo._thread_call import ThreadCall
 
 __all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
 
@@ -107,8 +107,8 @@ def describe_blocked(
     """
     frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
-    waits, backward, others, principals = [], [], [], []
-    foreign_waits = has_deputy = False
+    waits, backward, others, waiters = [], [], [], []
+    foreign_waits = has_thread_call = False
     counted: set[int | None] = set(callers)
     if is_alone:
         timers = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading.Timer)}
@@ -116,12 +116,12 @@ def describe_blocked(
     # A caller without a frame has ended or runs no Python now; a thread of autograd runs none between two hooks.
     for thread, frame in frames.items():
         found = _find_wait(frame, context, wait, is_looking=thread == threading.get_ident())
-        if frame.f_code is DeputyCall.wait.__code__:
-            principals.append(thread)
+        if frame.f_code is ThreadCall.wait.__code__:
+            waiters.append(thread)
         elif found is not None:
             call = _find_call(frame)
-            has_deputy |= call is not None
-            waits.append(found if call is None else found._replace(place=_place_of_principal(frames, call)))
+            has_thread_call |= call is not None
+            waits.append(found if call is None else found._replace(place=_place_of_caller(frames, call)))
             foreign_waits |= thread not in names and _is_of_library([*_outwards(frame)][-1].f_code.co_filename)
         elif thread not in counted and (not is_alone or _awaits_work(frame)):
             continue
@@ -129,7 +129,7 @@ def describe_blocked(
             backward.append(thread)
         else:
             others.append(thread)
-    others += [] if has_deputy else principals  # the thread that does their calls does not wait: it may finish one
+    others += [] if has_thread_call else waiters  # the thread that does their calls does not wait: it may finish one
     frames.clear()  # it holds this function's frame, which refers to it: a reference cycle
     if duplicate and waits:
         waits[0] = waits[0]._replace(place=_with_duplicate(waits[0].place, duplicate))
@@ -203,13 +203,13 @@ def _find_wait(frame: FrameType, context: object, wait: CodeType, *, is_looking:
 
 def _find_call(frame: FrameType) -> object | None:
     """The call of another thread that this one does."""
-    return next((locals_of(each)["self"] for each in _outwards(frame) if each.f_code is DeputyCall.run.__code__), None)
+    return next((locals_of(each)["self"] for each in _outwards(frame) if each.f_code is ThreadCall.run.__code__), None)
 
 
-def _place_of_principal(frames: Mapping[int, FrameType], call: object) -> str:
+def _place_of_caller(frames: Mapping[int, FrameType], call: object) -> str:
     """The line of the program that waits for a call; empty if none does any more."""
-    principals = (each for each in frames.values() if each.f_code is DeputyCall.wait.__code__)
-    return next((place_of(each) for each in principals if locals_of(each)["self"] is call), "")
+    waiters = (each for each in frames.values() if each.f_code is ThreadCall.wait.__code__)
+    return next((place_of(each) for each in waiters if locals_of(each)["self"] is call), "")
 
 
 def _is_in_backward(frame: FrameType) -> bool:

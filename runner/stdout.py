@@ -19,7 +19,7 @@ def show(text: str) -> None:
         JobError: they cannot be written.
     """
     if sys.stdout is None:
-        raise JobError("stdout is closed, and what was asked for is written there", EXIT_SETUP)
+        raise JobError("stdout is closed, where the output goes", EXIT_SETUP)
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

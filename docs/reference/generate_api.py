@@ -58,6 +58,8 @@ SECTIONS = (
 _MODULES = [module for _, modules in SECTIONS for module in modules]
 
 AT_ONCE = "Returns at once."
+_BAR = "\\|"
+"""A bar in a cell of a table; without the backslash it would end the cell."""
 
 
 def page() -> str:
@@ -100,7 +102,8 @@ def _module_text(module: str) -> str:
 
 
 def _reductions(names: list[str]) -> str:
-    rows = [f"| `{name}` | {_beside_constant('horo.torch.ops', name)} |\n" for name in names if _is_reduction(name)]
+    said = {name: _beside_constant("horo.torch.ops", name) for name in names if _is_reduction(name)}
+    rows = [f"| `{name}` | {text.replace('|', _BAR)} |\n" for name, text in said.items()]
     return "\nReductions, for `op=`:\n\n| name | result |\n|---|---|\n" + "".join(rows)
 
 

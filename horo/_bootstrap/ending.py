@@ -57,6 +57,11 @@ class EndReporter:
             if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
                 self._fd = int(fd)
 
+    @property
+    def has_reader(self) -> bool:
+        """Whether there is a hororun that reads the messages."""
+        return self._fd >= 0
+
     def joined(self) -> None:
         """Reports that ``init()`` was called."""
         self._write({"joined": True, "awaits_all": self._ranks is None})

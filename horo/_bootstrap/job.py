@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, exit_status, watch_exceptions
 from horo._bootstrap.gpu_libraries import tell_difference
@@ -32,7 +33,6 @@ from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
 from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.setup import setup_of
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
@@ -180,6 +180,11 @@ _end_reporters: list[EndReporter] = []
 """The reporters of the last start only."""
 
 
+_AFTER_CAUSE_S = 1.0
+"""Time by which a rank that another one has ended stays behind it: torchrun and srun report the process that ends
+first, and the cause may be slow to end. (hororun knows the cause, and under MPI it calls ``MPI_Abort``.)"""
+
+
 def _on_exception(error: BaseException, where: str) -> None:
     """Reports the exception that ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
@@ -190,6 +195,8 @@ def _on_exception(error: BaseException, where: str) -> None:
         return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):
         job.context.end(text)
+    if culprit is not None and not _end_reporters[-1].has_reader and all(job.mpi is None for job in _living):
+        time.sleep(_AFTER_CAUSE_S)
 
 
 def _close_all() -> None:

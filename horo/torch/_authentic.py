@@ -94,7 +94,7 @@ class ObjectKey:
         data = sealed[_MAC_BYTES:]
         if len(data) == 0 or not hmac.compare_digest(sealed[:_MAC_BYTES], self._mac(rank, data)):
             raise MismatchError(
-                f"{self._what}: what came as the object of rank {rank} was not sent by it for this call: it was "
+                f"{self._what}: the object of rank {rank} was not sent by it for this call: it was "
                 "changed on the way, or stems from another call; it was not unpickled"
             )
         return data

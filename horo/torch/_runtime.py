@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from horo._config import check_arguments
-from horo._deputy import DeputyCall
+from horo._thread_call import ThreadCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
 from horo.torch._compile import keep_from_dynamo
 from horo.torch._devices import let_go
@@ -139,7 +139,7 @@ class Runtime:
         finally:
             self.active_calls.pop(call, None)
 
-    def change_teams(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
+    def change_teams(self, what: str, step: Callable[[ThreadCall], Any]) -> Any:
         """Does a step that adds or removes teams; blocks until it is done, see ``Teams.change``.
 
         Raises:
@@ -147,7 +147,7 @@ class Runtime:
             BaseException: As ``Teams.change``.
         """
 
-        def guarded(call: DeputyCall) -> Any:
+        def guarded(call: ThreadCall) -> Any:
             try:
                 self.active_calls[call] = None
                 if self.ended:
@@ -225,7 +225,7 @@ class Runtime:
         """
         self.ended = True  # before the next line: a call that enters between the two is refused
         calls = list(self.active_calls)
-        left = [call for call in calls if isinstance(call, DeputyCall) and call.is_left]
+        left = [call for call in calls if isinstance(call, ThreadCall) and call.is_left]
         if len(left) < len(calls):
             self.ended = False
             raise UsageError("shutdown() was called while another thread waits in an operation of horo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horo._deputy import Deputies, DeputyCall
+from horo._thread_call import CallQueue, ThreadCall
 from horo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class Teams:
         self._job = job
         self._forget = forget
         self._members = {0: Team(tuple(range(job.size)), job.rank)}
-        self._deputies = Deputies()
-        self._left: dict[ProcessSet, DeputyCall] = {}
+        self._changes = CallQueue()
+        self._left: dict[ProcessSet, ThreadCall] = {}
         self.sets: dict[int, ProcessSet] = {}
         """The process sets that are registered; others are not, whatever they were. Without that of all ranks."""
 
@@ -73,16 +73,16 @@ class Teams:
         found = self._members.get(team)
         return 1 if found is None else found.size
 
-    def change(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
+    def change(self, what: str, step: Callable[[ThreadCall], Any]) -> Any:
         """Does a step that changes teams, when all changes before it are done; blocks until then.
 
         Raises:
             ResourceError: No thread can be started.
             BaseException: What the step raises; or the exception of a signal handler, and then the step goes on.
         """
-        return self._deputies.do(what, step)
+        return self._changes.do(what, step)
 
-    def add(self, process_set: ProcessSet, ranks: Sequence[int], call: DeputyCall) -> int:
+    def add(self, process_set: ProcessSet, ranks: Sequence[int], call: ThreadCall) -> int:
         """Within a step, adds a team; all ranks come here with the same ranks, ascending. Its id is the same on all.
 
         Raises:
@@ -111,7 +111,7 @@ class Teams:
         call = self._left.pop(process_set, None)
         return call is not None and call.is_left
 
-    def give_up(self, call: DeputyCall) -> None:
+    def give_up(self, call: ThreadCall) -> None:
         """Ends a change that nobody waits for, when the job ends; blocks for a moment."""
         thread = call.thread
         if thread is not None:

@@ -198,6 +198,11 @@ def _check_process_set(process_set: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.nn.Module):
+        raise UsageError(
+            f"DistributedOptimizer: the first argument is the optimizer, not a model ({kind}): "
+            "hvd.DistributedOptimizer(optimizer, model)"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"DistributedOptimizer: expected a torch.optim.Optimizer, not {kind}; if it wraps an optimizer, wrap that "

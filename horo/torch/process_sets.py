@@ -18,7 +18,7 @@ from horo.torch import _runtime, _topology
 from horo.torch._teams import public_id
 
 if TYPE_CHECKING:
-    from horo._deputy import DeputyCall
+    from horo._thread_call import ThreadCall
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set", "resolve_process_set"]
 
@@ -139,7 +139,7 @@ class ProcessSet:
         return self._team if runtime is not None and runtime.teams.sets.get(self._team) is self else None
 
     def _register(
-        self, runtime: _runtime.Runtime, what: str, call: DeputyCall, members: Sequence[list[int]]
+        self, runtime: _runtime.Runtime, what: str, call: ThreadCall, members: Sequence[list[int]]
     ) -> ProcessSet:
         """Adds the set to the job of ``runtime``; all ranks come here with the same ``find_members()``.
 
@@ -154,7 +154,7 @@ class ProcessSet:
             item._register_one(runtime, what, call)
         return self
 
-    def _register_one(self, runtime: _runtime.Runtime, what: str, call: DeputyCall) -> ProcessSet:
+    def _register_one(self, runtime: _runtime.Runtime, what: str, call: ThreadCall) -> ProcessSet:
         for team, other in list(runtime.teams.sets.items()):
             if other.ranks == self._ranks and runtime.teams.was_left(other):
                 runtime.teams.sets[team] = self
@@ -287,7 +287,7 @@ def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> N
     members = {item: item.find_members() for item in process_sets}
     refuse_registered([item for item in process_sets if item.mpi_comm is None], what)
 
-    def register(call: DeputyCall) -> None:
+    def register(call: ThreadCall) -> None:
         for item in process_sets:
             item._register(runtime, what, call, members[item])
 

@@ -252,7 +252,7 @@ typedef struct {
                                 host * sockets_per_peer + i at both ends; else -1. NULL: no links, and what moves data
                                 fails */
     int32_t sockets_per_peer;             /* for data, 1 to HORO_SOCKETS_PER_PEER_MAX; 0: one; equal on all ranks */
-    uint64_t direct_bytes; /* what a read of a peer's memory costs, in bytes copied; 0: none is; equal on all ranks */
+    uint64_t direct_bytes; /* cost of a read of a peer's memory, in bytes copied; 0: none is; equal on all ranks */
     uint64_t fusion_bytes;                /* most bytes fused into one batch; 0: no fusion */
     int32_t cache_capacity;               /* entries of the response cache; 0: off */
     int32_t spin_us;                      /* longest spin before sleeping; spinning gives way to others */

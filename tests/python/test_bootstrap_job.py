@@ -497,7 +497,7 @@ def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     connections = whole(join_all(environs))
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
-    assert "refused a connection from 127.0.0.1: what it sent is no horo handshake" in caplog.text
+    assert "refused a connection from 127.0.0.1: it sent no handshake of horo" in caplog.text
     for connection in noise:
         connection.close()
 

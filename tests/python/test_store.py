@@ -298,7 +298,7 @@ def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
                     assert connection.recv(1) == b""
         client.set("a", b"1")
         assert client.get("a", 0) == b"1"
-    assert refusals == ["refused a connection from 127.0.0.1: what it sent is no horo handshake"]
+    assert refusals == ["refused a connection from 127.0.0.1: it sent no handshake of horo"]
 
 
 def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:

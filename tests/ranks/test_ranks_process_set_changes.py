@@ -16,7 +16,7 @@ from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._deputy import DeputyCall
+from horo._thread_call import ThreadCall
 from horo.errors import AbortedError, DeadlockError, MismatchError, ResourceError, UsageError
 from horo.torch import _runtime
 
@@ -190,12 +190,12 @@ def test_a_call_that_an_exception_has_left_at_its_end_has_added_the_set(three: R
     def check() -> None:
         members = hvd.ProcessSet([0, 1])
 
-        def interrupted(call: DeputyCall) -> None:
+        def interrupted(call: ThreadCall) -> None:
             raise _LeftError
 
         with pytest.MonkeyPatch.context() as patch:
             if hvd.rank() == 1:
-                patch.setattr(DeputyCall, "result", interrupted)
+                patch.setattr(ThreadCall, "result", interrupted)
                 with pytest.raises(_LeftError):
                     hvd.add_process_set(members)
             else:

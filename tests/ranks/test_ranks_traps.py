@@ -276,6 +276,15 @@ class ProperLookahead(Lookahead):
         self.param_groups = groups
 
 
+def test_a_model_in_the_place_of_the_optimizer_is_told_the_order(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        with pytest.raises(ValueError, match=r"not a model \(Sequential\).*Optimizer\(optimizer, model\)"):
+            hvd.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+
+    ranks2.run(check)
+
+
 def test_an_optimizer_around_another_is_refused_or_works(ranks2: RankPool) -> None:
     def check() -> None:
         def plain(model: torch.nn.Module) -> torch.optim.Optimizer:

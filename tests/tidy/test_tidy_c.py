@@ -23,7 +23,8 @@ CHECKS: tuple[Check, ...] = (
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_c_sources_keep(check: Check) -> None:
-    files = below("native", suffixes=(".c", ".h"))
+    cuda = (".cu", ".cuh") if check is tidy_c.check_comments else ()
+    files = below("native", suffixes=(".c", ".h", *cuda))
     assert files
     findings = [line for path in files for line in check(path, path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)
@@ -75,6 +76,8 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_c.check_comments, "base/a.c", "/* How many are left. */\nint hr_left(void);\n", "a.c:1: How many are left."),
     (tidy_c.check_comments, "base/a.h", "/*\n * What it does.\n */\n#ifndef HR_A\n#endif\n", "a.h:1: What it does."),
     (tidy_c.check_comments, "base/a.h", "struct hr_a {\n    // Where it is.\n    int at;\n};\n", "a.h:2: Where it is."),
+    (tidy_c.check_comments, "base/a.c", "int hr_f(int a) {\n    a++; /* what is left */\n}\n", "a.c:2: what is left"),
+    (tidy_c.check_comments, "base/a.h", "struct hr_a {\n    int at; /* who has it */\n};\n", "a.h:2: who has it"),
     (tidy_c.check_includes, "base/a.c", '#include "engine/agree.h"\n', "base includes engine"),
     (tidy_c.check_includes, "engine/a.c", '#include "../base/map.h"\n', "folder/file.h"),
     (tidy_c.check_includes, "surprise/a.c", "", "no line in MAY_INCLUDE"),
@@ -110,7 +113,7 @@ static inline int twice(int a) {
     static const int two[1 * 1] = {2};
     static int (*const duties[])(struct hr_thing *) = {hr_run};
     /* Where a reason stands inside a function, it may begin as it likes. */
-    char text[] = "} strcpy(/*"; /* What it has. */
+    char text[] = "} strcpy(/*"; /* where it is */
     return a * two[0] + text[0] + '{';
 }
 HR_INLINE int thrice(int a) {

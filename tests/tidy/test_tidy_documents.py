@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tidy_files import ROOT
+from tidy_files import ROOT, repository_files
 
 DOCS = ROOT / "docs"
 
@@ -86,3 +86,26 @@ def test_a_row_without_its_test_is_found(row: str, finding: str) -> None:
     assert parity_findings(
         f"| Horovod | here | how | shown by |\n|---|---|---|---|\n{row}\n", lambda _, name: name == "test_b"
     ) == [finding]
+
+
+def broken_rows(page: str) -> list[str]:
+    """Rows of tables with more cells, or fewer, than the head of their table."""
+    found, cells = [], 0
+    for line in re.sub(r"^ *```.*?^ *```$", "", page, flags=re.MULTILINE | re.DOTALL).splitlines():
+        row = re.fullmatch(r" *\|(.*)\| *", line)
+        count = len(re.split(r"(?<!\\)\|", row[1])) if row else 0
+        if cells and count not in (0, cells):
+            found.append(line.strip())
+        cells = 0 if not row else cells or count
+    return found
+
+
+def test_rows_of_tables_have_the_cells_of_their_head() -> None:
+    pages = repository_files(".md")
+    assert DOCS / "reference" / "api.md" in pages
+    assert {str(page.relative_to(ROOT)): rows for page in pages if (rows := broken_rows(page.read_text("utf-8")))} == {}
+
+
+def test_a_row_that_a_bar_cuts_is_found() -> None:
+    rows = ["| a | b |", "|---|---|", "| `x \\| y` | |x| |", "| c | `d \\| e` |"]
+    assert broken_rows("\n".join([*rows, "", "| f |", "```", "| g | h |", "```"])) == [rows[2]]

@@ -55,6 +55,7 @@ BANNED_CALLS: dict[str, str] = {
 _WHOLE_MACROS = r"^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+"
 _WITHOUT_NAME = re.compile(rf"__attribute__\s*\(\(.*?\)\)|_Static_assert|{_WHOLE_MACROS}")
 _STATIC = re.compile(r"(?:inline\s+)?static\b|HR_INLINE\b")
+_THINGS_AND_PERSONS = ("What", "Who", "Whom")
 _COMMENT = r"//[^\n]*|/\*.*?\*/"
 _LITERAL = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
 _CONTROL = {"if", "for", "while", "switch", "do", "else"}
@@ -134,7 +135,10 @@ def check_sizes(path: Path, text: str) -> list[str]:
 
 
 def check_comments(path: Path, text: str) -> list[str]:
-    """A comment before a function, a struct or a field begins with its subject or with a verb, as a docstring does."""
+    """A comment before a function, a struct or a field begins with its subject or with a verb, as a docstring does.
+
+    Other comments may begin with where, how or when, but not with a clause that stands for a thing or a person.
+    """
     found = []
     in_bodies = [
         range(item.first_line, item.last_line + 1) for item in items(code_only(text)) if item.function_name is not None
@@ -144,7 +148,8 @@ def check_comments(path: Path, text: str) -> list[str]:
         words = words[1:] if words[:1] == ["*"] else words
         line = text.count("\n", 0, match.start()) + 1
         begins_line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip() == ""
-        if words and words[0] in NOUN_CLAUSES and begins_line and not any(line in body for body in in_bodies):
+        is_heading = begins_line and not any(line in body for body in in_bodies)
+        if words and (words[0].title() in _THINGS_AND_PERSONS or (words[0] in NOUN_CLAUSES and is_heading)):
             found.append(finding(path, line, f"{' '.join(words[:4])} ...: begin with the noun"))
     return found
 

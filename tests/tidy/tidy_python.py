@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -155,6 +156,22 @@ def check_docstrings(path: Path, text: str) -> list[str]:
             words = node.value.value.split()
             if words and words[0] in NOUN_CLAUSES:
                 found.append(finding(path, node.lineno, f"{' '.join(words[:4])} ...: begin with the noun"))
+    return found
+
+
+def check_messages(path: Path, text: str) -> list[str]:
+    """The message of an error, behind the name of a call (``"join: ..."``), begins as a docstring does, or asks."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+            continue
+        message = node.exc.args[0]
+        parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+        texts = [str(part.value) for part in parts if isinstance(part, ast.Constant)][:1]
+        words = texts[0].removeprefix(": ").split() if texts else []
+        is_question = bool(texts) and re.match(r"[^.,:;(]*\?", texts[0]) is not None
+        if words and words[0].title() in NOUN_CLAUSES and not is_question:
+            found.append(finding(path, node.lineno, f"{' '.join(words[:4])} ...: begin with the noun"))
     return found
 
 

@@ -155,7 +155,7 @@ class Acceptor:
         """
         self._received += data
         if self._claim is None and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
-            raise HandshakeError("what it sent is no horo handshake")
+            raise HandshakeError("it sent no handshake of horo")
         if self.missing_bytes > 0:
             return b""
         message, self._received = self._received, b""
@@ -212,17 +212,17 @@ def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadlin
         answer = _receive(connection, _ANSWER.size, deadline)
         magic, version, nonce, mac = _ANSWER.unpack(answer)
         if magic != _MAGIC:
-            raise HandshakeError("what listens there is not horo")
+            raise HandshakeError("the listener there is not horo's")
         if version != _VERSION:
-            raise HandshakeError(f"what listens there speaks version {version} of the handshake, this side {_VERSION}")
+            raise HandshakeError(f"the listener there speaks version {version} of the handshake, this side {_VERSION}")
         transcript = hello + nonce
         if not hmac.compare_digest(mac, _mac(secret, b"accept", transcript)):
-            raise HandshakeError("what listens there does not know the job's secret")
+            raise HandshakeError("the listener there does not know the job's secret")
         connection.sendall(_mac(secret, b"dial", transcript))
         if _receive(connection, len(WELCOME), deadline) != WELCOME:
-            raise HandshakeError("what listens there answered the proof with something that is no welcome")
+            raise HandshakeError("the listener there answered the proof with something that is no welcome")
     except TimeoutError as error:
-        raise HandshakeError("what listens there did not finish the handshake in time") from error
+        raise HandshakeError("the listener there did not finish the handshake in time") from error
     except OSError as error:
         raise HandshakeError(f"the connection broke during the handshake ({error.strerror})") from error
     return HandshakeResult(
@@ -239,7 +239,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
         data = connection.recv(count - len(received))
         if not data:
             raise HandshakeError(
-                "what listens there closed the connection during the handshake (another job's secret, or addresses "
+                "the listener there closed the connection during the handshake (another job's secret, or addresses "
                 "that are translated on the way?)"
             )
         received += data

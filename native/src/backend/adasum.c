@@ -32,7 +32,7 @@ struct adasum {
     size_t width;            /* bytes of a value */
     size_t count;
     size_t first, own_count; /* my share */
-    int is_packed;           /* what is sent, and the result, lie in `packed`; else in the only tensor itself */
+    int is_packed;           /* the values to send and the result lie in `packed`; else in the only tensor itself */
     size_t at;               /* values done in this stage, of the current pair */
     int low;                 /* the lower rank of the current pair, whose share becomes what comes of both */
     int distance;            /* to the upper one */

@@ -7,9 +7,9 @@
 
 /* One stretch of memory on its way. */
 struct hr_mpi_transfer {
-    int op; /* what has a part for each rank: the parts lie one behind the other */
+    int op; /* parts for several ranks lie one behind the other */
     char *data;
-    char *received; /* alltoall: where what comes goes */
+    char *received; /* alltoall: where received data goes */
     size_t bytes; /* broadcast within an allgather: of the rank that is root now */
     size_t at;    /* handed to MPI so far */
     int root;

@@ -178,7 +178,7 @@ static void begin_exchange(struct hr_mpi_backend *self) {
     struct hr_fused *to = parts->by_rank;
     struct hr_fused *from = to + team->size;
     hr_fuse_splits(&self->work, team->rank, team->size, self->pieces.at, to, from, parts->bytes);
-    for (size_t i = 0; i < to[team->rank].count; i++) { /* what I have for myself: the pieces of both are alike */
+    for (size_t i = 0; i < to[team->rank].count; i++) { /* data for this rank itself: the pieces of both are alike */
         const struct hr_piece *piece = &to[team->rank].pieces[i];
         team->node->kernel->copy(from[team->rank].pieces[i].output, piece->input, piece->bytes, HR_STORE_ORDINARY);
     }

@@ -8,7 +8,7 @@
 
 enum {
     ALIGNMENT = 256,  /* where kernels like vectors to begin */
-    BATCH_WEIGHT = 8, /* what it puts on the stream beside NCCL's: memory, the table, both kernels, and events */
+    BATCH_WEIGHT = 8, /* on the stream beside NCCL's: memory, the table, both kernels, and events */
     LEVEL_WEIGHT = 4, /* likewise: the kernels of a level */
 };
 

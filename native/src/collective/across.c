@@ -57,5 +57,5 @@ int hr_across_progress(struct hr_across *across) {
 }
 
 void hr_across_cancel(struct hr_across *across) {
-    hr_team_abandon_data(across->team); /* what is posted lies in here and in memory that goes away */
+    hr_team_abandon_data(across->team); /* posted data lies in here and in memory that goes away */
 }

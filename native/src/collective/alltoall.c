@@ -4,7 +4,7 @@
  * the other, and takes out of their slots what is there for it. So all are at work in every segment, however many ranks
  * there are.
  *
- * What a rank has for itself never passes a slot.
+ * Data of a rank for itself never passes a slot.
  */
 #include "collective/collective.h"
 #include "collective/two_level.h"

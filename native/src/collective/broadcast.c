@@ -85,7 +85,7 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
     }
     run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
     run->segments.carries = team->local_rank < run->owners;
-    run->segments.begins_alone = !on_root_host(run); /* what comes there goes into the owners' own slots */
+    run->segments.begins_alone = !on_root_host(run); /* data that comes there goes into the owners' own slots */
     run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
     hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_divide_up(fused->bytes, team->tuning.segment));
 }

@@ -83,7 +83,7 @@ static int drain(struct hr_segments *segments) {
     if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
         return HR_TASK_BLOCKED;
     }
-    if (exchanges && !has_arrived(segments, k + 2)) { /* what others count are exchanges: all ranks make the same */
+    if (exchanges && !has_arrived(segments, k + 2)) { /* others count exchanges: all ranks make the same */
         return HR_TASK_BLOCKED;
     }
     if (exchanges) {
@@ -188,7 +188,7 @@ static int progress(struct hr_task *task) {
 static void cancel(struct hr_task *task) {
     struct hr_segments *segments = segments_of(task);
     if (segments->ops != NULL && segments->ops->begin != NULL) {
-        hr_team_abandon_data(segments->team); /* what is posted lies in the task and in memory that goes away */
+        hr_team_abandon_data(segments->team); /* posted data lies in the task and in memory that goes away */
     }
 }
 

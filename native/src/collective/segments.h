@@ -56,7 +56,7 @@ struct hr_segments {
     uint64_t first;            /* number of its first segment; the parity of a segment's number chooses the slot */
     int carries;               /* this rank moves data between hosts; else begin is not called */
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
-    enum hr_phase drain_phase; /* what draining waits for: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
+    enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
     const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
     size_t flowing_bytes;           /* then: of every segment but the last */
 

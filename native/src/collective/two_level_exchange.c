@@ -169,7 +169,7 @@ static void lay_out(const struct hr_alltoall *run, size_t k, struct hr_cross_par
             parts[origin * h + destination] = (struct hr_cross_part){is_here ? window.data : NULL, window.range.bytes};
         }
     }
-    for (int i = 0; i < h; i++) { /* what stays on its host does not travel */
+    for (int i = 0; i < h; i++) { /* data that stays on its host does not travel */
         parts[i * h + i] = (struct hr_cross_part){0};
     }
 }

@@ -138,7 +138,10 @@ static int begin_next_run(struct hr_segments *segments);
 static const struct hr_segments_ops several_hosts = {
     .fill = fill, .begin = begin, .finish = finish, .drain = drain, .follow = begin_next_run};
 
-/* Of so many ranks that half of a slot is enough for all the rounding; nearly always that is everybody. */
+/*
+ * Begins the next run of ranks: each part in a slot is rounded up, and a run has so few ranks that this takes half of a
+ * slot at most. Nearly always one run has all ranks.
+ */
 static int begin_next_run(struct hr_segments *segments) {
     struct hr_allgather *run = run_of(segments);
     struct hr_team *team = segments->team;

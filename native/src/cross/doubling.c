@@ -63,7 +63,7 @@ static int doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan)
     const struct role role = role_of(call->host, call->host_count);
     plan->step_count = role.sits_out ? 2 : role.rounds + 2 * (role.partner >= 0);
     plan->part_count = 1;
-    /* Who sits out gets the result where its own values were. */
+    /* a host that sits out gets the result where its own values were */
     plan->reuse_distance = 1;
     plan->reduces_what_it_sends = 1;
     plan->step = doubling_step;

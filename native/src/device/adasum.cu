@@ -24,7 +24,7 @@ HR_GPU_INLINE const struct hr_adasum_piece *pieces_of(const struct hr_adasum_bat
                                                         (u64)batch->count * sizeof(struct hr_adasum_piece));
 }
 
-/* Those of a piece, for one pair. */
+/* The partial sums of a piece, for one pair. */
 HR_GPU_INLINE double *partials_of(const struct hr_adasum_batch *batch, const struct hr_adasum_piece *piece, u32 pair) {
     const u64 first = ((u64)pair * batch->partial_count + piece->first_partial) * HR_ADASUM_PRODUCTS;
     return (double *)HR_GPU_REACH(batch->partials + first * sizeof(double),
@@ -55,7 +55,7 @@ HR_GPU_INLINE u32 tensor_of(const struct hr_adasum_piece *pieces, u32 count, u32
     return first;
 }
 
-/* What a thread works on: every `step`th element of both vectors, from `first` on. */
+/* The work of a thread: every `step`th element of both vectors, from `first` on. */
 struct pair_part {
     u64 a, b, first, step, count;
     u32 pair, tensor;

@@ -1,8 +1,8 @@
 /*
- * What the kernels for GPUs share (pack.cu, adasum.cu): their dialect, and floats of 16 bits. They are in CUDA's C
- * without its headers, so that a compiler of C takes them as well: the double of the driver runs them on the host. What
- * is loaded on a GPU is kernels.ptx, which native/make_ptx.py makes of all of them. They calculate as the host does, to
- * the bit: nothing here may be contracted to a fused multiply-add.
+ * The common parts of the kernels for GPUs (pack.cu, adasum.cu): their dialect, and floats of 16 bits. They are in
+ * CUDA's C without its headers, so that a compiler of C takes them as well: the double of the driver runs them on the
+ * host. The text that is loaded on a GPU is kernels.ptx, which native/make_ptx.py makes of all of them. They calculate
+ * as the host does, to the bit: nothing here may be contracted to a fused multiply-add.
  */
 #ifndef HR_DEVICE_KERNELS_CUH
 #define HR_DEVICE_KERNELS_CUH

@@ -7,7 +7,7 @@
 enum {
     HR_NCCL_OK = 0,
     HR_NCCL_IN_PROGRESS = 7,
-    HR_NCCL_VERSION_LEAST = 21801, /* what the oldest torch that horo supports comes with */
+    HR_NCCL_VERSION_LEAST = 21801, /* that of the oldest torch that horo supports */
 };
 
 enum hr_nccl_dtype {

@@ -158,7 +158,7 @@ static int launch_part(struct hr_nccl_comm *comm) {
     }
     const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
     hr_backlog_add(comm->backlog, LAUNCH_WEIGHT + (int)(count / CALLS_PER_LAUNCH));
-    comm->left = count == comm->left_count ? NULL : comm->left + count; /* what is over may be gone */
+    comm->left = count == comm->left_count ? NULL : comm->left + count; /* an operation that is over may be gone */
     comm->left_count -= count;
     return status == HORO_OK ? ended : status;
 }

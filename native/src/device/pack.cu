@@ -83,7 +83,7 @@ HR_GPU_INLINE u32 width_of(int dtype) {
     }
 }
 
-/* What this block takes: elements [0, count) at both addresses. */
+/* The work of this block: elements [0, count) at both addresses. */
 struct part {
     u64 memory, wire, count;
 };

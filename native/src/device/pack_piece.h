@@ -23,9 +23,9 @@ enum hr_pack_dtype {
 struct hr_pack_piece {
     unsigned long long memory, wire; /* addresses: of the tensor's values, and of those in the buffer */
     unsigned long long count;
-    double factor;      /* what values are multiplied by */
+    double factor;      /* of values */
     double partial;     /* pack: values of 16 bits are rounded, multiplied by this and rounded again */
-    int divisor;        /* what integers are divided by, besides; 1 for all else */
+    int divisor;        /* of integers, besides; 1 for all else */
     int dtype;          /* in memory */
     int wire_dtype;
     unsigned first_block; /* of those that take the piece; they ascend from piece to piece, from 0 on */

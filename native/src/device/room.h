@@ -14,7 +14,7 @@ struct hr_room {
     struct hr_stager *stager;
     struct hr_device *device;
     char *data;             /* by its address on the GPU; NULL: it has been given back */
-    struct hr_block *block; /* what stands in; else NULL */
+    struct hr_block *block; /* the block that stands in; else NULL */
 };
 
 /* Whether pinned memory stands in. */

@@ -193,7 +193,7 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     if (agree->slots_used < capacity) {
         return capacity + agree->slots_used++;
     }
-    /* what has been announced by id by a rank that joins is not to be announced again, see join.c */
+    /* a rank that joins must not have to announce again what it has announced by id, see join.c */
     if (agree->joined.is_known || !draw(agree, agree->config.evict_one_in)) {
         return 0;
     }

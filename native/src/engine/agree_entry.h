@@ -39,7 +39,7 @@ struct hr_agree_entry {
     uint64_t name_hash;
     enum hr_agree_state state;
     uint32_t id;                     /* 0: not cached */
-    struct hr_agree_copy known;      /* what the id stands for; bytes NULL without id */
+    struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id */
     struct hr_agree_copy current;    /* the first full request of this round; bytes NULL if all came by id */
     int id_rank;                     /* a rank that announced by id this round, -1 */
     int reported_full;               /* REPORTED with the full request */

@@ -137,7 +137,7 @@ int hr_engine_announce(struct hr_engine *engine) {
         return 0;
     }
     int count = 0;
-    /* what was said of this rank before holds no more */
+    /* the last report about this rank holds no more */
     int status = engine->submission.blocked.is_told ? hr_engine_tell_blocked(engine) : HORO_OK;
     struct hr_lane *lane = NULL;
     struct hr_request *next = NULL;

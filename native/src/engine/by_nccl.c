@@ -468,7 +468,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
         if (hr_arena_aborted(&engine->node->arena).code == 0) {
             await_ends(by);
         }
-        abort_all(by); /* what has not come to its end */
+        abort_all(by); /* operations that have not come to their end */
         unload_kernels(by, atomic_load(&engine->stager));
         close_all(by);
         destroy_stream(by);

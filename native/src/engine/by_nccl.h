@@ -81,7 +81,7 @@ struct hr_nccl_turn {
     size_t awaited; /* HELD: requests for whose marks the stream waits already */
     struct hr_work work;
     int64_t number;          /* its place in the order; ORDERING: what this rank proposes, which it is at least */
-    int64_t agreed;          /* what comes of all proposals */
+    int64_t agreed;          /* the result of all proposals */
     struct hr_operand operand;
     size_t row_bytes;
 };
@@ -117,7 +117,7 @@ struct hr_by_nccl {
     /* written under staging_lock */
     _Atomic int is_asked; /* by horo_use_nccl. What follows is written before */
     struct hr_nccl nccl;
-    struct hr_nccl_report able; /* what a report begins with */
+    struct hr_nccl_report able; /* the beginning of a report */
     struct hr_device *gpu;
     struct hr_packer packer; /* that GPU's; without kernels where it has not taken them */
     _Atomic int device; /* its number; -1: not known yet */

@@ -223,7 +223,7 @@ int hr_leader_flush_links(struct hr_lane *lane) {
     (void)hr_node_progress(lane->node);
     for (int i = 0; i < lane->leader.link_count; i++) {
         if (hr_link_progress(lane, &lane->leader.links[i]) < 0) {
-            lane->leader.links[i].open = 0; /* what comes now changes nothing */
+            lane->leader.links[i].open = 0; /* later messages change nothing */
         }
     }
     return !hr_leader_sends_left(lane);

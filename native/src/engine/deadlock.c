@@ -103,7 +103,7 @@ static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
 struct submitted {
     uint64_t hash;
     uint32_t team;
-    int has_joined; /* who has submitted it: a rank that is counted by itself, for all names */
+    int has_joined; /* submitted by a rank that has joined: it counts by itself, for all names */
 };
 
 static int compare(const void *a, const void *b) {

@@ -202,7 +202,7 @@ static int turn_ending(struct hr_engine *engine) {
             flushed = all < 0 ? flushed : flushed && all;
         }
     }
-    /* what has failed may be freed by the program: first, the GPU lets go of it */
+    /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
     const int is_quiet =
         !hr_drive_is_aborted(engine) || (hr_engine_is_nccl_quiet(engine) && hr_engine_are_flows_back(engine));
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
@@ -255,7 +255,7 @@ static int turn_leaving(struct hr_engine *engine) {
     }
     const int64_t now_ns = hr_now_ns();
     if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
-        const int announced = hr_engine_announce(engine); /* what was submitted before is announced before */
+        const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
         HR_TRY(announced);
         HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank));
         wait_to_leave(engine, now_ns);

@@ -220,7 +220,7 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
     }
     hr_engine_note_caller(engine);
     int status;
-    int64_t deadline_ns = 0; /* what is done already needs no clock */
+    int64_t deadline_ns = 0; /* a request that is done already needs no clock */
     while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS) {
         const int64_t now_ns = hr_now_ns();
         deadline_ns = deadline_ns == 0 ? now_ns + (int64_t)timeout_ms * 1000000 : deadline_ns;

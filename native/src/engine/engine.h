@@ -28,10 +28,10 @@
  *             | there is to tell, or FLUSH_MS have passed      | a caller that fails may end its process
  *     ENDED   |                                                | fails what is pending and what comes
  *
- * Who leads a team is needed until all members on its host, and all hosts below it in the tree, have executed what
+ * The leader of a team is needed until all members on its host, and all hosts below it in the tree, have executed what
  * stands before that team's LEAVE record (DONE). The lowest rank of a host is needed until all ranks there have, in all
  * their teams, for their life lines end at it. A rank that shuts down sets the abort word if nothing moves for
- * CLOSE_GRACE_MS meanwhile. Who leads nothing is not needed.
+ * CLOSE_GRACE_MS meanwhile. A rank that leads nothing is not needed.
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -127,10 +127,10 @@ struct hr_driver {
     /* The driver's own. */
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
-    uint64_t lane_moves;  /* what had moved in lanes that are no longer there */
+    uint64_t lane_moves;  /* moves of lanes that are no longer there */
     /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
     int64_t leave_ns;
-    uint64_t leave_moves; /* leaving: what had moved when leave_ns was set */
+    uint64_t leave_moves; /* leaving: the moves when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
 };
 

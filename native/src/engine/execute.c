@@ -118,7 +118,7 @@ static int begin_batch(struct hr_lane *lane) {
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
-    /* what may share a batch agrees in all that is looked at here */
+    /* requests that may share a batch agree in all that is looked at here */
     const horo_request *call = &batch->requests[0]->call;
     if (!hr_op_has_tensors(call->op)) {
         return HR_TASK_DONE;
@@ -443,7 +443,7 @@ int hr_lane_execute(struct hr_lane *lane) {
     }
     lane->executor.record_bytes = 4 + bytes;
     HR_TRY(execute_record(lane, &record));
-    hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* what a batch needs of it has been copied */
+    hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* the batch has its own copy */
     lane->executor.moves++;
     return 1;
 }

@@ -137,7 +137,7 @@ struct hr_leader {
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
-    uint64_t moves;   /* what had moved when it last looked */
+    uint64_t moves;   /* hr_lane_moves when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
     uint64_t all_moves;   /* of all lanes; followed while somebody here has joined the team */
     int64_t all_moved_ns;
@@ -409,8 +409,8 @@ void hr_lane_free_batch(struct hr_lane *lane);
 int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
 void hr_lane_finish_telling(struct hr_lane *lane);
 /*
- * by_nccl.c, behind that: whether such a request, which is for NCCL, is done in host memory; and one of a batch that is
- * about to begin, which is like any other then.
+ * by_nccl.c, once all have told: whether a request that is for NCCL is done in host memory instead. And: makes such a
+ * request, of a batch that is about to begin, one like any other.
  */
 int hr_lane_is_nccl_refused(const struct hr_lane *lane, const horo_request *call);
 void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request);

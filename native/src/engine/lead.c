@@ -124,7 +124,7 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank) {
     }
     size_t mark;
     struct hr_buffer *out = &lane->leader.links[0].out;
-    HR_TRY(hr_leader_collect(lane)); /* what was announced before travels before */
+    HR_TRY(hr_leader_collect(lane)); /* earlier announcements travel first */
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_put_leave(out, rank));
     hr_frame_end(out, mark);
@@ -329,7 +329,7 @@ void hr_leader_close_log(struct hr_lane *lane) {
     atomic_store(&lane->node->arena.header->leave_at[number], written + hr_buffer_size(&lane->leader.log_out) + 1);
     lane->leader.log_closed = 1;
     if (number == 0) {
-        hr_node_call(lane->node); /* who has nothing to do closes the logs of its other teams too */
+        hr_node_call(lane->node); /* a leader that has nothing to do closes the logs of its other teams too */
     }
 }
 

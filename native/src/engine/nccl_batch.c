@@ -1,6 +1,6 @@
 /*
  * A batch of NCCL on this rank: the memory on the GPU that it needs besides the program's, and the marks behind it.
- * What a rank that has joined gives in place of tensors is memory of horo's, too, filled with what changes no result.
+ * A rank that has joined gives memory of horo's in place of tensors, too, filled with values that change no result.
  * Such memory comes and goes in the order of NCCL's stream, where the next batch gets the same again. Driver only.
  */
 #include "base/cut.h"
@@ -10,7 +10,7 @@
 #include "engine/by_nccl.h"
 
 enum {
-    WIDE_FILL_WEIGHT = 40, /* what hr_device_fill puts on a stream at most for elements of 8 bytes: it doubles them */
+    WIDE_FILL_WEIGHT = 40, /* the most that hr_device_fill puts on a stream, for elements of 8 bytes: it doubles them */
     BATCH_WEIGHT = 4,      /* memory that comes and goes, an event behind it, and the mark */
 };
 

@@ -127,7 +127,7 @@ static int go_out(struct hr_nccl_turn *turn) {
         turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
         return HR_TASK_BLOCKED;
     }
-    team_of(turn)->has_moved |= hr_nccl_poll(comm); /* what has failed before is told as what it is */
+    team_of(turn)->has_moved |= hr_nccl_poll(comm); /* an earlier failure is told as itself */
     if (comm->state == HR_NCCL_IDLE && await_marks(turn, comm) != HORO_OK) {
         comm->state = HR_NCCL_BROKEN;
     }

@@ -135,7 +135,7 @@ int hr_lane_announce_refusal(struct hr_lane *lane, const struct hr_request *refu
 }
 
 int hr_lane_is_refused(struct hr_lane *lane, const struct hr_request *request) {
-    if (lane->refused_bytes == 0) { /* what was refused before it was submitted has been seen with the queue */
+    if (lane->refused_bytes == 0) { /* earlier refusals have been seen with the queue */
         return 0;
     }
     (void)pthread_mutex_lock(&lane->engine->submission.lock);

@@ -226,7 +226,7 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     _Atomic int64_t *alive_until_ns = &lane->node->arena.blocks[lane->node->local_rank].alive_until_ns;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    /* what passed while it was stopped itself, or other batches here had their turn, is not the delay of others */
+    /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
     if (moves != stall->moves || was_stopped || hr_engine_awaits_turn(lane)) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
@@ -252,7 +252,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
         return 0;
     }
     /*
-     * What is submitted later is due later, so the time found once holds until it comes, also for what comes after it.
+     * Later requests are due later. So the time found here need not be looked for again before it has come.
      */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {

@@ -11,7 +11,7 @@
 /* To sleep on the kick and the life lines alone. */
 static void prepare_to_park(struct hr_engine *engine, int64_t look_ns) {
     struct hr_sleep *sleep = &engine->driver.sleep;
-    sleep->fds[0] = (struct pollfd){.fd = -1}; /* what comes for the driver is not the thread's */
+    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
     sleep->life_count = hr_node_life_fds(engine->node, sleep->fds + 1);
     sleep->count = 1 + sleep->life_count;
     sleep->deadline_ns = 0;

@@ -172,7 +172,7 @@ static void find_ranges(const struct hr_lane *world, const uint64_t *start, stru
     if (has_hosts && world->backend->ops->carries) {
         ranges[HORO_KNOB_CARRIED] = (struct hr_knob_range){CARRIED_MIN, HR_CARRIED_MAX};
     }
-    if (start[HORO_KNOB_CYCLE] > 0) { /* who has asked for no extra wait gets none */
+    if (start[HORO_KNOB_CYCLE] > 0) { /* a user who has asked for no extra wait gets none */
         ranges[HORO_KNOB_CYCLE] = (struct hr_knob_range){CYCLE_MIN_US, start[HORO_KNOB_CYCLE]};
     }
     if (start[HORO_KNOB_OVERLAP] > 0) {

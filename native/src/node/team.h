@@ -28,7 +28,7 @@ struct hr_tuning {
     size_t stream;
     size_t moved_stream;    /* the same of what is only moved */
     size_t result_stream;   /* of all ranks of a host: from here on results of moves are stored past the cache */
-    size_t direct;          /* what a read of a peer's memory costs, in bytes copied; 0: none is read */
+    size_t direct;          /* cost of a read of a peer's memory, in bytes copied; 0: none is read */
     size_t direct_most;     /* up to here, of all ranks of the host: results past the cache take less time above */
     size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
     size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */
@@ -83,7 +83,7 @@ struct hr_team {
     /* The state that its collectives keep from one to the next. */
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
-    struct hr_abort suspect;           /* whom a task has lost; see struct hr_task */
+    struct hr_abort suspect;           /* the rank that a task has lost; see struct hr_task */
     /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
     uint64_t pieces;
     int reads_peers;                   /* members can read each other's memory; 0: not tried, -1: not all can */

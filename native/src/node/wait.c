@@ -124,7 +124,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns)
     for (int looks = node->is_core_wanted ? HR_LOOKS_PER_YIELD : FIRST_LOOKS;; looks = HR_LOOKS_PER_YIELD) {
         for (int i = 0; i < looks; i++) {
             int moved;
-            do { /* what has come is worth more than a poll() that would say so */
+            do { /* a message that has come spares the poll() that would say so */
                 moved = hr_node_progress(node);
                 if (ready(node, arg)) {
                     return 1;

@@ -21,7 +21,7 @@ enum { WORD_BITS = 64 };
 
 #define POLL_WITHIN_NS 20000ll /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
 #define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */
-#define END_GRACE_NS 500000000ll        /* what a peer that has shut down sent before may still be coming */
+#define END_GRACE_NS 500000000ll        /* for messages that a peer has sent before it shut down */
 #define TAKE_BACK_WITHIN_NS 200000000ll /* an MPI that has not given memory back by then hardly will */
 
 struct peer {

@@ -16,13 +16,13 @@ from typing import Any
 
 from horo.errors import ResourceError
 
-__all__ = ["Deputies", "DeputyCall"]
+__all__ = ["CallQueue", "ThreadCall"]
 
 
-class DeputyCall:
+class ThreadCall:
     """A call that a thread of its own does for the thread that waits."""
 
-    def __init__(self, step: Callable[[DeputyCall], Any]) -> None:
+    def __init__(self, step: Callable[[ThreadCall], Any]) -> None:
         self._step = step
         self._begun = threading.Lock()  # taken by whoever is first to begin the call or to withdraw it
         self._ended = threading.Lock()
@@ -65,14 +65,14 @@ class DeputyCall:
         return self._result
 
 
-class Deputies:
+class CallQueue:
     """Does calls of any threads one after the other, in the order in which they came."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._calls: SimpleQueue[DeputyCall] = SimpleQueue()
+        self._calls: SimpleQueue[ThreadCall] = SimpleQueue()
 
-    def do(self, what: str, step: Callable[[DeputyCall], Any]) -> Any:
+    def do(self, what: str, step: Callable[[ThreadCall], Any]) -> Any:
         """Does ``step`` when all calls before it are done; blocks until then.
 
         Raises:
@@ -80,7 +80,7 @@ class Deputies:
             BaseException: What ``step`` raises; or the exception of a signal handler, and then ``step`` goes on, unless
                 it had not begun.
         """
-        call = DeputyCall(step)
+        call = ThreadCall(step)
         try:
             self._calls.put(call)
             self._start(what)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from horo._deputy import Deputies, DeputyCall
+from horo._thread_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
 
 DEADLINE_S = 30.0
@@ -37,7 +37,7 @@ class _Steps:
     def __init__(self) -> None:
         self.begun, self.end, self.done = threading.Event(), threading.Event(), threading.Event()
 
-    def step(self, _call: DeputyCall) -> None:
+    def step(self, _call: ThreadCall) -> None:
         self.begun.set()
         assert self.end.wait(DEADLINE_S)
         self.done.set()
@@ -54,14 +54,14 @@ def test_an_exception_inside_the_start_of_the_thread_is_the_one_that_is_raised(m
         signal.raise_signal(signal.SIGUSR1)
         return started
 
-    deputies = Deputies()
+    queue = CallQueue()
     with monkeypatch.context() as patch:
         patch.setattr(threading, STARTS, start_and_interrupt)
         with pytest.raises(_LeftError):
-            deputies.do("step", steps.step)
+            queue.do("step", steps.step)
     assert not steps.done.is_set()
     steps.end.set()
-    assert deputies.do("another", lambda _: 3) == 3  # comes after it
+    assert queue.do("another", lambda _: 3) == 3  # comes after it
     assert steps.done.is_set()
 
 
@@ -84,7 +84,7 @@ def test_an_exception_beside_the_lock_of_a_start_is_the_one_that_is_raised(monke
         patch.setattr(threading, STARTS, start_behind_gate)
         patch.setattr(threading.Condition, "_release_save", release_and_interrupt)
         with pytest.raises(_LeftError):
-            Deputies().do("step", lambda _: None)
+            CallQueue().do("step", lambda _: None)
     gate.set()
 
 
@@ -96,7 +96,7 @@ def test_a_thread_that_cannot_be_started_is_told_also_while_another_error_is_han
 
     def try_to_start() -> None:
         with pytest.raises(ResourceError, match="step: no thread can be started"):
-            Deputies().do("step", lambda _: None)
+            CallQueue().do("step", lambda _: None)
 
     monkeypatch.setattr(threading, STARTS, types.FunctionType(refuse.__code__, vars(threading)))  # a part of threading
     try_to_start()

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from horo._frames import current_frames
+from horo._stack_frames import current_frames
 
 MANY_LOOKS = """
 import faulthandler, gc, sys, threading, time
-from horo._frames import current_frames
+from horo._stack_frames import current_frames
 
 class Garbage:
     def __init__(self):
