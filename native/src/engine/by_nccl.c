@@ -307,7 +307,8 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
 
 void hr_engine_trim_pinned(struct hr_engine *engine) {
     struct hr_stager *stager = atomic_load(&engine->stager);
-    if (stager != NULL && !hr_engine_is_nccl_busy(engine)) {
+    const int is_aborted = hr_arena_aborted(&engine->node->arena).code != 0;
+    if (stager != NULL && !is_aborted && !hr_engine_is_nccl_busy(engine)) {
         hr_stager_trim(stager);
     }
 }
