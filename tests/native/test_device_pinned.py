@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import Gpu, Nccl, OnGpu
-from ranks import Group, Rank, describe, wait_for
+from device_group import SUM, Gpu, Nccl, OnGpu
+from ranks import Group, Rank, describe, recorded_stderr, wait_for
+from test_teams import Links, hosts_of
 
 from horo import _core
 from horo._core_libraries import copy_back
+from horo.errors import GroupError
 
 IDLE = 2  # of enum hr_nccl_state
 LARGE, SMALL = 200 << 20, 60 << 20
@@ -61,21 +63,37 @@ def test_what_is_too_much_is_used_for_anything_before_more_is_pinned(native: Any
     assert gpu.counts()["pinned_ever"] == 3
 
 
-def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> None:
-    """Four requests of 80 MiB, on the same memory of the device."""
+def submit_broadcasts(own: OnGpu, root: int) -> list[int]:
+    """Four of 66 MiB, on the same memory of the device."""
+    array = np.zeros(66 << 20, np.uint8)
+    address = own.gpu.put(array)
+    (tensor,) = describe([array], [array])
+    tensor = tensor._replace(input=address, output=address)
+    options = {"device": own.device + 1, "stream": own.stream, "root_rank": root}
+    return [
+        own.context.submit(_core.RequestBuffer.of(_core.OPS["broadcast"], f"x{i}", [tensor], **options))
+        for i in range(4)
+    ]
 
+
+def release(own: OnGpu, handles: list[int]) -> None:
+    """In a thread of its own, which does not wait for the GPU."""
+
+    def body() -> None:
+        for handle in handles:
+            own.context.release(handle)
+
+    releasing = threading.Thread(target=body, daemon=True)
+    releasing.start()
+    releasing.join(20)
+    assert not releasing.is_alive(), "it waits for the GPU"
+
+
+def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> None:
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
-        array = np.zeros(80 << 20, np.uint8)
-        address = gpu.put(array)
-        (tensor,) = describe([array], [array])
-        tensor = tensor._replace(input=address, output=address)
-        options = {"device": 1, "stream": own.stream, "root_rank": 0}
-        handles = [
-            own.context.submit(_core.RequestBuffer.of(_core.OPS["broadcast"], f"x{i}", [tensor], **options))
-            for i in range(4)
-        ]
-        for handle in handles:  # all have read that memory when the first one writes there
+        handles = submit_broadcasts(own, 0)
+        for handle in handles:
             own.context.wait(handle)
         for handle in handles:
             copy_back(own.context, handle, own.stream)
@@ -87,4 +105,66 @@ def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> 
         own.close()
 
     with Group((1,)) as group:
+        group.run(body)
+
+
+def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_stands_still(gpu: Gpu) -> None:
+    is_stuck = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            assert is_stuck.wait(60)
+            rank.context.end("ValueError: bad batch")
+            return
+        own = OnGpu(rank, gpu)
+        handles = submit_broadcasts(own, 1)
+        wait_for(lambda: gpu.calls() == 4)
+        gpu.let_copies(0)
+        stuck, _, _ = own.submit("allreduce", "stuck", np.ones(5, np.float32), reduce_op=SUM)
+        is_stuck.set()
+        for handle in [*handles, stuck]:
+            with pytest.raises(GroupError, match="bad batch"):
+                own.context.wait(handle)
+        release(own, handles)
+        gpu.let_copies(-1)
+        own.context.release(stuck)
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+
+
+def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(gpu: Gpu, nccl: Nccl) -> None:
+    """That of a process set of ranks 0 and 1; the world has two ranks on one GPU, so its tensors are staged."""
+    links = Links(hosts_of((3,)))
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        own = OnGpu(rank, gpu, [nccl.path], device=rank.rank % 2)
+        handles = submit_broadcasts(own, 1)
+        for handle in handles:
+            own.context.wait(handle)
+        if rank.rank < 2:
+            own.allreduce(np.ones(5, np.float32), team=team)
+            if rank.rank == 1:
+                nccl.fail("hang", 1)
+            rank.barrier(team=team)
+            hung, _, _ = own.submit("allreduce", "hung", np.ones(5, np.float32), team=team, reduce_op=SUM)
+            own.context.wait(hung)
+            own.context.release(hung)
+            release(own, handles)
+        rank.barrier("released")
+        assert gpu.counts()["pinned"] == 3 * len(handles)
+        rank.barrier("counted")
+        if rank.rank == 1:
+            rank.context.end("ValueError: bad batch")
+        with pytest.raises(GroupError, match="bad batch"):
+            while True:
+                rank.barrier("ended")
+        if rank.rank == 2:
+            release(own, handles)
+        gpu.synchronize(own.stream)
+        own.close()
+
+    with recorded_stderr(), Group((3,)) as group:
         group.run(body)

@@ -328,3 +328,65 @@ def test_a_rank_leaves_while_its_calls_wait_for_room(gpu: Gpu, nccl: Nccl) -> No
     group.destroy_while(lambda: gpu.open(*gates))
     for own, _ in owners:
         own.close()
+
+
+# ---- Behind a refusal ----
+
+
+def is_refused(written: Callable[[], str]) -> bool:
+    return "tensors on GPUs travel through host memory, not by NCCL" in written()
+
+
+def submitted_before_a_refusal(gpu: Gpu, own: OnGpu, written: Callable[[], str]) -> tuple[list[Any], ctypes.c_int]:
+    """Calls behind a program's stream that stands still, and its gate; NCCL has been refused since."""
+    gate = gpu.hold(own.stream)
+    begun = [begin(own, f"x{n}") for n in range(CALLS)]
+    wait_for(lambda: is_refused(written))
+    await_still(own)
+    return begun, gate
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
+def test_a_rank_dies_while_what_nccl_has_refused_stands_behind_the_programs_stream(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]
+) -> None:
+    there = threading.Barrier(2)
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu, [nccl.path])
+        begun, gate = submitted_before_a_refusal(gpu, own, written)
+        there.wait(60)
+        if rank.rank == 1:
+            group.kill(1)
+            own.context.end("its death")
+        for handle, _ in begun:
+            with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == 1 else "^rank 1 "):
+                own.context.wait(handle)
+            own.context.release(handle)
+        gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+
+    with recorded_stderr() as written, Group(hosts) as group:
+        group.run(body)
+
+
+def test_other_teams_go_on_while_it_stands_there_and_it_comes_to_all_results(gpu: Gpu, nccl: Nccl) -> None:
+    links = Links(hosts_of((2,)))
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        own = OnGpu(rank, gpu, [nccl.path])
+        begun, gate = submitted_before_a_refusal(gpu, own, written)
+        for step in range(20):
+            assert rank.allreduce(np.full(100, step, np.float32), "y", team=team)[-1] == 2 * step
+        gpu.open(gate)
+        for handle, _ in begun:
+            own.finish(handle)
+        gpu.synchronize(own.stream)
+        for _, target in begun:
+            assert gpu.get(target, ONES).tolist() == [2.0] * 5
+        own.close()
+
+    with recorded_stderr() as written, Group((2,)) as group:
+        group.run(body)

@@ -1,5 +1,8 @@
 #include "device/backlog.h"
 
+/* So where there is no room, an event is behind some of what is pending, or is put there, and room comes with it. */
+_Static_assert(HR_BACKLOG_EVERY <= HR_BACKLOG_MOST, "what has no event behind it is never known to have run");
+
 int hr_backlog_create(struct hr_backlog *backlog, const struct hr_device *device, void *stream,
                       struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;

@@ -81,6 +81,9 @@ void hr_device_close(struct hr_device *device) {
         if (device->releases != NULL) {
             (void)device->cuda->stream_destroy(device->releases);
         }
+        if (device->behind_marks != NULL) {
+            (void)device->cuda->stream_destroy(device->behind_marks);
+        }
         hr_device_leave(device, &visit);
     }
     (void)pthread_mutex_destroy(&device->copying);

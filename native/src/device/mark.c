@@ -67,3 +67,14 @@ int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *err
     hr_device_leave(mark->device, &visit);
     return status;
 }
+
+int hr_mark_is_reached(const struct hr_mark *mark) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (hr_device_enter(mark->device, &visit, &ignored) != HORO_OK) {
+        return 1;
+    }
+    const int code = mark->device->cuda->event_query(mark->event);
+    hr_device_leave(mark->device, &visit);
+    return code != HR_CUDA_NOT_READY;
+}

@@ -26,6 +26,8 @@ void hr_mark_drop(struct hr_mark *mark);
 
 /* The stream goes on when the mark is reached. HORO_OK or as create. Any thread. */
 int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *error);
+/* Whether it has been reached, or never will be: the GPU has failed. Any thread. */
+int hr_mark_is_reached(const struct hr_mark *mark);
 /* For a caller that has entered the device: to behind all that is on the stream now. */
 int hr_mark_move(struct hr_mark *mark, void *stream, struct hr_error *error);
 

@@ -27,21 +27,19 @@ static int is_in_pieces(const struct hr_staging *staging) {
 }
 
 static int copy_to_host(const struct hr_staging *staging, size_t i, size_t at, size_t bytes, struct hr_error *error) {
-    const struct hr_device *device = staging->device;
-    const struct hr_cuda *cuda = device->cuda;
+    const struct hr_cuda *cuda = staging->device->cuda;
     return hr_cuda_check(cuda,
                          cuda->copy_to_host((char *)hr_staging_host(staging, i) + at, staging->tensors[i].source + at,
-                                            bytes, device->to_host),
+                                            bytes, staging->from_device),
                          "cuMemcpyDtoHAsync", error);
 }
 
 /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
 static int copy_in(const struct hr_staging *staging, void *stream, const struct hr_mark *behind,
                    struct hr_error *error) {
-    const struct hr_device *device = staging->device;
-    const struct hr_cuda *cuda = device->cuda;
-    HR_TRY(behind == NULL ? follow(cuda, staging->block->copied_in, stream, device->to_host, error)
-                          : hr_cuda_check(cuda, cuda->stream_wait_event(device->to_host, behind->event, 0),
+    const struct hr_cuda *cuda = staging->device->cuda;
+    HR_TRY(behind == NULL ? follow(cuda, staging->block->copied_in, stream, staging->from_device, error)
+                          : hr_cuda_check(cuda, cuda->stream_wait_event(staging->from_device, behind->event, 0),
                                           "cuStreamWaitEvent", error));
     if (is_in_pieces(staging)) {
         return HORO_OK;
@@ -50,7 +48,25 @@ static int copy_in(const struct hr_staging *staging, void *stream, const struct 
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
         HR_TRY(tensor->source_bytes == 0 ? HORO_OK : copy_to_host(staging, i, 0, tensor->source_bytes, error));
     }
-    return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, device->to_host), "cuEventRecord", error);
+    return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, staging->from_device), "cuEventRecord",
+                         error);
+}
+
+/* On the stream that they all share, nothing comes between the pieces of another one. */
+static int copy_in_turn(struct hr_staging *staging, void *stream, struct hr_error *error) {
+    struct hr_device *device = staging->device;
+    staging->from_device = device->to_host;
+    (void)pthread_mutex_lock(&device->copying);
+    const int status = copy_in(staging, stream, NULL, error);
+    (void)pthread_mutex_unlock(&device->copying);
+    return status;
+}
+
+static int copy_in_behind(struct hr_staging *staging, const struct hr_mark *mark, struct hr_error *error) {
+    struct hr_device *device = staging->device;
+    HR_TRY(device->behind_marks == NULL ? hr_device_create_stream(device, &device->behind_marks, error) : HORO_OK);
+    staging->from_device = device->behind_marks;
+    return copy_in(staging, NULL, mark, error);
 }
 
 static int begin(struct hr_staging *staging, void *stream, const struct hr_mark *behind, struct hr_error *error) {
@@ -59,10 +75,7 @@ static int begin(struct hr_staging *staging, void *stream, const struct hr_mark 
     HR_TRY(behind == NULL ? hr_device_refuse_capture(device, stream, error) : HORO_OK);
     HR_TRY(hr_stager_take_block(staging->stager, device, bytes, &staging->block, error));
     staging->block->is_out = 0;
-    (void)pthread_mutex_lock(&device->copying);
-    const int status = copy_in(staging, stream, behind, error);
-    (void)pthread_mutex_unlock(&device->copying);
-    return status;
+    return behind == NULL ? copy_in_turn(staging, stream, error) : copy_in_behind(staging, behind, error);
 }
 
 int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
@@ -205,7 +218,7 @@ static int launch(struct hr_staging *staging, size_t *launched, struct hr_error 
     if (is_in_pieces(staging)) {
         status = send_pieces(staging, launched, error);
     } else {
-        status = tell(staging, staging->device->to_host, error);
+        status = tell(staging, staging->from_device, error);
         *launched = status == HORO_OK;
     }
     hr_device_leave(staging->device, &visit);

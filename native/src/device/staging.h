@@ -87,6 +87,7 @@ struct hr_staging {
     struct hr_stager *stager;
     struct hr_device *device;
     struct hr_block *block;
+    void *from_device;           /* the stream of its copies to the host */
     void *request;               /* the owner's */
     _Atomic int is_ready;
     _Atomic int is_disowned; /* the block is */
@@ -123,9 +124,10 @@ void hr_stager_trim(struct hr_stager *stager);
 
 /*
  * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now or, where that is not
- * NULL, `behind` a mark of the device. Fills in their offsets. HORO_OK, HORO_ERR_USAGE (no such device; a stream that
- * is being captured) or HORO_ERR_RESOURCE, with a sentence and nothing left behind. Any thread; blocks for as long as
- * pinning new memory takes.
+ * NULL, `behind` a mark of the device, at once and not in pieces. Fills in their offsets. HORO_OK, HORO_ERR_USAGE (no
+ * such device; a stream that is being captured) or HORO_ERR_RESOURCE, with a sentence and nothing left behind. Blocks
+ * for as long as pinning new memory takes. Any thread, which may have to wait for the program's stream where it is far
+ * ahead of that; behind marks, one thread at a time, which waits for no other: those have a stream of their own.
  */
 int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
                       struct hr_staged_tensor *tensors, size_t count, struct hr_staging **staging,

@@ -182,7 +182,7 @@ static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, cons
 }
 
 static int64_t look_within(const struct hr_nccl_team *team) {
-    const int64_t for_values_ns = atomic_load(&team->awaited) > 0 ? LOOK_NS : 0;
+    const int64_t for_values_ns = atomic_load(&team->awaited) > 0 || team->unstaged != NULL ? LOOK_NS : 0;
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
@@ -225,6 +225,10 @@ static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     moved |= look(team);
     if (atomic_load(&team->awaited) > 0) {
         hr_nccl_check_values(engine, lane);
+    }
+    if (hr_nccl_may_stage(team)) {
+        hr_nccl_stage(engine, lane);
+        moved = 1;
     }
     if (team->comm.state == HR_NCCL_BROKEN) {
         moved |= turn_broken(engine, team, lane->team->number == 0 ? "" : hr_team_name(lane->team, name));
@@ -287,7 +291,7 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
 static int has_work(struct hr_nccl_team *team) {
     team->has_moved |= look(team);
     const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
-    return team->has_moved || is_late || atomic_load(&team->has_values);
+    return team->has_moved || is_late || atomic_load(&team->has_values) || hr_nccl_may_stage(team);
 }
 
 int hr_engine_nccl_has_work(struct hr_engine *engine) {
@@ -307,7 +311,8 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
 
 void hr_engine_trim_pinned(struct hr_engine *engine) {
     struct hr_stager *stager = atomic_load(&engine->stager);
-    if (stager != NULL && !hr_engine_is_nccl_busy(engine)) {
+    const int is_aborted = hr_arena_aborted(&engine->node->arena).code != 0;
+    if (stager != NULL && !is_aborted && !hr_engine_is_nccl_busy(engine)) {
         hr_stager_trim(stager);
     }
 }
@@ -351,6 +356,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, HR_BY_NCCL_ASKED);
     team->until_join = 0;
+    team->unstaged = NULL;
     team->comm = (struct hr_nccl_comm){0};
     team->has_moved = 0;
     (void)pthread_mutex_unlock(&engine->submission.lock);

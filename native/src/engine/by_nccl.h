@@ -95,6 +95,7 @@ struct hr_nccl_team {
     _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was refused */
     _Atomic int has_values; /* they have come, and the driver has not seen it */
     /* of the driver */
+    struct hr_request *unstaged; /* the next one to be staged that was submitted for NCCL; NULL: there is none */
     struct hr_nccl_report *reports; /* TELLING: [size] this rank's among zeros, then those of all; until it is over */
     struct hr_operand told; /* these, or a part of them, as what is exchanged */
     size_t told_bytes;
@@ -155,6 +156,13 @@ void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* The driver: ends the group if values that are awaited never come. */
 void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
+/*
+ * The driver: whether the next one can be staged that was submitted for NCCL; stages all that can. They can when their
+ * marks have been reached, since copies wait for the bus alone then. Behind other marks, hundreds of copies would fill
+ * their stream while the program's stands still, and the driver would have to wait for that.
+ */
+int hr_nccl_may_stage(const struct hr_nccl_team *team);
+void hr_nccl_stage(struct hr_engine *engine, const struct hr_lane *lane);
 
 /*
  * nccl_batch.c: gives the batch's room back, in the order of the stream. is_over: the batch is wholly there, so that of

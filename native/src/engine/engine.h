@@ -321,7 +321,7 @@ int hr_engine_nccl_has_work(struct hr_engine *engine);
 int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 /*
  * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
- * run, which others hold up.
+ * run, which others hold up, or the group has been aborted: what runs then may never end, and nobody would hear why.
  */
 void hr_engine_trim_pinned(struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */

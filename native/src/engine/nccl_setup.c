@@ -174,8 +174,8 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
     struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
     const int stage = team == NULL ? HR_BY_NCCL_ASKED : atomic_load(&team->stage);
     const int is_over = stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
-    if ((is_over && atomic_load(&team->awaited) == 0) || (team == NULL && !lane->announcer.join.has_joined) ||
-        !is_for_nccl(lane, record)) {
+    const int has_values = is_over && team->unstaged == NULL && atomic_load(&team->awaited) == 0;
+    if (has_values || (team == NULL && !lane->announcer.join.has_joined) || !is_for_nccl(lane, record)) {
         return HR_TASK_DONE;
     }
     if (stage == HR_BY_NCCL_CONNECTING && team->comm.state == HR_NCCL_IDLE) {
@@ -197,28 +197,44 @@ static void end_for_lack(struct hr_engine *engine, const char *text) {
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
-/* With the lock held, which it lets go for calls of CUDA: what is pending stays so, for it ends by records. */
+/*
+ * The next request behind `last` that was submitted for NCCL, which is not to have it. It stays pending meanwhile: the
+ * log goes on when all have been staged.
+ */
+static struct hr_request *next_unstaged(struct hr_engine *engine, const struct hr_lane *lane,
+                                        struct hr_request *last) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    struct hr_request *request = last;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    do {
+        request = hr_lane_next_pending(lane, request);
+    } while (request != NULL && (request->mark == NULL || !hr_nccl_is_refused(team, &request->call)));
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return request;
+}
+
+int hr_nccl_may_stage(const struct hr_nccl_team *team) {
+    return team->unstaged != NULL && hr_mark_is_reached(team->unstaged->mark);
+}
+
 static void stage(struct hr_engine *engine, struct hr_nccl_team *team, struct hr_request *request) {
     struct hr_error error = {0};
+    (void)pthread_mutex_lock(&engine->submission.lock);
     request->awaits_values = 1;
     atomic_fetch_add(&team->awaited, 1);
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    const int status = hr_engine_stage_marked(engine, request, &error);
-    if (status != HORO_OK) {
+    if (hr_engine_stage_marked(engine, request, &error) != HORO_OK) {
         end_for_lack(engine, error.text);
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
 }
 
-/* Stages what has been submitted for NCCL, which is not to have it. */
-static void stage_all(struct hr_engine *engine, const struct hr_lane *lane) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    for (struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {
-        if (request->mark != NULL && hr_nccl_is_refused(hr_nccl_team_of(engine, lane), &request->call)) {
-            stage(engine, hr_nccl_team_of(engine, lane), request);
-        }
+void hr_nccl_stage(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    while (hr_nccl_may_stage(team)) {
+        struct hr_request *request = team->unstaged;
+        team->unstaged = next_unstaged(engine, lane, request);
+        stage(engine, team, request);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
 void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane) {
@@ -342,7 +358,8 @@ static void judge(struct hr_engine *engine, const struct hr_lane *lane, const st
     } else {
         refuse(engine, lane, has_joined, text);
     }
-    stage_all(engine, lane);
+    hr_nccl_team_of(engine, lane)->unstaged = next_unstaged(engine, lane, NULL);
+    hr_nccl_stage(engine, lane);
 }
 
 static void be_ready(struct hr_engine *engine, const struct hr_lane *lane, struct hr_nccl_team *team) {
