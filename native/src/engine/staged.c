@@ -45,7 +45,7 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     if (!is_told && !atomic_load(&engine->driver.stop)) {
         hr_engine_end_for_copy(engine, &request->call, text);
     }
-    hr_engine_kick(engine); /* who waits for it may drive meanwhile */
+    hr_engine_kick(engine); /* a caller that waits for it may drive meanwhile */
     (void)pthread_cond_broadcast(&engine->submission.done);
 }
 
