@@ -337,29 +337,25 @@ def is_refused(written: Callable[[], str]) -> bool:
     return "tensors on GPUs travel through host memory, not by NCCL" in written()
 
 
-def submitted_before_a_refusal(gpu: Gpu, own: OnGpu, written: Callable[[], str]) -> tuple[list[Any], ctypes.c_int]:
-    """Calls behind a program's stream that stands still, and its gate; NCCL has been refused since."""
-    gate = gpu.hold(own.stream)
-    begun = [begin(own, f"x{n}") for n in range(CALLS)]
-    wait_for(lambda: is_refused(written))
-    await_still(own)
-    return begun, gate
-
-
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
 def test_a_rank_dies_while_what_nccl_has_refused_stands_behind_the_programs_stream(
     gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]
 ) -> None:
-    there = threading.Barrier(2)
+    has_submitted = threading.Event()
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu, [nccl.path])
-        begun, gate = submitted_before_a_refusal(gpu, own, written)
-        there.wait(60)
-        if rank.rank == 1:
+        gate = gpu.hold(own.stream)
+        if rank.rank == 0:
+            begun = [begin(own, f"x{n}")[0] for n in range(CALLS)]
+            has_submitted.set()
+        else:
+            assert has_submitted.wait(60)
+            begun = [begin(own, "x0")[0]]
+            wait_for(lambda: is_refused(written))
             group.kill(1)
             own.context.end("its death")
-        for handle, _ in begun:
+        for handle in begun:
             with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == 1 else "^rank 1 "):
                 own.context.wait(handle)
             own.context.release(handle)
@@ -373,16 +369,26 @@ def test_a_rank_dies_while_what_nccl_has_refused_stands_behind_the_programs_stre
 
 def test_other_teams_go_on_while_it_stands_there_and_it_comes_to_all_results(gpu: Gpu, nccl: Nccl) -> None:
     links = Links(hosts_of((2,)))
+    has_submitted = threading.Event()
 
     def body(rank: Rank) -> None:
         team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
         own = OnGpu(rank, gpu, [nccl.path])
-        begun, gate = submitted_before_a_refusal(gpu, own, written)
+        gate = gpu.hold(own.stream)
+        if rank.rank == 0:
+            begun = [begin(own, f"x{n}") for n in range(CALLS)]
+            has_submitted.set()
+        else:
+            assert has_submitted.wait(60)
+            begun = [begin(own, "x0")]
+        wait_for(lambda: is_refused(written))
         for step in range(20):
             assert rank.allreduce(np.full(100, step, np.float32), "y", team=team)[-1] == 2 * step
         gpu.open(gate)
-        for handle, _ in begun:
-            own.finish(handle)
+        for number in range(CALLS):
+            if rank.rank == 1 and number > 0:
+                begun.append(begin(own, f"x{number}"))
+            own.finish(begun[number][0])
         gpu.synchronize(own.stream)
         for _, target in begun:
             assert gpu.get(target, ONES).tolist() == [2.0] * 5

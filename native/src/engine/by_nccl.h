@@ -158,8 +158,8 @@ struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
 /*
  * The driver: whether the next one can be staged that was submitted for NCCL; stages all that can. They can when their
- * marks have been reached, since copies wait for the bus alone then. Behind other marks, hundreds of copies would fill
- * their stream while the program's stands still, and the driver would have to wait for that.
+ * marks have been reached, since copies wait for the bus alone then, and not all at once. Behind other marks, hundreds
+ * of copies would fill their stream while the program's stands still, and the driver would have to wait for that.
  */
 int hr_nccl_may_stage(const struct hr_nccl_team *team);
 void hr_nccl_stage(struct hr_engine *engine, const struct hr_lane *lane);

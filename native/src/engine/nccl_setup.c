@@ -190,6 +190,8 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
 
 /* ---- Staging ---- */
 
+enum { STAGED_AT_ONCE = 64 }; /* requests whose copies are on their stream: so many have room, with some tensors each */
+
 /* All ranks are about to do it in host memory, and count on this one. */
 static void end_for_lack(struct hr_engine *engine, const char *text) {
     char words[HORO_MESSAGE_MAX];
@@ -214,7 +216,8 @@ static struct hr_request *next_unstaged(struct hr_engine *engine, const struct h
 }
 
 int hr_nccl_may_stage(const struct hr_nccl_team *team) {
-    return team->unstaged != NULL && hr_mark_is_reached(team->unstaged->mark);
+    return team->unstaged != NULL && atomic_load(&team->awaited) < STAGED_AT_ONCE &&
+           hr_mark_is_reached(team->unstaged->mark);
 }
 
 static void stage(struct hr_engine *engine, struct hr_nccl_team *team, struct hr_request *request) {
