@@ -4,7 +4,7 @@
 
 #include "base/clock.h"
 #include "device/blocks.h"
-#include "device/lookout.h"
+#include "device/watchdog.h"
 #include "device/staging.h"
 
 enum {
@@ -48,7 +48,7 @@ int hr_stager_create(const char *const *paths, size_t path_count, void *owner, h
     made->owner = owner;
     made->on_ready = on_ready;
     made->on_failed = on_failed;
-    status = hr_lookout_start(made, error);
+    status = hr_watchdog_start(made, error);
     if (status != HORO_OK) {
         fini_sync(made);
         free(made);
@@ -119,12 +119,12 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     stager->owner = NULL;
     (void)pthread_cond_signal(&stager->stirred);
     drain(stager, until_ns);
-    const int has_ended = hr_lookout_await_end(stager, until_ns);
+    const int has_ended = hr_watchdog_await_end(stager, until_ns);
     const int is_free = stager->launched == 0 && has_ended;
     (void)pthread_mutex_unlock(&stager->lock);
-    hr_lookout_close(stager, has_ended);
+    hr_watchdog_close(stager, has_ended);
     if (!is_free) {
-        return; /* the driver may call a function with it at any time, or let the lookout go */
+        return; /* the driver may call a function with it at any time, or let the watchdog go */
     }
     destroy_idle(stager, until_ns);
     for (int i = 0; i < HR_DEVICES_MAX; i++) {

@@ -5,7 +5,7 @@
 
 #include "base/cut.h"
 #include "device/blocks.h"
-#include "device/lookout.h"
+#include "device/watchdog.h"
 
 static size_t place(struct hr_staged_tensor *tensors, size_t count) {
     size_t bytes = 0;
@@ -142,7 +142,7 @@ void hr_staging_release(struct hr_staging *staging) {
 
 /* With the stager's lock held, when no function of the host is to come any more. */
 static void end_telling(struct hr_staging *staging) {
-    hr_lookout_remove(staging->stager, staging);
+    hr_watchdog_remove(staging->stager, staging);
     staging->stager->launched--;
     (void)pthread_cond_broadcast(&staging->stager->drained);
 }
@@ -234,7 +234,7 @@ int hr_staging_launch(struct hr_staging *staging, void *request, struct hr_error
                                                             staging->tensors[0].piece_bytes) : 1;
     const size_t to_tell = staging->to_tell;
     hr_staging_keep(staging);
-    hr_lookout_add(stager, staging);
+    hr_watchdog_add(stager, staging);
     stager->launched++;
     (void)pthread_mutex_unlock(&stager->lock);
     const int status = launch(staging, &launched, error);

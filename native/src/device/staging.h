@@ -17,7 +17,7 @@
  * the copies are not to wait for it. on_ready is called for each, and results may return from the front meanwhile.
  *
  * Where a copy to the host fails, no function behind it is called: on_failed tells of that, from a thread of the
- * stager's (device/lookout.h).
+ * stager's (device/watchdog.h).
  *
  * A staging belongs to the request and to the call that has been launched, and is gone when both have let go.
  */
@@ -66,8 +66,8 @@ struct hr_stager {
     void *owner;  /* NULL: closed */
     hr_staging_ready *on_ready;
     hr_staging_failed *on_failed;
-    /* the lookout's: */
-    pthread_t lookout;
+    /* the watchdog's: */
+    pthread_t watchdog;
     pthread_cond_t stirred; /* it rests, and copies are awaited; or the stager is closed */
     struct hr_staging *first_launched, *last_launched; /* of which functions of the host are to come */
     int is_resting, has_ended;

@@ -49,14 +49,12 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     (void)pthread_cond_broadcast(&engine->submission.done);
 }
 
-/* From the stager's lookout. */
+/* From the stager's watchdog. */
 static void on_failed(void *owner, struct hr_staging *staging, const char *text) {
     struct hr_engine *engine = owner;
     struct hr_request *request = staging->request;
     (void)pthread_mutex_lock(&engine->submission.lock);
-    if (!request->awaits_values) { /* else the driver looks itself */
-        fail_locked(engine, request, HORO_ERR_RESOURCE, text);
-    }
+    fail_locked(engine, request, HORO_ERR_RESOURCE, text);
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 

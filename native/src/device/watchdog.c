@@ -1,4 +1,4 @@
-#include "device/lookout.h"
+#include "device/watchdog.h"
 
 #include <signal.h>
 #include <string.h>
@@ -8,10 +8,14 @@
 
 #define LOOK_NS 100000000ll /* other ranks may wait for what it finds; a look is a call for each device */
 
-/* With the lock held: the first copies that somebody awaits, but on devices of which nothing has failed, as bits. */
+/*
+ * With the lock held: the first copies that somebody awaits, but on devices of which nothing has failed, as bits. Those
+ * behind marks are on another stream, and the driver of the engine, which has put them there, looks for their failure.
+ */
 static struct hr_staging *first_awaited(const struct hr_stager *stager, uint64_t fine) {
     struct hr_staging *staging = stager->first_launched;
     while (staging != NULL && (staging->request == NULL || atomic_load(&staging->is_ready) || staging->has_failed ||
+                               staging->from_device != staging->device->to_host ||
                                (fine >> staging->device->number & 1) != 0)) {
         staging = staging->later;
     }
@@ -60,7 +64,7 @@ static int sleep_until_look(struct hr_stager *stager) {
     return stager->owner != NULL;
 }
 
-static void *look_out(void *arg) {
+static void *watch(void *arg) {
     struct hr_stager *stager = arg;
     (void)pthread_mutex_lock(&stager->lock);
     while (sleep_until_look(stager)) {
@@ -72,19 +76,19 @@ static void *look_out(void *arg) {
     return NULL;
 }
 
-int hr_lookout_start(struct hr_stager *stager, struct hr_error *error) {
+int hr_watchdog_start(struct hr_stager *stager, struct hr_error *error) {
     sigset_t all;
     sigset_t before;
     (void)sigfillset(&all); /* signals belong to the program's own threads */
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int status = pthread_create(&stager->lookout, NULL, look_out, stager);
+    const int status = pthread_create(&stager->watchdog, NULL, watch, stager);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     return status == 0 ? HORO_OK
                        : hr_fail(error, HORO_ERR_RESOURCE, "cannot start the thread that looks at copies from GPUs: %s",
                                  strerror(status));
 }
 
-void hr_lookout_add(struct hr_stager *stager, struct hr_staging *staging) {
+void hr_watchdog_add(struct hr_stager *stager, struct hr_staging *staging) {
     staging->earlier = stager->last_launched;
     *(staging->earlier == NULL ? &stager->first_launched : &staging->earlier->later) = staging;
     stager->last_launched = staging;
@@ -93,12 +97,12 @@ void hr_lookout_add(struct hr_stager *stager, struct hr_staging *staging) {
     }
 }
 
-void hr_lookout_remove(struct hr_stager *stager, struct hr_staging *staging) {
+void hr_watchdog_remove(struct hr_stager *stager, struct hr_staging *staging) {
     *(staging->earlier == NULL ? &stager->first_launched : &staging->earlier->later) = staging->later;
     *(staging->later == NULL ? &stager->last_launched : &staging->later->earlier) = staging->earlier;
 }
 
-int hr_lookout_await_end(struct hr_stager *stager, int64_t until_ns) {
+int hr_watchdog_await_end(struct hr_stager *stager, int64_t until_ns) {
     const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
     while (!stager->has_ended && hr_now_ns() < until_ns) {
         (void)pthread_cond_timedwait(&stager->drained, &stager->lock, &until);
@@ -106,10 +110,10 @@ int hr_lookout_await_end(struct hr_stager *stager, int64_t until_ns) {
     return stager->has_ended;
 }
 
-void hr_lookout_close(struct hr_stager *stager, int has_ended) {
+void hr_watchdog_close(struct hr_stager *stager, int has_ended) {
     if (has_ended) {
-        (void)pthread_join(stager->lookout, NULL);
+        (void)pthread_join(stager->watchdog, NULL);
     } else {
-        (void)pthread_detach(stager->lookout);
+        (void)pthread_detach(stager->watchdog);
     }
 }
