@@ -11,7 +11,7 @@ from ranks import Group, Rank
 
 from horo import _core
 from horo._core_libraries import copy_back, copy_result
-from horo.errors import ResourceError
+from horo.errors import ResourceError, UsageError
 
 THOUSAND = np.arange(1000, dtype=np.float32)
 INVALID_VALUE = 1
@@ -99,4 +99,28 @@ def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_c
         own.close()
 
     with Group((1,)) as group:
+        group.run(body)
+
+
+def test_results_that_are_asked_for_too_early_are_refused_while_nccl_is(gpu: Gpu, nccl: Nccl) -> None:
+    """Both ranks are on one GPU, so what they have submitted for NCCL is staged, by another thread than the one that
+    asks for results all the time. It begins when the gate is open.
+    """
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl, device=0)
+        gate = gpu.hold(own.stream)
+        handles = [own.submit("allreduce", f"x{number}", THOUSAND, reduce_op=SUM)[0] for number in range(100)]
+        gpu.open(gate)
+        for number, handle in enumerate(handles):
+            while not own.context.poll(handle):
+                for early in handles[number:]:
+                    try:
+                        copy_back(own.context, early, own.stream)
+                    except UsageError as error:
+                        assert str(error).endswith("has no results for the GPU: it is not done, or has failed")
+            own.finish(handle)
+        own.close()
+
+    with Group((2,)) as group:
         group.run(body)

@@ -130,6 +130,43 @@ def test_a_rank_that_nccl_does_not_connect_is_named_by_a_stall(
         group.run(body)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "late"),
+    [
+        ((3,), [1, 2]),
+        ((3,), [0, 1, 2]),
+        ((1, 1), [0, 1]),
+        ((2, 1), [0, 2]),
+        ((1, 1, 1), [1, 2]),
+        ((2, 2), [2, 3]),
+        ((2, 2), [1, 3]),
+    ],
+    ids=str,
+)
+def test_several_ranks_that_nccl_does_not_connect_blame_nobody_who_is_connected(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], late: list[int]
+) -> None:
+    for rank in late:
+        nccl.fail("late connect", rank)
+    culprits = {"a rank", *(f"rank {rank} (host{np.repeat(range(len(hosts)), hosts)[rank]})" for rank in late)}
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        handle = begin(own)
+        with pytest.raises(StalledError) as raised:
+            own.context.wait(handle)
+        who = str(raised.value).partition(" has not submitted what others wait for, or not gone on with it, for ")[0]
+        assert who in culprits or (who == "this rank" and rank.rank in late)
+        own.context.release(handle)
+        own.close()
+
+    with recorded_stderr() as text:
+        with Group(hosts, stall_warning_ms=500, stall_shutdown_ms=2000) as group:
+            group.run(body)
+        assert "waiting for an answer" not in text()
+        assert "waiting for NCCL to connect this rank in the middle of an operation for" in text()
+
+
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies_while_a_call_is_launched(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int) -> None:

@@ -107,6 +107,7 @@ struct hr_nccl_team {
     struct hr_nccl_turn turn;
     int64_t look_ns;    /* when to look again at what runs on the GPU */
     int has_moved;      /* a look during a wait has changed the communicator */
+    int holds_record;   /* one in the team's log waits in front of its batch */
     int64_t tell_ns;    /* BROKEN: when the group is told; 0: not known yet */
     int is_told;        /* the group has been told that it is BROKEN */
     /* of those whose teams are gone, and which are not at their end yet */

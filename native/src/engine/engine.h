@@ -335,6 +335,8 @@ int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
 int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
+const char *hr_engine_holds_record(const struct hr_lane *lane);
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
 int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);

@@ -170,8 +170,8 @@ static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *recor
            decoded.by_nccl;
 }
 
-int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+/* As hr_lane_prepare_nccl. */
+static int prepare(struct hr_lane *lane, struct hr_nccl_team *team, const struct hr_wire_message *record) {
     const int stage = team == NULL ? HR_BY_NCCL_ASKED : atomic_load(&team->stage);
     const int is_over = stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
     const int has_values = is_over && team->unstaged == NULL && atomic_load(&team->awaited) == 0;
@@ -186,6 +186,23 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
     }
     const struct hr_by_nccl *by = hr_nccl_state(lane->engine);
     return by == NULL ? HORO_ERR_RESOURCE : begin_telling(lane, by, hr_nccl_team_of(lane->engine, lane));
+}
+
+int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    const int prepared = prepare(lane, team, record);
+    if (team != NULL) {
+        team->holds_record = prepared == HR_TASK_BLOCKED;
+    }
+    return prepared;
+}
+
+const char *hr_engine_holds_record(const struct hr_lane *lane) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    if (team == NULL || !team->holds_record) {
+        return NULL;
+    }
+    return team->comm.state == HR_NCCL_CONNECTING ? "NCCL to connect this rank" : "its own GPU";
 }
 
 /* ---- Staging ---- */

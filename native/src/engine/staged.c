@@ -203,7 +203,7 @@ static void measure(const struct hr_request *request, size_t *bytes) {
 /* With the lock held. */
 static int begin_return(struct hr_request *request, int64_t handle, struct returning *returning,
                         struct hr_error *error) {
-    if (request == NULL || (request->staging == NULL && request->mark == NULL)) {
+    if (request == NULL || request->call.device == 0) { /* until it is done, the driver may change the rest of it */
         return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
     }
     if (atomic_load(&request->status) != HORO_OK) {

@@ -167,24 +167,27 @@ static int find_only_other(const struct hr_team *team) {
     return -1;
 }
 
-/* The batch that is being executed has not moved for waited_ns. */
+/* The batch that is being executed, or that a record is in front of, has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const int silent = find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane));
+    const char *held_by = hr_engine_holds_record(lane);
+    const int silent = held_by != NULL ? -1 : find_silent(lane, now_ns);
+    const int is_late_here = silent < 0 && (held_by != NULL || hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane));
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
-     * may one that waits for its GPU, which other GPUs hold up
+     * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front
      */
-    const int may_wait = hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
+    const int may_wait =
+        held_by != NULL || hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
     const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
         (void)snprintf(name, sizeof name,
-                       is_late_here                 ? "its own GPU"
+                       held_by != NULL              ? held_by
+                       : is_late_here               ? "its own GPU"
                        : lane->team->host_count > 1 ? "another host"
                                                     : "another rank");
     }
@@ -256,7 +259,8 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
      */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
-        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
+        const int is_executing =
+            lane->executor.state != HR_EXECUTION_IDLE || hr_engine_holds_record(lane) != NULL;
         const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {
