@@ -105,8 +105,12 @@ def test_more_failures_than_can_be_told_one_by_one_end_the_group(gpu: Gpu) -> No
             own = OnGpu(rank, gpu)
             gpu.is_broken = True
             gpu.fail_staging(1)
-            for name in names:
+            gate = gpu.pause(is_query=True)
+            submit(own, "allreduce", names[0], 1)
+            gpu.await_pause(gate)
+            for name in names[1:]:
                 submit(own, "allreduce", name, 1)
+            gpu.resume(gate)
             wait_for(lambda: rank.context.health() is not None)
             own.close()
             return
