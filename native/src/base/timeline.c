@@ -1,11 +1,11 @@
 /* The beginning and end of a timeline, and the thread that writes it. */
 #include "base/timeline.h"
 
-#include <signal.h>
 #include <string.h>
 #include <time.h>
 
 #include "base/clock.h"
+#include "base/thread.h"
 
 enum { LOOK_MS = 50 };
 
@@ -77,18 +77,6 @@ static void *write_timeline(void *arg) {
     return NULL;
 }
 
-static int start_thread(struct hr_timeline *timeline, struct hr_error *error) {
-    sigset_t all;
-    sigset_t before;
-    (void)sigfillset(&all); /* signals belong to the program's own threads */
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int status = pthread_create(&timeline->thread, NULL, write_timeline, timeline);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return status == 0
-               ? HORO_OK
-               : hr_fail(error, HORO_ERR_RESOURCE, "cannot start the thread of the timeline: %s", strerror(status));
-}
-
 static void put_head(struct hr_timeline *timeline, const char *about) {
     struct timespec now;
     (void)clock_gettime(CLOCK_REALTIME, &now);
@@ -141,7 +129,8 @@ static int start(struct hr_timeline *timeline, const char *path, const char *abo
     hr_recorder_trace(timeline->recorder, 1);
     timeline->tail = hr_recorder_end(timeline->recorder);
     put_head(timeline, about);
-    const int status = start_thread(timeline, error);
+    const int status =
+        hr_thread_start(&timeline->thread, write_timeline, timeline, "the thread of the timeline", error);
     if (status != HORO_OK) {
         clear(timeline);
         return status;

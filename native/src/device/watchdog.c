@@ -1,10 +1,9 @@
 #include "device/watchdog.h"
 
-#include <signal.h>
-#include <string.h>
 #include <time.h>
 
 #include "base/clock.h"
+#include "base/thread.h"
 
 #define LOOK_NS 100000000ll /* other ranks may wait for what it finds; a look is a call for each device */
 
@@ -77,15 +76,7 @@ static void *watch(void *arg) {
 }
 
 int hr_watchdog_start(struct hr_stager *stager, struct hr_error *error) {
-    sigset_t all;
-    sigset_t before;
-    (void)sigfillset(&all); /* signals belong to the program's own threads */
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int status = pthread_create(&stager->watchdog, NULL, watch, stager);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return status == 0 ? HORO_OK
-                       : hr_fail(error, HORO_ERR_RESOURCE, "cannot start the thread that looks at copies from GPUs: %s",
-                                 strerror(status));
+    return hr_thread_start(&stager->watchdog, watch, stager, "the thread that looks at copies from GPUs", error);
 }
 
 void hr_watchdog_add(struct hr_stager *stager, struct hr_staging *staging) {

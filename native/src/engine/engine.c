@@ -1,7 +1,6 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
 #include "engine/drive.h"
 
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,25 +8,13 @@
 #include <unistd.h>
 
 #include "base/descriptor.h"
+#include "base/thread.h"
 
 enum {
     /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
     CALLER_FALLBACK_MS = 50,
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
-
-static int start_thread(struct hr_engine *engine, struct hr_error *error) {
-    sigset_t all;
-    sigset_t before;
-    (void)sigfillset(&all); /* signals belong to the program's own threads */
-    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int status = pthread_create(&engine->driver.thread, NULL, hr_engine_main, engine);
-    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (status != 0) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "cannot start the background thread: %s", strerror(status));
-    }
-    return HORO_OK;
-}
 
 static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
@@ -73,7 +60,7 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
     HR_TRY(hr_engine_init_tuning(engine, setup, error));
-    return start_thread(engine, error);
+    return hr_thread_start(&engine->driver.thread, hr_engine_main, engine, "the background thread", error);
 }
 
 int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
