@@ -69,15 +69,15 @@ _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
 _ESSENTIAL = ("an elastic job",)
-"""A feature that a job needs if an option asks for it. The other refused options only tune, and are passed over with a
-warning for scripts of Horovod (``--horovod``)."""
+"""A feature that a job needs if an option asks for it, which is refused. The others only tune, and are passed over with
+a warning."""
 
 
 class _Parser(argparse.ArgumentParser):
     for_horovod = False
-    """Whether options that only tune Horovod are passed over."""
+    """Whether this is horovodrun."""
     passed_over: tuple[str, ...] = ()
-    """A sentence for each of them."""
+    """A sentence for each option that only tunes Horovod."""
     raising = False
     """Whether an error is raised, and does not end the program."""
     file = ""
@@ -103,7 +103,7 @@ class _Refuse(argparse.Action):
         for text in values if isinstance(values, list) else ():
             if not re.fullmatch(_NUMBERS, text) and not reason.startswith(_ESSENTIAL):
                 parser.error(f"{option}: {text!r} is not a number")
-        if isinstance(parser, _Parser) and parser.for_horovod and not reason.startswith(_ESSENTIAL):
+        if isinstance(parser, _Parser) and not reason.startswith(_ESSENTIAL):
             parser.passed_over += (f"{option} does nothing here: {reason.removesuffix(': leave it out')}",)
         else:
             parser.error(f"{option}: {reason}")

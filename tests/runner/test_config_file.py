@@ -123,14 +123,13 @@ def test_any_option_can_be_named(tmp_path: Path) -> None:
     assert parsed(tmp_path, text, "-H", "c:2").hosts == (HostSpec("c", slots=2),)
 
 
-def test_what_only_tunes_is_passed_over_for_horovod(tmp_path: Path) -> None:
-    text = "params: {torus_allreduce: false}\nautotune: {gaussian_process_noise: 0.8}\noptions: {horovod: true}"
-    job = parsed(tmp_path, text)
+def test_what_only_tunes_horovod_is_passed_over(tmp_path: Path) -> None:
+    job = parsed(tmp_path, "params: {torus_allreduce: false}\nautotune: {gaussian_process_noise: 0.8}")
     assert [sentence.split()[0] for sentence in job.passed_over] == [
         "--no-torus-allreduce",
         "--autotune-gaussian-process-noise",
     ]
-    assert job.exports == {"HORO_HOROVOD": "1"}
+    assert job.exports == {}
 
 
 WRONG = [
@@ -164,8 +163,8 @@ def test_a_value_that_its_option_refuses_is_named(tmp_path: Path, capsys: pytest
     file = f"hororun: --config-file {tmp_path}/job.yaml: "
     assert f"{file}--cache-capacity: 'many' is not an integer from 0 to 1048576" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        parsed(tmp_path, "params: {torus_allreduce: true}")
-    assert f"{file}--torus-allreduce: horo reduces inside each host first" in capsys.readouterr().err
+        parsed(tmp_path, "autotune: {gaussian_process_noise: loud}")
+    assert f"{file}--autotune-gaussian-process-noise: 'loud' is not a number" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parsed(tmp_path, "params: {cache_capacity: 3}", "--cycle-time-ms", "slow")
     assert "hororun: --cycle-time-ms: 'slow' is not a number" in capsys.readouterr().err

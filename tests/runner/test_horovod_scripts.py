@@ -381,18 +381,19 @@ def test_horovodrun_is_installed_and_is_hororun_for_horovod(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("horovod", [(), ("--horovod",)], ids=["hororun", "horovodrun"])
 @pytest.mark.parametrize("option", _REFUSED)
-def test_an_option_that_only_tunes_horovod_is_passed_over(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_only_tunes_horovod_is_passed_over(
+    option: str, horovod: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     values, reason = _REFUSED[option]
-    words = [option, *("1" * values), "-np", "2", "cmd"]
-    with pytest.raises(SystemExit):
-        parse(words)
-    assert f"hororun: {option}: {reason}" in capsys.readouterr().err
+    words = [*horovod, option, *("1" * values), "-np", "2", "cmd"]
     if reason.startswith("an elastic job"):
         with pytest.raises(SystemExit):
-            parse(words, for_horovod=True)
+            parse(words)
+        assert f"hororun: {option}: {reason}" in capsys.readouterr().err
     else:
-        job = parse(["--horovod", *words])
+        job = parse(words)
         assert job is not None
         (sentence,) = job.passed_over
         assert sentence.startswith(f"{option} does nothing here: ")

@@ -121,10 +121,8 @@ def test_a_batch_job_gives_hosts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> N
         ("--launcher rsh", "rsh"),
         ("--mpi --launcher ssh", "--launcher"),
         ("--mpi --jsrun", "--jsrun"),
-        ("--disable-cache", "--disable-cache: hororun keeps no cache"),
-        ("--gloo-timeout-seconds 3", "--gloo-timeout-seconds: horo has no gloo"),
-        ("--mpi-threads-disable", "--mpi-threads-disable: horo's core"),
-        ("--no-mpi-threads-disable", "--no-mpi-threads-disable: horo always"),
+        ("--elastic-timeout 3", "--elastic-timeout: an elastic job, which is not in this version of horo"),
+        ("--gloo-timeout-seconds soon", "--gloo-timeout-seconds: 'soon' is not a number"),
     ],
 )
 def test_words_that_cannot_be_are_one_sentence(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:

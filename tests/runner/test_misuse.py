@@ -58,12 +58,9 @@ def test_a_hororun_below_another_launcher_is_known(environment: dict[str, str], 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("--autotune-gaussian-process-noise 0.8", "no Gaussian process"),
         ("--min-np 2", "an elastic job, which is not in this version"),
         ("--blacklist-cooldown-range 1 2", "an elastic job"),
-        ("--no-hierarchical-allgather", "gathers inside each host first by itself"),
-        ("--log-with-timestamp", "--prefix-timestamp"),
-        ("--thread-affinity 3", "--no-move-ranks"),
+        ("--thread-affinity all", "'all' is not a number"),
     ],
 )
 def test_flags_of_horovod_that_horo_lacks_are_named(line: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
