@@ -116,6 +116,10 @@ class Gpu:
         """From now on so many copies to the host are done, and others wait for the next call; -1: all are."""
         self.lib.double_let_copies(count)
 
+    def hold_returns(self, are_held: bool) -> None:
+        """Copies from the host begin only when they are not held any more."""
+        self.lib.double_hold_returns(int(are_held))
+
     def calls(self) -> int:
         """How many functions of the host have been called, and are over."""
         return int(self.lib.double_calls())

@@ -25,8 +25,8 @@ int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block
                                 struct hr_error *error);
 
 /*
- * MPI may touch it for ever: instead of being given back it is left to nobody, neither used again nor freed. The last
- * one to let go of the device's context would free it: that stays, too.
+ * MPI may touch it for ever, or the GPU: instead of being given back it is left to nobody, neither used again nor
+ * freed. The last one to let go of the device's context would free it: that stays, too.
  */
 void hr_block_disown(struct hr_block *block);
 

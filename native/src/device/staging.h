@@ -162,7 +162,7 @@ int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *
 /* After hr_staging_copy_back: another stream waits for what that has begun, too. HORO_OK or as create. */
 int hr_staging_follow(const struct hr_staging *staging, void *stream, struct hr_error *error);
 
-/* MPI may touch the memory for ever: it is neither used again nor freed. While the request has it. */
+/* Something may touch the memory for ever: it is neither used again nor freed. While the request has it. */
 void hr_staging_disown(struct hr_staging *staging);
 
 /* The request lets go: on_ready does not come any more. NULL is allowed. Not with a lock that on_ready takes. */

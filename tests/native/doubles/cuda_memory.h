@@ -9,6 +9,7 @@ static struct piece {
 } *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
 /* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all); and those back: */
 static int fetches, fetch_fails_at, fetches_let = -1, returns_refused;
+static int are_returns_held; /* copies back wait */
 static int copies_over, calls; /* of functions of the host, that are over */
 static int room_count, rooms_most, room_limit = 1 << 30;
 
@@ -112,7 +113,7 @@ int cuMemFreeHost(void *data) {
 static void copy(struct work *work) {
     struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
-    while (work->is_to_host && fetches_let == 0) {
+    while ((work->is_to_host && fetches_let == 0) || (work->is_to_device && are_returns_held)) {
         pthread_cond_wait(&changed, &lock);
     }
     fetches_let -= work->is_to_host && fetches_let > 0;
@@ -147,7 +148,8 @@ int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *
         return INVALID_VALUE;
     }
     return target == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
+                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes,
+                                                      .is_to_device = 1});
 }
 
 /* Between two places on the host it is over when it returns, as CUDA says it is. */
@@ -235,6 +237,14 @@ void double_limit_rooms(int bytes) {
 void double_let_copies(int count) {
     pthread_mutex_lock(&lock);
     fetches_let = count;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Copies back wait until they are let. */
+void double_hold_returns(int are_held) {
+    pthread_mutex_lock(&lock);
+    are_returns_held = are_held;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
