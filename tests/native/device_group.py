@@ -116,6 +116,14 @@ class Gpu:
         """From now on so many copies to the host are done, and others wait for the next call; -1: all are."""
         self.lib.double_let_copies(count)
 
+    def hold_returns(self, are_held: bool) -> None:
+        """Copies from the host begin only when they are not held any more."""
+        self.lib.double_hold_returns(int(are_held))
+
+    def await_program(self) -> None:
+        """From now on, what frees pinned memory or kernels waits for the program's streams, too, as a driver does."""
+        self.lib.double_await_program(1)
+
     def calls(self) -> int:
         """How many functions of the host have been called, and are over."""
         return int(self.lib.double_calls())

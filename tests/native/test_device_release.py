@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -64,6 +65,46 @@ def test_a_staged_request_may_be_released_while_its_results_go_back(gpu: Gpu, co
         np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         assert len(failures) == (code != 0)
         assert all("cuStreamWaitEvent failed with code 1" in failure for failure in failures)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
+
+
+def fail_call(gpu: Gpu, number: int, call: Callable[[], None]) -> None:
+    """The ``number``-th call of the thread that makes a stream wait for an event is refused."""
+
+    def run() -> None:
+        with pytest.raises(ResourceError, match="cuStreamWaitEvent failed with code 1"):
+            call()
+
+    gate = gpu.pause()
+    caller = threading.Thread(target=run)
+    caller.start()
+    for _ in range(number - 1):
+        gpu.await_pause(gate)
+        before, gate = gate, gpu.pause()
+        gpu.resume(before)
+    gpu.await_pause(gate)
+    gpu.resume(gate, INVALID_VALUE)
+    caller.join(60)
+    assert not caller.is_alive()
+
+
+def test_memory_is_not_used_again_before_copies_from_it_whose_stream_could_not_wait(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        gpu.hold_returns(True)
+        handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=SUM)
+        own.context.wait(handle)
+        fail_call(gpu, 2, lambda: copy_back(own.context, handle, own.stream))
+        own.context.release(handle)
+        other, _, _ = own.submit("allreduce", "y", -THOUSAND, reduce_op=SUM)
+        own.context.wait(other)
+        gpu.hold_returns(False)
+        own.finish(other)
+        gpu.synchronize(own.stream)
+        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         own.close()
 
     with Group((1,)) as group:

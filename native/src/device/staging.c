@@ -34,9 +34,29 @@ static int copy_to_host(const struct hr_staging *staging, size_t i, size_t at, s
                          "cuMemcpyDtoHAsync", error);
 }
 
+static int copy_all_to_host(const struct hr_staging *staging, struct hr_error *error) {
+    for (size_t i = 0; i < staging->count; i++) {
+        const struct hr_staged_tensor *tensor = &staging->tensors[i];
+        HR_TRY(tensor->source_bytes == 0 ? HORO_OK : copy_to_host(staging, i, 0, tensor->source_bytes, error));
+    }
+    return HORO_OK;
+}
+
+/*
+ * An event of the block behind copies that use it and have begun, whether all have or not. Without one nobody knows
+ * when it is free, so it is left to nobody.
+ */
+static int record(struct hr_staging *staging, void *event, void *stream, struct hr_error *error) {
+    const struct hr_cuda *cuda = staging->device->cuda;
+    const int status = hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error);
+    if (status != HORO_OK) {
+        hr_staging_disown(staging);
+    }
+    return status;
+}
+
 /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
-static int copy_in(const struct hr_staging *staging, void *stream, const struct hr_mark *behind,
-                   struct hr_error *error) {
+static int copy_in(struct hr_staging *staging, void *stream, const struct hr_mark *behind, struct hr_error *error) {
     const struct hr_cuda *cuda = staging->device->cuda;
     HR_TRY(behind == NULL ? follow(cuda, staging->block->copied_in, stream, staging->from_device, error)
                           : hr_cuda_check(cuda, cuda->stream_wait_event(staging->from_device, behind->event, 0),
@@ -44,12 +64,9 @@ static int copy_in(const struct hr_staging *staging, void *stream, const struct 
     if (is_in_pieces(staging)) {
         return HORO_OK;
     }
-    for (size_t i = 0; i < staging->count; i++) {
-        const struct hr_staged_tensor *tensor = &staging->tensors[i];
-        HR_TRY(tensor->source_bytes == 0 ? HORO_OK : copy_to_host(staging, i, 0, tensor->source_bytes, error));
-    }
-    return hr_cuda_check(cuda, cuda->event_record(staging->block->copied_in, staging->from_device), "cuEventRecord",
-                         error);
+    const int copied = copy_all_to_host(staging, error);
+    const int recorded = record(staging, staging->block->copied_in, staging->from_device, error);
+    return copied != HORO_OK ? copied : recorded;
 }
 
 /* On the stream that they all share, nothing comes between the pieces of another one. */
@@ -281,13 +298,17 @@ static int copy_to_device(const struct hr_staging *staging, size_t i, size_t at,
                          "cuMemcpyHtoDAsync", error);
 }
 
+/* Behind copies back that have begun. */
+static int record_out(struct hr_staging *staging, struct hr_error *error) {
+    HR_TRY(record(staging, staging->block->copied_out, staging->device->to_device, error));
+    staging->block->is_out = 1;
+    return HORO_OK;
+}
+
 /* The target is free: the first values have come, behind all that was before them on the caller's stream. */
 static int return_piece(struct hr_staging *staging, size_t bytes, struct hr_error *error) {
-    const struct hr_device *device = staging->device;
     HR_TRY(copy_to_device(staging, 0, staging->returned, bytes - staging->returned, error));
-    HR_TRY(hr_cuda_check(device->cuda, device->cuda->event_record(staging->block->copied_out, device->to_device),
-                         "cuEventRecord", error));
-    staging->block->is_out = 1;
+    HR_TRY(record_out(staging, error));
     staging->returned = bytes;
     return HORO_OK;
 }
@@ -311,17 +332,26 @@ int hr_staging_is_back(const struct hr_staging *staging) {
     return code != HR_CUDA_NOT_READY;
 }
 
-static int copy_out(const struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
+static int copy_all_to_device(const struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
+    for (size_t i = 0; i < staging->count; i++) {
+        const size_t at = i == 0 ? staging->returned : 0;
+        HR_TRY(bytes[i] == at ? HORO_OK : copy_to_device(staging, i, at, bytes[i] - at, error));
+    }
+    return HORO_OK;
+}
+
+static int copy_out(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
     const struct hr_device *device = staging->device;
     const struct hr_cuda *cuda = device->cuda;
     /* targets may be in use up to where the request was submitted, also where nothing was copied in */
     HR_TRY(hr_cuda_check(cuda, cuda->stream_wait_event(device->to_device, staging->block->copied_in, 0),
                          "cuStreamWaitEvent", error));
-    for (size_t i = 0; i < staging->count; i++) {
-        const size_t at = i == 0 ? staging->returned : 0;
-        HR_TRY(bytes[i] == at ? HORO_OK : copy_to_device(staging, i, at, bytes[i] - at, error));
-    }
-    return follow(cuda, staging->block->copied_out, device->to_device, stream, error);
+    const int copied = copy_all_to_device(staging, bytes, error);
+    const int recorded = record_out(staging, error);
+    HR_TRY(copied);
+    HR_TRY(recorded);
+    return hr_cuda_check(cuda, cuda->stream_wait_event(stream, staging->block->copied_out, 0), "cuStreamWaitEvent",
+                         error);
 }
 
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {
@@ -329,7 +359,6 @@ int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *
     HR_TRY(hr_device_enter(staging->device, &visit, error));
     int status = hr_device_refuse_capture(staging->device, stream, error);
     status = status == HORO_OK ? copy_out(staging, bytes, stream, error) : status;
-    staging->block->is_out |= status == HORO_OK;
     hr_device_leave(staging->device, &visit);
     return status;
 }

@@ -42,8 +42,12 @@ void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *r
             return;
         }
         if (reports[r].version != reports[0].version) {
-            (void)snprintf(text, text_bytes, "rank %d has version %d of NCCL, and rank %d version %d", job_rank[0],
-                           reports[0].version, job_rank[r], reports[r].version);
+            char first[24];
+            char mine[24];
+            hr_nccl_write_version(reports[0].version, first, sizeof first);
+            hr_nccl_write_version(reports[r].version, mine, sizeof mine);
+            (void)snprintf(text, text_bytes, "rank %d has NCCL %s, and rank %d NCCL %s", job_rank[0], first,
+                           job_rank[r], mine);
             return;
         }
     }
@@ -197,12 +201,17 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
     return prepared;
 }
 
-const char *hr_engine_holds_record(const struct hr_lane *lane) {
+static int holds_record(const struct hr_lane *lane) {
     const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
-    if (team == NULL || !team->holds_record) {
-        return NULL;
-    }
-    return team->comm.state == HR_NCCL_CONNECTING ? "NCCL to connect this rank" : "its own GPU";
+    return team != NULL && team->holds_record;
+}
+
+int hr_engine_awaits_values(const struct hr_lane *lane) {
+    return holds_record(lane) && hr_nccl_team_of(lane->engine, lane)->comm.state != HR_NCCL_CONNECTING;
+}
+
+const char *hr_engine_holds_record(const struct hr_lane *lane) {
+    return hr_engine_awaits_values(lane) ? "its own GPU" : holds_record(lane) ? "NCCL to connect this rank" : NULL;
 }
 
 /* ---- Staging ---- */
@@ -212,7 +221,8 @@ enum { STAGED_AT_ONCE = 64 }; /* requests whose copies are on their stream: so m
 /* All ranks are about to do it in host memory, and count on this one. */
 static void end_for_lack(struct hr_engine *engine, const char *text) {
     char words[HORO_MESSAGE_MAX];
-    const int length = snprintf(words, sizeof words, "no values in host memory: %.700s", text);
+    const int length =
+        snprintf(words, sizeof words, "a tensor on a GPU that it could not copy to the host: %.700s", text);
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
@@ -266,7 +276,7 @@ void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane) 
     (void)pthread_mutex_unlock(&engine->submission.lock);
     /* copies come in the order of one stream, so a failure is that of the first one, too */
     if (request != NULL && request->staging != NULL && hr_staging_check(request->staging, &error) != HORO_OK) {
-        end_for_lack(engine, error.text);
+        hr_engine_end_for_copy(engine, &request->call, error.text);
     }
 }
 

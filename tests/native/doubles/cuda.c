@@ -63,7 +63,7 @@ struct work {
     void (*function)(void *);
     void *data;
     float value;
-    int is_to_host;
+    int is_to_host, is_to_device; /* a copy between the two, in that direction */
 };
 
 struct stream {

@@ -9,6 +9,7 @@ static struct piece {
 } *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
 /* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all); and those back: */
 static int fetches, fetch_fails_at, fetches_let = -1, returns_refused;
+static int are_returns_held; /* copies back wait */
 static int copies_over, calls; /* of functions of the host, that are over */
 static int room_count, rooms_most, room_limit = 1 << 30;
 
@@ -84,23 +85,36 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
     return 0;
 }
 
-/* With the lock held: whether something is on a stream that was made for the device. */
+static int is_program_awaited; /* by calls that wait for a device */
+
+/* With the lock held: whether something is on a stream that was made for the device, or perhaps on the program's. */
 static int is_device_busy(int device) {
     const struct stream *stream = all_streams;
-    while (stream != NULL && (stream->device != device || stream->pending == 0)) {
+    while (stream != NULL && (stream->pending == 0 ||
+                              (stream->device != device && !(is_program_awaited && stream->device == -1)))) {
         stream = stream->next;
     }
     return stream != NULL;
 }
 
-/* As a driver may, it waits for all that runs on the device; here for what is not the program's. */
-int cuMemFreeHost(void *data) {
-    (void)is_unsafe();
+/* As a driver may, it waits for all that runs on the device; for what is the program's, if a test asks for that. */
+static void await_device(void) {
     pthread_mutex_lock(&lock);
     while (is_device_busy(entered > 0 ? entered_devices[(entered - 1) % 8] : -2)) {
         pthread_cond_wait(&changed, &lock);
     }
     pthread_mutex_unlock(&lock);
+}
+
+void double_await_program(int is_awaited) {
+    pthread_mutex_lock(&lock);
+    is_program_awaited = is_awaited;
+    pthread_mutex_unlock(&lock);
+}
+
+int cuMemFreeHost(void *data) {
+    (void)is_unsafe();
+    await_device();
     (void)forget(&pinned, (uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);
@@ -112,7 +126,7 @@ int cuMemFreeHost(void *data) {
 static void copy(struct work *work) {
     struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
-    while (work->is_to_host && fetches_let == 0) {
+    while ((work->is_to_host && fetches_let == 0) || (work->is_to_device && are_returns_held)) {
         pthread_cond_wait(&changed, &lock);
     }
     fetches_let -= work->is_to_host && fetches_let > 0;
@@ -147,7 +161,8 @@ int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *
         return INVALID_VALUE;
     }
     return target == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
+                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes,
+                                                      .is_to_device = 1});
 }
 
 /* Between two places on the host it is over when it returns, as CUDA says it is. */
@@ -235,6 +250,14 @@ void double_limit_rooms(int bytes) {
 void double_let_copies(int count) {
     pthread_mutex_lock(&lock);
     fetches_let = count;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Copies back wait until they are let. */
+void double_hold_returns(int are_held) {
+    pthread_mutex_lock(&lock);
+    are_returns_held = are_held;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
