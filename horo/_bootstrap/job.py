@@ -111,6 +111,8 @@ class RunningRank:
         self.directory = connection.directory
         self.mpi = connection.mpi
         if self.mpi is not None:
+            if self.mpi.size == self.mpi.mpi.COMM_WORLD.Get_size():
+                _losses.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
