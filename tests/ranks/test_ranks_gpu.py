@@ -258,8 +258,9 @@ def test_it_works_again_after_shutdown_and_init(pool: RankPool, double: str) -> 
     pool.run(check, double)
 
 
-def test_without_a_driver_the_places_are_named(ranks2: RankPool) -> None:
-    def check() -> None:
+@pytest.mark.parametrize("name", ["x", None])
+def test_without_a_driver_the_places_are_named_also_to_the_others(ranks2: RankPool, name: str | None) -> None:
+    def check(name: str | None) -> None:
         class Elsewhere(torch.Tensor):
             __torch_function__ = torch._C._disabled_torch_function_impl
             is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
@@ -267,10 +268,14 @@ def test_without_a_driver_the_places_are_named(ranks2: RankPool) -> None:
         kept = torch.cuda.current_stream
         torch.cuda.current_stream = lambda device=None: gpu_double.Stream(0)  # type: ignore[assignment,misc,return-value]
         try:
-            with pytest.raises(ResourceError, match=r"no usable CUDA driver: libcuda\.so\.1"):
-                hvd.allreduce_(torch.ones(2).as_subclass(Elsewhere), name="x")
+            for on_gpu in ((0, 1), (0,), (1,)):
+                x, told = torch.ones(2), "rank . .* has refused it: "
+                if hvd.rank() in on_gpu:
+                    x, told = x.as_subclass(Elsewhere), "^"
+                with pytest.raises(ResourceError, match=rf"{told}no usable CUDA driver: libcuda\.so\.1"):
+                    hvd.allreduce_(x, name=name)
         finally:
             torch.cuda.current_stream = kept
-        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2, 2]
+        assert hvd.allreduce(torch.ones(2), name=name, op=hvd.Sum).tolist() == [2, 2]
 
-    ranks2.run(check)
+    ranks2.run(check, name)
