@@ -257,7 +257,7 @@ class _Process:
     """The state of this process: at most one runtime at a time."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may come here again
         self.runtime: Runtime | None = None
         self.registered = False
         self.handle_base = FIRST_HANDLE_BASE
@@ -448,6 +448,6 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _process.lock = threading.Lock()
+    _process.lock = threading.RLock()
     if _process.runtime is not None:
         _process.runtime.mark_forked()
