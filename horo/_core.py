@@ -365,6 +365,10 @@ class Context:
         """Ends the waits of a thread, now and later, with AbortedError within a moment. One thread per context."""
         self._given_up = thread
 
+    def succeeded(self, handle: int) -> bool:
+        """Whether the request is finished without an error, and its handle valid; never blocks or raises."""
+        return bool(lib.horo_poll(self._context, handle) == _OK)
+
     def in_progress(self, handle: int) -> bool:
         """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""
         return bool(lib.horo_poll(self._context, handle) == lib.HORO_IN_PROGRESS)

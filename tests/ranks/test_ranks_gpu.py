@@ -223,23 +223,32 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, 
     pool.run(check, double)
 
 
-def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(pool: RankPool, double: str) -> None:
-    def check(path: str) -> None:
+@pytest.mark.parametrize("is_current", [True, False])
+def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(
+    pool: RankPool, double: str, is_current: bool
+) -> None:
+    """Also where it is a stream of another GPU than the current one, of which torch was asked."""
+
+    def check(path: str, is_current: bool) -> None:
         gpu, r = gpu_double.load(path), hvd.rank()
+        if not is_current:
+            torch.cuda.is_current_stream_capturing = lambda: False
         handles = [
             hvd.allreduce_async(gpu.put(torch.ones(2)), op=hvd.Sum, name="sum"),
             hvd.allgather_async(gpu.put(torch.full((1,), float(r))), name="rows"),
             hvd.allgather_async(gpu.put(torch.empty(0)), name="none"),
         ]
         for handle, values in zip(handles, ([2, 2], [0, 1], []), strict=True):
-            gpu.capture(True)
-            for _ in range(2):
+            is_refused = is_current or values == [2, 2]  # the other copies are torch's, which refuses them itself
+            gpu.capture(is_refused)
+            for _ in range(2 if is_refused else 0):
                 with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
                     hvd.synchronize(handle)
             gpu.capture(False)
             assert gpu.read(hvd.synchronize(handle)).tolist() == values
+        torch.cuda.is_current_stream_capturing = gpu.is_capturing
 
-    pool.run(check, double)
+    pool.run(check, double, is_current)
 
 
 def test_it_works_again_after_shutdown_and_init(pool: RankPool, double: str) -> None:
