@@ -15,7 +15,7 @@ from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._event import Event, event_of
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor
-from horo.errors import AbortedError, HoroError, UnsupportedError, UsageError, error_from_status
+from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
 
 __all__ = [
     "DTYPES",
@@ -47,6 +47,11 @@ EVENTS: dict[int, str] = {
 
 _OP_NAMES = {number: name for name, number in OPS.items()}
 _OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set", lib.HORO_JOIN: "join"}
+_REFUSALS: dict[type[HoroError], int] = {
+    UnsupportedError: lib.HORO_ERR_UNSUPPORTED,
+    UsageError: lib.HORO_ERR_USAGE,
+    ResourceError: lib.HORO_ERR_RESOURCE,
+}
 _STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
@@ -166,9 +171,9 @@ class Context:
             self.duplicate = ffi.string(buffer.request.name).decode()
         _check(status, error, is_told)
 
-    def refuse(self, team: int, name: str, reason: UsageError) -> None:
+    def refuse(self, team: int, name: str, reason: UsageError | ResourceError) -> None:
         """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
-        status = lib.HORO_ERR_UNSUPPORTED if isinstance(reason, UnsupportedError) else lib.HORO_ERR_USAGE
+        status = next(number for kind, number in _REFUSALS.items() if isinstance(reason, kind))
         lib.horo_refuse(self._context, team, name.encode("utf-8", "replace"), status, _as_words(str(reason)))
 
     def add_team(
@@ -359,6 +364,10 @@ class Context:
     def give_up_waits(self, thread: threading.Thread) -> None:
         """Ends the waits of a thread, now and later, with AbortedError within a moment. One thread per context."""
         self._given_up = thread
+
+    def succeeded(self, handle: int) -> bool:
+        """Whether the request is finished without an error, and its handle valid; never blocks or raises."""
+        return bool(lib.horo_poll(self._context, handle) == _OK)
 
     def in_progress(self, handle: int) -> bool:
         """Whether the request is not finished yet, so that the core may use its memory; never blocks or raises."""

@@ -16,6 +16,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -27,16 +28,21 @@ from horo.errors import DeadlockError, HoroError, InternalError
 
 __all__ = [
     "EndReporter",
+    "blames_another",
     "culprit_of",
     "describe_exception",
     "exit_status",
     "script_line",
     "shorten_traceback",
+    "stay_behind_cause",
     "watch_exceptions",
 ]
 
 _TEXT_MAX = 200
 _CULPRIT = re.compile(r"rank (\d+)\b")
+_AFTER_CAUSE_S = 1.0
+"""Time by which a rank that another one has ended stays behind it: torchrun and srun report the process that ends
+first, and the cause may be slow to end."""
 
 
 class EndReporter:
@@ -97,6 +103,27 @@ def culprit_of(health: HoroError | None) -> int | None:
         return None
     found = _CULPRIT.match(str(health))
     return int(found[1]) if found is not None else None
+
+
+def blames_another(error: BaseException) -> bool:
+    """Whether an exception, or one that it came of, is an error of horo that names another rank as the cause.
+
+    That shows a rank that another one has ended also where it has left the job before its exception ends it.
+    """
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and not any(each is earlier for earlier in chain):
+        if isinstance(each, HoroError) and culprit_of(each) is not None:
+            return True
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    return False
+
+
+def stay_behind_cause() -> None:
+    """Waits for a second, or until a signal handler raises: that ends the wait, and the process goes on to its end."""
+    with contextlib.suppress(BaseException):
+        time.sleep(_AFTER_CAUSE_S)
 
 
 def describe_exception(error: BaseException) -> str:

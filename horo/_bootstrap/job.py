@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from horo._bootstrap import ending
 from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.ending import EndReporter, culprit_of, describe_exception, exit_status, watch_exceptions
+from horo._bootstrap.ending import EndReporter, culprit_of
 from horo._bootstrap.gpu_libraries import tell_difference
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
@@ -113,6 +114,8 @@ class RunningRank:
         self.directory = connection.directory
         self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
         if self.mpi is not None:
+            if self.mpi.size == self.mpi.mpi.COMM_WORLD.Get_size():
+                _losses.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
@@ -183,23 +186,23 @@ _end_reporters: list[EndReporter] = []
 """The reporters of the last start only."""
 
 
-_AFTER_CAUSE_S = 1.0
-"""Time by which a rank that another one has ended stays behind it: torchrun and srun report the process that ends
-first, and the cause may be slow to end. (hororun knows the cause, and under MPI it calls ``MPI_Abort``.)"""
+_ends_at_once: list[bool] = []
+"""Of the last start: whether a rank that another one has ended need not stay behind that one. hororun knows the cause,
+and under MPI it calls ``MPI_Abort``."""
 
 
 def _on_exception(error: BaseException, where: str) -> None:
     """Reports the exception that ends this process."""
     culprits = [culprit_of(job.context.health()) for job in _living]
     culprit = next((rank for rank in culprits if rank is not None), None)
-    text = describe_exception(error)
-    _end_reporters[-1].ended(text, where, culprit, exit_status(error))
+    text = ending.describe_exception(error)
+    _end_reporters[-1].ended(text, where, culprit, ending.exit_status(error))
     if isinstance(error, KeyboardInterrupt):
         return  # Ctrl-C reaches all ranks: each gets its own, and leaves
     for job in list(_living):
         job.context.end(text)
-    if culprit is not None and not _end_reporters[-1].has_reader and all(job.mpi is None for job in _living):
-        time.sleep(_AFTER_CAUSE_S)
+    if not _ends_at_once[-1] and (culprit is not None or ending.blames_another(error)):
+        ending.stay_behind_cause()
 
 
 def _close_all() -> None:
@@ -264,7 +267,8 @@ def start(
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
     _end_reporters[:] = [reporter]
-    watch_exceptions(_on_exception)
+    _ends_at_once[:] = [reporter.has_reader or launch.mpi is not None]
+    ending.watch_exceptions(_on_exception)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     began = time.monotonic()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from horo._bootstrap.host.identity import read_identity
 from horo._config import Config, variables_of
-from horo.errors import HoroError, UsageError
+from horo.errors import HoroError
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
@@ -58,6 +58,7 @@ def begin_timeline(job: RunningRank, config: Config) -> None:
 
     Raises:
         UsageError: the file cannot be written; names the variable.
+        ResourceError: no thread can be started; likewise.
     """
     path = config.timeline
     if path is None or path == DYNAMIC:
@@ -67,7 +68,7 @@ def begin_timeline(job: RunningRank, config: Config) -> None:
         start_timeline(job, file_of_start(path, _starts[path]), marks_cycles=config.timeline_mark_cycles)
     except HoroError as error:
         job.close()
-        raise UsageError(f"{variables_of(Config)['timeline'].names[0]}: {error}") from None
+        raise type(error)(f"{variables_of(Config)['timeline'].names[0]}: {error}") from None
     except BaseException:
         job.close()
         raise

@@ -133,7 +133,7 @@ class Request:
             else:
                 runtime.core.release_if_done(self._handle)
         except HoroError as error:
-            if runtime.ended or runtime.core.in_progress(self._handle):  # the latter is a signal handler's
+            if runtime.ended or self._outlasts(error):
                 raise
             self._error = error  # before its handle is released
             runtime.core.release_if_done(self._handle)
@@ -153,6 +153,11 @@ class Request:
             raise failure
         finally:
             del failure  # which refers to this frame
+
+    def _outlasts(self, error: HoroError) -> bool:
+        """Whether an error is not the request's: of a signal handler, or since its GPU's stream is being captured."""
+        core = self._runtime.core  # torch was asked of the current GPU's stream only
+        return core.in_progress(self._handle) or (isinstance(error, UsageError) and core.succeeded(self._handle))
 
     def failure(self) -> HoroError | None:
         """Blocks until the operation is done or has failed; its error, if it has. ``wait`` is still to be called.

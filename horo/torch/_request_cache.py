@@ -220,7 +220,7 @@ class RequestCache:
         self._name = name
         self._kept: dict[Hashable, CachedRequest] = {}
         self._weight = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may communicate, too
 
     def take(self, key: Hashable) -> CachedRequest | None:
         """The cached request of ``key``; None if there is none or another call uses it. The caller uses it now.

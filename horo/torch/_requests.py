@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from horo import _core
-from horo.errors import NotInitializedError, UsageError
+from horo.errors import NotInitializedError, ResourceError, UsageError
 from horo.torch import _runtime
 from horo.torch._devices import use_gpus
 from horo.torch._request import Request, left_request
@@ -394,8 +394,7 @@ def _submit(
         if cached.taken_name in runtime.taken_names:
             _check_name(runtime.taken_names[cached.taken_name])
         if cached.device is not None and not runtime.uses_gpus:
-            use_gpus(runtime.core, runtime.job.settings, runtime.job.gpu_warning)
-            runtime.uses_gpus = True
+            _use_gpus(runtime, cached.buffer.request.team, label)
         return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, cached.taken_name)
     except BaseException:
         if handle := last_handle[0]:
@@ -407,6 +406,16 @@ def _submit(
         runtime.active_calls.pop(cached, None)
         if shown is not None:
             end_span(shown)
+
+
+def _use_gpus(runtime: _runtime.Runtime, team: int, label: str) -> None:
+    try:
+        use_gpus(runtime.core, runtime.job.settings, runtime.job.gpu_warning)
+    except (ResourceError, UsageError) as error:
+        runtime.core.refuse(team, label, error)
+        error._is_told = True
+        raise
+    runtime.uses_gpus = True
 
 
 def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -> None:

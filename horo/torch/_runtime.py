@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,10 @@ __all__ = [
 
 
 _Result = TypeVar("_Result")
+
+_CALLS_END_S = 10.0
+"""Time within which all operations of a job that has ended have got their errors."""
+_CALLS_LOOK_S = 0.001
 
 FIRST_HANDLE_BASE = 2**20
 """Below the first handle. Python has one object for all uses of a small integer, so nobody could see a handle's end."""
@@ -252,7 +257,7 @@ class _Process:
     """The state of this process: at most one runtime at a time."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may come here again
         self.runtime: Runtime | None = None
         self.registered = False
         self.handle_base = FIRST_HANDLE_BASE
@@ -267,6 +272,23 @@ class _Process:
         if self.runtime is not None and not self.runtime.forked:
             self.handle_base = self.runtime.close()
         self.runtime = None
+
+    def leave_ended(self) -> None:
+        """Leaves a job that has ended, if there is one. The caller holds the lock.
+
+        Blocks until operations of other threads have got their errors, which takes a moment.
+
+        Raises:
+            UsageError: An operation goes on: one that the signal handler that calls this has interrupted.
+        """
+        until_s = time.monotonic() + _CALLS_END_S
+        while self.runtime is not None and self.runtime.core.health() is not None:
+            try:
+                self.leave()
+            except UsageError:
+                if time.monotonic() >= until_s:
+                    raise UsageError("init(): the job has ended, and an operation of it has not") from None
+                time.sleep(_CALLS_LOOK_S)
 
 
 _process = _Process()
@@ -304,8 +326,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     with _process.lock:
         if _process.runtime is not None and _process.runtime.forked:
             raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
-        if _process.runtime is not None and _process.runtime.core.health() is not None:
-            _process.leave()  # the job has ended: what was begun in it can only fail
+        _process.leave_ended()
         if _process.runtime is not None:
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
@@ -427,6 +448,6 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _process.lock = threading.Lock()
+    _process.lock = threading.RLock()
     if _process.runtime is not None:
         _process.runtime.mark_forked()

@@ -10,7 +10,7 @@ from mpi_jobs import MpiJobs, why_not
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(150)]
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, horo.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(4), name="x")
@@ -34,6 +34,14 @@ if mode == "lost and caught":
         hvd.shutdown()
         print("caught", flush=True)
         sys.exit(0)
+if mode == "stalled":
+    from horo.torch import _runtime
+    while hvd.rank() == 1 and _runtime.current().core.health() is None:
+        time.sleep(0.01)
+    try:
+        hvd.allreduce(torch.ones(4), name="y")
+    except hvd.StalledError:
+        hvd.init()
 hvd.allreduce(torch.ones(4), name="y")
 print("done", flush=True)
 """
@@ -80,3 +88,11 @@ def test_a_loss_that_the_script_survives_still_ends_the_job_with_the_culprit(mpi
     assert ended.code != 0
     told = ended.errors + ended.output
     assert "rank 1 (" in told or "before calling" in told or "without calling" in told, told
+
+
+def test_a_job_that_all_ranks_have_begun_again_ends_with_0(mpi_jobs: MpiJobs) -> None:
+    """None of them was lost to MPI: one was late, and the others have given it up."""
+    environ = {"HORO_STALL_CHECK_TIME_SECONDS": "0.5", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+    ended = mpi_jobs.run(2, SCRIPT, "stalled", environ=environ)
+    assert (ended.code, ended.lines) == (0, ["done"] * 2), ended.errors
+    assert "the group ended: stalled, rank 1" in ended.errors

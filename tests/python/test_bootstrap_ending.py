@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from horo._bootstrap import ending
 from horo._bootstrap.ending import culprit_of, describe_exception, exit_status, script_line, shorten_traceback
 from horo._bootstrap.launchers.environment import read_launch
 from horo.errors import InternalError, PeerLostError, UsageError
@@ -97,6 +98,40 @@ def test_the_culprit_is_the_rank_that_the_sentence_begins_with() -> None:
     assert culprit_of(None) is None
     assert culprit_of(PeerLostError("rank 12 (h2) is gone: its process ended")) == 12
     assert culprit_of(PeerLostError("horo was shut down on this rank before rank 3")) is None
+
+
+def test_an_error_blames_another_rank_also_where_it_came_of_one_that_does() -> None:
+    lost = PeerLostError("rank 1 (h2) ended with ValueError: bad sample")
+    own = ValueError("bad sample")
+    assert ending.blames_another(lost)
+    assert not ending.blames_another(own)
+    assert not ending.blames_another(ValueError("rank 1 is not mine"))
+    own.__cause__ = lost
+    assert ending.blames_another(own)
+    behind = SystemExit(3)
+    behind.__context__ = own
+    assert ending.blames_another(behind)
+    lost.__context__ = behind  # a circle
+    lost.args = ("this rank ended",)
+    assert not ending.blames_another(behind)
+
+
+STAYS = """
+import signal, sys
+from horo._bootstrap import ending
+ending.watch_exceptions(lambda error, where: ending.stay_behind_cause())
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise ValueError('x')", 1), ("sys.exit(7)", 7)])
+def test_ctrl_c_ends_the_wait_behind_the_cause_and_nothing_else(end: str, code: int) -> None:
+    program = STAYS.format(end=end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code
+    assert "KeyboardInterrupt" not in done.stderr
 
 
 HOOKED = """

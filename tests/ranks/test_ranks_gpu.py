@@ -223,23 +223,32 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(pool: RankPool, 
     pool.run(check, double)
 
 
-def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(pool: RankPool, double: str) -> None:
-    def check(path: str) -> None:
+@pytest.mark.parametrize("is_current", [True, False])
+def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(
+    pool: RankPool, double: str, is_current: bool
+) -> None:
+    """Also where it is a stream of another GPU than the current one, of which torch was asked."""
+
+    def check(path: str, is_current: bool) -> None:
         gpu, r = gpu_double.load(path), hvd.rank()
+        if not is_current:
+            torch.cuda.is_current_stream_capturing = lambda: False
         handles = [
             hvd.allreduce_async(gpu.put(torch.ones(2)), op=hvd.Sum, name="sum"),
             hvd.allgather_async(gpu.put(torch.full((1,), float(r))), name="rows"),
             hvd.allgather_async(gpu.put(torch.empty(0)), name="none"),
         ]
         for handle, values in zip(handles, ([2, 2], [0, 1], []), strict=True):
-            gpu.capture(True)
-            for _ in range(2):
+            is_refused = is_current or values == [2, 2]  # the other copies are torch's, which refuses them itself
+            gpu.capture(is_refused)
+            for _ in range(2 if is_refused else 0):
                 with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
                     hvd.synchronize(handle)
             gpu.capture(False)
             assert gpu.read(hvd.synchronize(handle)).tolist() == values
+        torch.cuda.is_current_stream_capturing = gpu.is_capturing
 
-    pool.run(check, double)
+    pool.run(check, double, is_current)
 
 
 def test_it_works_again_after_shutdown_and_init(pool: RankPool, double: str) -> None:
@@ -258,8 +267,9 @@ def test_it_works_again_after_shutdown_and_init(pool: RankPool, double: str) -> 
     pool.run(check, double)
 
 
-def test_without_a_driver_the_places_are_named(ranks2: RankPool) -> None:
-    def check() -> None:
+@pytest.mark.parametrize("name", ["x", None])
+def test_without_a_driver_the_places_are_named_also_to_the_others(ranks2: RankPool, name: str | None) -> None:
+    def check(name: str | None) -> None:
         class Elsewhere(torch.Tensor):
             __torch_function__ = torch._C._disabled_torch_function_impl
             is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
@@ -267,10 +277,14 @@ def test_without_a_driver_the_places_are_named(ranks2: RankPool) -> None:
         kept = torch.cuda.current_stream
         torch.cuda.current_stream = lambda device=None: gpu_double.Stream(0)  # type: ignore[assignment,misc,return-value]
         try:
-            with pytest.raises(ResourceError, match=r"no usable CUDA driver: libcuda\.so\.1"):
-                hvd.allreduce_(torch.ones(2).as_subclass(Elsewhere), name="x")
+            for on_gpu in ((0, 1), (0,), (1,)):
+                x, told = torch.ones(2), "rank . .* has refused it: "
+                if hvd.rank() in on_gpu:
+                    x, told = x.as_subclass(Elsewhere), "^"
+                with pytest.raises(ResourceError, match=rf"{told}no usable CUDA driver: libcuda\.so\.1"):
+                    hvd.allreduce_(x, name=name)
         finally:
             torch.cuda.current_stream = kept
-        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2, 2]
+        assert hvd.allreduce(torch.ones(2), name=name, op=hvd.Sum).tolist() == [2, 2]
 
-    ranks2.run(check)
+    ranks2.run(check, name)

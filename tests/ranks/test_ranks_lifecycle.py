@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -190,6 +191,31 @@ def test_init_after_a_shutdown_elsewhere_begins_a_new_job(fresh2: RankPool) -> N
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="waiting").item() == 2
         hvd.init()  # nothing: the process is in a job
         assert alone.process_set_id == 1
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check)
+
+
+def test_each_thread_may_call_init_when_its_operation_has_failed(fresh2: RankPool) -> None:
+    """Others are still in theirs then."""
+
+    def check() -> None:
+        def work(number: int) -> None:
+            with pytest.raises(hvd.HorovodInternalError):
+                hvd.allreduce(torch.ones(1), name=f"waiting {number}")
+            hvd.init()
+
+        for _ in range(10):
+            hvd.init()
+            hvd.barrier()
+            if hvd.rank() == 1:
+                hvd.shutdown()
+                hvd.init()
+            else:
+                with ThreadPoolExecutor(4) as threads:
+                    list(threads.map(work, range(4)))
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
         hvd.barrier()
         hvd.shutdown()
 
