@@ -6,6 +6,8 @@
 
 #include "horo.h"
 
+enum { HR_REDUCED_DTYPE_COUNT = HORO_COMPLEX128 + 1 }; /* of tables of what is reduced; some rows stay empty */
+
 /* Bytes per element, 0 for an unknown dtype. */
 size_t hr_dtype_bytes(int dtype);
 /* "float32"; "unknown" for an unknown one. */
