@@ -26,7 +26,15 @@ from horo.torch._results import Gathered
 from horo.torch._staging import Spec, describe
 from horo.torch.compression import narrow
 
-__all__ = ["allgather_all", "allreduce_all", "alltoall_one", "broadcast_one", "floating", "needs_graph"]
+__all__ = [
+    "allgather_all",
+    "allreduce_all",
+    "alltoall_one",
+    "broadcast_one",
+    "floating",
+    "needs_graph",
+    "product_weight",
+]
 
 _ADASUM = _core.REDUCE_OPS["adasum"]
 _AVERAGE = _core.REDUCE_OPS["average"]
@@ -118,6 +126,12 @@ def floating(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point() or tensor.is_complex()]
 
 
+def product_weight(product: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Factor of the gradient of ``product``, for its factor ``value``, which is 0 nowhere."""
+    dtype = torch.complex64 if product.dtype is torch.complex32 else product.dtype  # torch divides no complex32
+    return (product.to(dtype) / value.to(dtype)).conj().to(product.dtype)
+
+
 class _LinearAllreduce(torch.autograd.Function):
     """Sum and Average: each is its own transpose, factors included."""
 
@@ -166,8 +180,8 @@ class _ExtremeAllreduce(torch.autograd.Function):
 class _ProductAllreduce(torch.autograd.Function):
     """Product: the gradient is multiplied by the product of the *other* ranks' values, also where some are zero.
 
-    It comes from the product of the values that are not zero and their number, so only results near the ends of the
-    dtype's range lose precision.
+    That of complex numbers is conjugated, as torch's gradients are. It comes from the product of the values that are
+    not zero and their number, so only results near the ends of the dtype's range lose precision.
     """
 
     @staticmethod
@@ -189,7 +203,7 @@ class _ProductAllreduce(torch.autograd.Function):
         results: list[torch.Tensor | None] = [None] * len(grads)
         for position, index in enumerate(ctx.floating):
             others_zero = sums[len(used) + position] - zeros[position]
-            gradient = sums[position] * (products[position] / nonzero[position])
+            gradient = sums[position] * product_weight(products[position], nonzero[position])
             results[index] = torch.where(others_zero == 0, gradient, torch.zeros_like(gradient))
         return (None, *results)
 

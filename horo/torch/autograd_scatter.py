@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from horo import _core
 from horo.torch._requests import run_allreduce, run_reducescatter
 from horo.torch._staging import Spec
-from horo.torch.autograd import allgather_all, floating, needs_graph
+from horo.torch.autograd import allgather_all, floating, needs_graph, product_weight
 from horo.torch.compression import narrow
 
 __all__ = ["reducescatter_all"]
@@ -85,8 +85,8 @@ class _LinearReducescatter(torch.autograd.Function):
 class _OtherReducescatter(torch.autograd.Function):
     """Min and Max: the gradient goes to the ranks that hold the extreme value, in equal parts if several do.
 
-    Product: it is multiplied by the product of the other ranks' values, which comes from the product of the values that
-    are not zero and their number.
+    Product: it is multiplied by the product of the other ranks' values, of complex numbers conjugated, which comes from
+    the product of the values that are not zero and their number.
     """
 
     @staticmethod
@@ -125,6 +125,6 @@ def _product_weights(ctx: Any, own: Sequence[torch.Tensor]) -> list[torch.Tensor
     products = _reduce(ctx, nonzero, "product", _PRODUCT)
     counts = _reduce(ctx, zeros, "count", _SUM)
     return [
-        torch.where(count - zero == 0, product / value, torch.zeros_like(product))
+        torch.where(count - zero == 0, product_weight(product, value), torch.zeros_like(product))
         for count, zero, product, value in zip(counts, zeros, products, nonzero, strict=True)
     ]

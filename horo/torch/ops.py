@@ -61,6 +61,7 @@ Adasum: int = _core.REDUCE_OPS["adasum"]
 Min: int = _core.REDUCE_OPS["min"]
 Max: int = _core.REDUCE_OPS["max"]
 Product: int = _core.REDUCE_OPS["product"]
+"""Of complex numbers by the plain formula, (ac - bd) + (ad + bc)i, also where a part of it is infinite or NaN."""
 
 
 def allreduce(
@@ -79,7 +80,8 @@ def allreduce(
 
     Args:
         tensor: ``[...]`` on CPU or GPU, dense; uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64,
-            bool (without ``Average``), or complex (``Average`` and ``Sum``). Same shape and dtype on all ranks.
+            bool (without ``Average``), or complex (``Average``, ``Sum`` and ``Product``). Same shape and dtype on all
+            ranks.
         average: Deprecated; True is ``op=Average``, False is ``op=Sum``.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.

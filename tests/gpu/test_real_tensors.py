@@ -72,6 +72,10 @@ def test_all_dtypes_and_sizes(ranks: RankPool) -> None:
         for dtype in (torch.bool, torch.complex64):
             x = gpu.put(torch.ones(5, dtype=dtype))
             assert torch.equal(hvd.allgather(x), torch.ones(5 * n, dtype=dtype, device=gpu.device))
+        for dtype in (torch.complex64, torch.complex128):  # of which NCCL has no product
+            for count in (5, 600_001):
+                x = gpu.put(torch.full((count,), 1j, dtype=dtype))
+                assert torch.equal(hvd.allreduce(x, op=hvd.Product), torch.full_like(x, 1j**n)), (dtype, count)
 
     ranks.run(check, DTYPES, deadline_s=120.0)
 

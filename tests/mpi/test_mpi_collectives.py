@@ -7,8 +7,9 @@ import os
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
+from complex_numbers import factor, multiplied, product, read, stored
 from mpi_job import MpiRank
-from ranks import NUMPY_OF_DTYPE
+from ranks import NUMPY_OF_COMPLEX, NUMPY_OF_DTYPE
 
 from horo import _core
 from horo._core import RequestBuffer, Tensor
@@ -44,6 +45,36 @@ def test_allreduce_of_every_dtype_and_operation(rank: MpiRank, dtype: str, op: s
         array = values(rank.rank, count, op, dtype)
         rank.allreduce(array, name=f"{dtype} {op} {count}", op=op)
         assert np.array_equal(array, expected(rank.size, count, op, dtype))
+
+
+@pytest.mark.parametrize("dtype", NUMPY_OF_COMPLEX)
+def test_products_of_complex_numbers(rank: MpiRank, dtype: str) -> None:
+    op = _core.REDUCE_OPS["product"]
+    for count in COUNTS:
+        array = stored(factor(rank.rank, count), dtype)
+        rank.allreduce(array, name=f"{dtype} {count}", op="product", postscale=0.5)
+        assert np.array_equal(read(array), product(range(rank.size), count) / 2)
+        mine = np.array_split(product(range(rank.size), count), rank.size)[rank.rank]
+        output = stored(mine * 0, dtype)
+        source = stored(factor(rank.rank, count), dtype)
+        rank.finish(rank.submit("reducescatter", f"s {dtype} {count}", [source], outputs=[output], reduce_op=op))
+        assert np.array_equal(read(output), mine)
+    arrays = [stored(factor(rank.rank, count), dtype) for count in (3, 5, 300_000)]
+    rank.finish(rank.submit("allreduce", f"group {dtype}", arrays, reduce_op=op))
+    assert all(np.array_equal(read(array), product(range(rank.size), len(array))) for array in arrays)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_OF_COMPLEX)
+def test_products_of_complex_numbers_are_the_same_bits_everywhere(rank: MpiRank, dtype: str) -> None:
+    random = [np.random.default_rng(r) for r in range(rank.size)]
+    inputs = [stored(1 + 0.1 * (r.standard_normal(70_001) + 1j * r.standard_normal(70_001)), dtype) for r in random]
+    array = inputs[rank.rank].copy()
+    rank.allreduce(array, name=f"bits {dtype}", op="product")
+    assert_same_bits(rank, array)
+    exact = multiplied([read(values) for values in inputs])
+    epsilon = {"complex32": 2.0**-11, "complex64": 2.0**-24, "complex128": 2.0**-53}[dtype]
+    sizes = np.prod([np.abs(read(values)) for values in inputs], axis=0)
+    assert np.all(np.abs(read(array) - exact) <= sizes * 4 * rank.size * epsilon)
 
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:

@@ -24,6 +24,9 @@ class Dtype:
     name: str
     storage: np.dtype[Any]
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def is_float(self) -> bool:
         return self.name == BFLOAT16 or self.storage.kind == "f"
@@ -50,6 +53,16 @@ DTYPES = {
         ]
     )
 }
+
+COMPLEX = {
+    "complex32": Dtype(13, "complex32", np.dtype("u4")),  # numpy has none
+    "complex64": Dtype(14, "complex64", np.dtype("c8")),
+    "complex128": Dtype(15, "complex128", np.dtype("c16")),
+}
+CASES = [(dtype, op) for dtype in DTYPES.values() for op in OPS.values()] + [(d, PRODUCT) for d in COMPLEX.values()]
+"""What can be reduced how, without scales."""
+PARTS = {"complex32": DTYPES["float16"], "complex64": DTYPES["float32"], "complex128": DTYPES["float64"]}
+"""Of complex numbers the dtype of their real and imaginary parts, which follow each other."""
 
 
 def widen_bfloat16(bits: Array) -> Array:
@@ -112,6 +125,8 @@ def stored_form(dtype: Dtype, values: Array) -> Array:
 
 def reduce(dtype: Dtype, op: int, sources: Sequence[Array], scale: float = 1.0) -> Array:
     """The result of hr_kernel.reduce as stored values, of the sources' length."""
+    if dtype.name in COMPLEX:
+        return multiply(dtype, sources, scale)[0]
     with np.errstate(all="ignore"):
         value = compute_form(dtype, sources[0])
         for source in sources[1:]:
@@ -121,6 +136,39 @@ def reduce(dtype: Dtype, op: int, sources: Sequence[Array], scale: float = 1.0) 
         elif scale != 1.0 and dtype.name != "bool":
             value = scale_integers(value, scale)
         return stored_form(dtype, value)
+
+
+def parts_of(dtype: Dtype, values: Array) -> tuple[Array, Array]:
+    """Stored complex numbers as their real and imaginary parts, as what they are multiplied in."""
+    part = PARTS[dtype.name]
+    parts = values.view(part.storage)
+    return compute_form(part, parts[0::2]), compute_form(part, parts[1::2])
+
+
+def multiply(dtype: Dtype, sources: Sequence[Array], scale: float = 1.0) -> tuple[Array, Array]:
+    """The product of stored complex numbers by hr_kernel.reduce, and where it has met two NaN, of each part."""
+    with np.errstate(all="ignore"):
+        a, b = parts_of(dtype, sources[0])
+        both_nan = np.zeros((len(sources[0]), 2), dtype=bool)
+        for source in sources[1:]:
+            c, d = parts_of(dtype, source)
+            factors = ((a, c), (b, d)), ((a, d), (b, c))
+            for part, (first, second) in enumerate(factors):
+                nans = [np.isnan(x) & np.isnan(y) for x, y in (first, second)]
+                both_nan[:, part] |= nans[0] | nans[1]
+                both_nan[:, part] |= np.isnan(first[0] * first[1]) & np.isnan(second[0] * second[1])
+            a, b = a * c - b * d, a * d + b * c
+        if scale != 1.0:
+            a, b = a * a.dtype.type(scale), b * b.dtype.type(scale)
+        return join_parts(dtype, a, b), both_nan
+
+
+def join_parts(dtype: Dtype, real: Array, imaginary: Array) -> Array:
+    """The inverse of parts_of, rounding once."""
+    parts = np.empty(2 * len(real), PARTS[dtype.name].storage)
+    with np.errstate(all="ignore"):
+        parts[0::2], parts[1::2] = real, imaginary
+    return parts.view(dtype.storage)
 
 
 def convert(to: Dtype, origin: Dtype, values: Array, scale: float = 1.0) -> Array:

@@ -46,7 +46,12 @@ NUMPY_OF_DTYPE = {
     "float64": np.float64,
     "bool": np.bool_,
 }
-_DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in NUMPY_OF_DTYPE.items()}
+NUMPY_OF_COMPLEX: dict[str, Any] = {
+    "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
+_DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in (NUMPY_OF_DTYPE | NUMPY_OF_COMPLEX).items()}
 
 
 def describe(

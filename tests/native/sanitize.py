@@ -32,6 +32,7 @@ OPTIONS = {
 IN_ONE_THREAD = (
     "test_agree.py",
     "test_kernel.py",
+    "test_kernel_complex.py",
     "test_shares.py",
     "test_tune_meter.py",
     "test_tune_search.py",

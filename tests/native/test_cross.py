@@ -24,6 +24,10 @@ GATHERS = {"ring": GATHER_RING, "doubling": GATHER_DOUBLING}
 OK, IN_PROGRESS, PEER_LOST, INTERNAL = 0, 1, -40, -60
 FLOAT32 = oracle.DTYPES["float32"]
 UINT8 = oracle.DTYPES["uint8"]
+MIXED_CASES = [
+    *((oracle.DTYPES[name], oracle.SUM) for name in ("int64", "float32", "float16", "bfloat16", "uint8")),
+    *((dtype, oracle.PRODUCT) for dtype in oracle.COMPLEX.values()),
+]
 HOSTS = range(2, 7)
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """What calls point to."""
@@ -110,6 +114,9 @@ def random_values(dtype: oracle.Dtype, count: int, seed: int) -> Array:
     generator = np.random.default_rng(seed)
     if dtype.name == "bool":
         return generator.integers(0, 2, count).astype(np.uint8)
+    if dtype.name in oracle.COMPLEX:
+        parts = generator.standard_normal(2 * count)
+        return oracle.join_parts(dtype, parts[:count], parts[count:])
     if dtype.is_float:
         floats = generator.standard_normal(count) * 10.0 ** generator.integers(-3, 3, count)
         return oracle.stored_form(dtype, floats.astype(np.float32 if dtype.is_half else dtype.storage))
@@ -315,8 +322,7 @@ def test_calls_may_follow_each_other_closely(native: ModuleType, kind: str, algo
 
 
 @by_reduction
-@pytest.mark.parametrize("op", oracle.OPS.values(), ids=oracle.OPS.keys())
-@pytest.mark.parametrize("dtype", oracle.DTYPES.values(), ids=oracle.DTYPES.keys())
+@pytest.mark.parametrize(("dtype", "op"), oracle.CASES, ids=str)
 def test_every_dtype_and_operation_in_the_documented_order(
     native: ModuleType, dtype: oracle.Dtype, op: int, algorithm: int
 ) -> None:
@@ -351,15 +357,15 @@ def test_any_reduction_under_any_timing_gives_the_documented_bits(native: Module
     algorithm = data.draw(st.sampled_from([RING, DOUBLING]), "algorithm")
     hosts = data.draw(st.integers(2, 9), "hosts")
     count = data.draw(st.integers(0, 300), "count")
-    dtype = oracle.DTYPES[data.draw(st.sampled_from(["int64", "float32", "float16", "bfloat16", "uint8"]), "dtype")]
+    dtype, op = data.draw(st.sampled_from(MIXED_CASES), "dtype, op")
     piece_bytes = data.draw(st.integers(1, 400), "piece_bytes")
     faults = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 50)), "delay_polls, link_piece_bytes")
     inputs = [random_values(dtype, count, seed=host) for host in range(hosts)]
-    call = call_of(native, algorithm, hosts, count, dtype=dtype, piece_bytes=piece_bytes)
+    call = call_of(native, algorithm, hosts, count, dtype=dtype, reduce_op=op, piece_bytes=piece_bytes)
     seed = data.draw(st.integers(0, 2**32), "seed")
     statuses, _, results = simulate(native, call, inputs, seed=seed, faults=faults)
     assert statuses == [OK] * hosts
-    assert same_bits(results, reduced(algorithm, dtype, oracle.SUM, inputs))
+    assert same_bits(results, reduced(algorithm, dtype, op, inputs))
 
 
 @settings(max_examples=150)

@@ -24,11 +24,11 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
         lambda wrong, name: hvd.allreduce(torch.ones(2, dtype=torch.bool if wrong else torch.float32), name=name),
         "bool can be reduced with Sum, Max",
     ),
-    "a product of complex numbers": (
+    "a maximum of complex numbers": (
         lambda wrong, name: hvd.allreduce(
-            torch.ones(2, dtype=torch.complex64 if wrong else torch.float32), op=hvd.Product, name=name
+            torch.ones(2, dtype=torch.complex64 if wrong else torch.float32), op=hvd.Max, name=name
         ),
-        "complex numbers can be reduced with Sum or Average",
+        "complex numbers can be reduced with Sum, Average or Product",
     ),
     "a dtype that is moved only": (
         lambda wrong, name: hvd.allreduce(

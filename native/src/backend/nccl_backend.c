@@ -52,7 +52,10 @@ int hr_nccl_can(const horo_request *call) {
     }
     int can = hr_op_reduces(call->op);
     for (int i = 0; i < call->tensor_count && can; i++) {
-        can = hr_dtype_reducible(call->tensors[i].dtype, call->reduce_op);
+        const int dtype = call->tensors[i].dtype;
+        /* it has no complex numbers: their parts will do, except for a product */
+        can = hr_dtype_reducible(dtype, call->reduce_op) &&
+              !hr_dtype_is_complex(hr_dtype_worked_on(dtype, call->reduce_op));
     }
     return can;
 }

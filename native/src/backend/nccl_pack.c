@@ -42,7 +42,8 @@ int hr_nccl_needs_kernels(const horo_request *call) {
     int needs = hr_op_reduces(call->op) && call->reduce_op == HORO_ADASUM;
     for (int i = 0; i < call->tensor_count && hr_op_reduces(call->op); i++) {
         const horo_tensor *tensor = &call->tensors[i];
-        needs |= form_of(hr_dtype_real(tensor->dtype), tensor->wire_dtype, call->reduce_op, is_scaled).is_packed;
+        const int dtype = hr_dtype_worked_on(tensor->dtype, call->reduce_op);
+        needs |= form_of(dtype, tensor->wire_dtype, call->reduce_op, is_scaled).is_packed;
     }
     return needs;
 }

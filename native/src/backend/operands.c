@@ -5,7 +5,7 @@
 
 #include "base/cut.h"
 
-enum { KIND_COUNT = 3 * HORO_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
+enum { KIND_COUNT = 3 * HR_REDUCED_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
 enum { HUGE_PAGE_BYTES = 1 << 21, HUGE_WORTH_BYTES = 1 << 22 };
 
 size_t hr_vectors_of(int op, int size) {
@@ -45,7 +45,7 @@ void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void 
 
 static int kind_of(const struct hr_operand *operand) {
     const int wire = operand->wire_dtype;
-    return operand->dtype + HORO_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
+    return operand->dtype + HR_REDUCED_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
 }
 
 /* The least one that is not done; KIND_COUNT behind the last one. */

@@ -38,12 +38,18 @@ REDUCER(float32_min, HORO_FLOAT32, HORO_MIN)
 REDUCER(float32_max, HORO_FLOAT32, HORO_MAX)
 REDUCER(float64_min, HORO_FLOAT64, HORO_MIN)
 REDUCER(float64_max, HORO_FLOAT64, HORO_MAX)
+REDUCER(complex32_product, HORO_COMPLEX32, HORO_PRODUCT)
+REDUCER(complex64_product, HORO_COMPLEX64, HORO_PRODUCT)
+REDUCER(complex128_product, HORO_COMPLEX128, HORO_PRODUCT)
 
-static hr_mpi_reducer *const reducers[HORO_DTYPE_COUNT][HR_REDUCTION_OPS] = {
+static hr_mpi_reducer *const reducers[HR_REDUCED_DTYPE_COUNT][HR_REDUCTION_OPS] = {
     [HORO_FLOAT16] = {float16_sum, float16_min, float16_max, float16_product},
     [HORO_BFLOAT16] = {bfloat16_sum, bfloat16_min, bfloat16_max, bfloat16_product},
     [HORO_FLOAT32] = {[MIN] = float32_min, [MAX] = float32_max},
     [HORO_FLOAT64] = {[MIN] = float64_min, [MAX] = float64_max},
+    [HORO_COMPLEX32] = {[PRODUCT] = complex32_product},
+    [HORO_COMPLEX64] = {[PRODUCT] = complex64_product},
+    [HORO_COMPLEX128] = {[PRODUCT] = complex128_product},
 };
 
 /* MPI's own types: of sums and products, and of minimum and maximum. */
@@ -59,9 +65,12 @@ static const int bool_ops[HR_REDUCTION_OPS] = {HORO_MPI_LOR, HORO_MPI_LAND, HORO
 
 int hr_reductions_init(struct hr_reductions *reductions, const struct hr_mpi *mpi) {
     *reductions = (struct hr_reductions){0};
-    int code = mpi->ops->type_create(mpi, (int)hr_dtype_bytes(HORO_FLOAT16), &reductions->half);
-    reductions->has_half = code == 0;
-    for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
+    int code = 0;
+    for (int width = 0; width < HR_REDUCTION_WIDTHS && code == 0; width++) {
+        code = mpi->ops->type_create(mpi, 2 << width, &reductions->types[width]);
+        reductions->type_count += code == 0;
+    }
+    for (int dtype = 0; dtype < HR_REDUCED_DTYPE_COUNT; dtype++) {
         for (int op = 0; op < HR_REDUCTION_OPS && code == 0; op++) {
             if (reducers[dtype][op] != NULL) {
                 code = mpi->ops->op_create(mpi, reducers[dtype][op], op == SUM || op == PRODUCT,
@@ -74,25 +83,37 @@ int hr_reductions_init(struct hr_reductions *reductions, const struct hr_mpi *mp
 }
 
 void hr_reductions_fini(struct hr_reductions *reductions, const struct hr_mpi *mpi) {
-    for (int dtype = 0; dtype < HORO_DTYPE_COUNT; dtype++) {
+    for (int dtype = 0; dtype < HR_REDUCED_DTYPE_COUNT; dtype++) {
         for (int op = 0; op < HR_REDUCTION_OPS; op++) {
             if (reductions->made[dtype][op]) {
                 (void)mpi->ops->op_free(mpi, &reductions->ops[dtype][op]);
             }
         }
     }
-    if (reductions->has_half) {
-        (void)mpi->ops->type_free(mpi, &reductions->half);
+    for (int width = 0; width < reductions->type_count; width++) {
+        (void)mpi->ops->type_free(mpi, &reductions->types[width]);
+    }
+}
+
+/* Of a dtype that MPI does not reduce itself; -1: it does. */
+static int width_of(int dtype) {
+    switch (dtype) {
+    case HORO_FLOAT16:
+    case HORO_BFLOAT16: return 0;
+    case HORO_COMPLEX32: return 1;
+    case HORO_COMPLEX64: return 2;
+    case HORO_COMPLEX128: return 3;
+    default: return -1;
     }
 }
 
 struct hr_reduction hr_reductions_find(const struct hr_reductions *reductions, const struct hr_mpi *mpi, int dtype,
                                        int reduce_op) {
     const int op = index_of(reduce_op);
-    const int is_half = dtype == HORO_FLOAT16 || dtype == HORO_BFLOAT16;
+    const int width = width_of(dtype);
     const int own = dtype == HORO_BOOL ? bool_ops[op] : ops[op];
     return (struct hr_reduction){
-        .type = is_half ? reductions->half : mpi->calls.handles[types[dtype][op == MIN || op == MAX]],
+        .type = width >= 0 ? reductions->types[width] : mpi->calls.handles[types[dtype][op == MIN || op == MAX]],
         .op = reductions->made[dtype][op] ? reductions->ops[dtype][op] : mpi->calls.handles[own],
     };
 }

@@ -50,9 +50,13 @@ int hr_dtype_real(int dtype) {
     }
 }
 
+int hr_dtype_worked_on(int dtype, int reduce_op) {
+    return reduce_op == HORO_PRODUCT ? dtype : hr_dtype_real(dtype);
+}
+
 int hr_dtype_reducible(int dtype, int reduce_op) {
     if (hr_dtype_is_complex(dtype)) {
-        return reduce_op == HORO_SUM || reduce_op == HORO_AVERAGE;
+        return reduce_op == HORO_SUM || reduce_op == HORO_AVERAGE || reduce_op == HORO_PRODUCT;
     }
     if (dtype < 0 || dtype >= HORO_DTYPE_COUNT) {
         return 0;

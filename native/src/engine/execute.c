@@ -58,7 +58,9 @@ static int reserve_operands(struct hr_batch *batch, size_t count) {
     return HORO_OK;
 }
 
-static void add_operand(struct hr_batch *batch, const horo_tensor *tensor, struct hr_flow *flow) {
+static void add_operand(struct hr_batch *batch, const horo_request *call, int t, struct hr_flow *flow) {
+    const horo_tensor *tensor = &call->tensors[t];
+    const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
     int64_t bytes = 0;
     /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
     int64_t row_bytes = 0;
@@ -71,7 +73,7 @@ static void add_operand(struct hr_batch *batch, const horo_tensor *tensor, struc
         .input = tensor->input,
         .output = tensor->output,
         .bytes = (size_t)bytes,
-        .dtype = hr_dtype_real(tensor->dtype),
+        .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
         .wire_dtype = tensor->wire_dtype,
         .flow = flow,
     };
@@ -106,7 +108,7 @@ static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record
         struct hr_flow *flow = batch->requests[i]->flows ? &batch->requests[i]->staging->flow : NULL;
         batch->flows |= flow != NULL;
         for (int t = 0; t < call->tensor_count; t++) {
-            add_operand(batch, &call->tensors[t], flow);
+            add_operand(batch, call, t, flow);
         }
     }
     return HORO_OK;

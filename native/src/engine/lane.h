@@ -233,7 +233,10 @@ int hr_leader_tell_joined(struct hr_lane *lane);
 
 /* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
-/* The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. */
+/*
+ * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
+ * wider, its other bits are 0.
+ */
 uint64_t hr_neutral_element(int dtype, int reduce_op);
 
 /*

@@ -39,7 +39,7 @@ static int refuse_reduction(const horo_request *call, const horo_tensor *tensor,
     const int dtype = tensor->dtype;
     const char *instead = "convert the tensor to another dtype";
     if (hr_dtype_is_complex(dtype)) {
-        instead = "complex numbers can be reduced with Sum or Average";
+        instead = "complex numbers can be reduced with Sum, Average or Product";
     } else if (dtype >= HORO_DTYPE_COUNT) {
         instead = "allgather, alltoall and broadcast move it; to reduce it, convert the tensor to another dtype";
     } else if (dtype == HORO_BOOL && call->reduce_op == HORO_AVERAGE) {

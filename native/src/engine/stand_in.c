@@ -10,7 +10,7 @@
 #include "base/op.h"
 #include "engine/engine.h"
 
-enum { ALIGNMENT = 64, ELEMENT_MAX = 8 };
+enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };
 
 /* ---- Neutral elements ---- */
 
@@ -23,9 +23,12 @@ static uint64_t highest_integer(int dtype) {
     return dtype == HORO_BOOL ? 1 : ~lowest_integer(dtype);
 }
 
-/* The bits of 1, and of infinity, as a float of this dtype; its sign is the highest bit. */
+/*
+ * The bits of 1, and of infinity, as a float of this dtype; its sign is the highest bit. Of a complex 1 those of its
+ * real part, which comes first: all behind them are 0.
+ */
 static uint64_t one_of(int dtype) {
-    switch (dtype) {
+    switch (hr_dtype_real(dtype)) {
     case HORO_FLOAT16: return 0x3c00;
     case HORO_BFLOAT16: return 0x3f80;
     case HORO_FLOAT32: return 0x3f800000;
@@ -43,15 +46,19 @@ static uint64_t infinity_of(int dtype) {
     }
 }
 
+/* Of what is at most 64 bits wide. */
+static uint64_t sign_of(int dtype) {
+    return (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1);
+}
+
 uint64_t hr_neutral_element(int dtype, int reduce_op) {
-    if (hr_dtype_is_complex(dtype) || !hr_dtype_reducible(dtype, reduce_op)) {
-        return 0; /* of a sum; others are refused before they are run */
+    if (!hr_dtype_reducible(dtype, reduce_op)) {
+        return 0; /* it is refused before it is run */
     }
     const int is_integer = hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
-    const uint64_t sign = (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1);
     switch (reduce_op) {
     case HORO_MIN: return is_integer ? highest_integer(dtype) : infinity_of(dtype);
-    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | sign;
+    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | sign_of(dtype);
     case HORO_PRODUCT: return one_of(dtype);
     default: return 0;
     }
@@ -59,8 +66,8 @@ uint64_t hr_neutral_element(int dtype, int reduce_op) {
 
 static void fill(void *data, size_t bytes, int dtype, uint64_t bits) {
     const size_t width = hr_dtype_bytes(dtype);
-    uint8_t element[ELEMENT_MAX];
-    for (size_t i = 0; i < sizeof element; i++) {
+    uint8_t element[ELEMENT_MAX] = {0};
+    for (size_t i = 0; i < sizeof bits; i++) {
         element[i] = (uint8_t)(bits >> 8 * i); /* values in memory are little-endian, as on the wire */
     }
     for (size_t at = 0; at < bytes; at += width) {

@@ -53,6 +53,38 @@ HR_INLINE void stream_fence(void) {
     _mm_sfence();
 }
 
+HR_INLINE vector_float real_floats(vector_float a) {
+    return (vector_float)_mm512_moveldup_ps((__m512)a);
+}
+
+HR_INLINE vector_float imaginary_floats(vector_float a) {
+    return (vector_float)_mm512_movehdup_ps((__m512)a);
+}
+
+HR_INLINE vector_float turned_floats(vector_float a) {
+    return (vector_float)_mm512_permute_ps((__m512)a, 0xb1);
+}
+
+HR_INLINE vector_float subtract_and_add_floats(vector_float a, vector_float b) {
+    return (vector_float)_mm512_mask_sub_ps((__m512)(a + b), 0x5555, (__m512)a, (__m512)b);
+}
+
+HR_INLINE vector_double real_doubles(vector_double a) {
+    return (vector_double)_mm512_movedup_pd((__m512d)a);
+}
+
+HR_INLINE vector_double imaginary_doubles(vector_double a) {
+    return (vector_double)_mm512_permute_pd((__m512d)a, 0xff);
+}
+
+HR_INLINE vector_double turned_doubles(vector_double a) {
+    return (vector_double)_mm512_permute_pd((__m512d)a, 0x55);
+}
+
+HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double b) {
+    return (vector_double)_mm512_mask_sub_pd((__m512d)(a + b), 0x55, (__m512d)a, (__m512d)b);
+}
+
 #include "kernel/vector_template.h"
 
 HR_DEFINE_KERNEL(, hr_kernel_avx512, "avx512", level)

@@ -42,10 +42,11 @@ static void element_scale(const struct hr_codec *codec, const struct hr_kernel *
 #define PLAIN(of, bytes)                                                                                               \
     [of] = {of, of, bytes, 1, bytes, plain_pack, plain_unpack, element_reduce, element_scale}
 
-static const struct hr_codec plain[HORO_DTYPE_COUNT] = {
+static const struct hr_codec plain[HR_REDUCED_DTYPE_COUNT] = {
     PLAIN(HORO_UINT8, 1),   PLAIN(HORO_INT8, 1),    PLAIN(HORO_INT16, 2),    PLAIN(HORO_INT32, 4),
     PLAIN(HORO_INT64, 8),   PLAIN(HORO_FLOAT16, 2), PLAIN(HORO_BFLOAT16, 2), PLAIN(HORO_FLOAT32, 4),
     PLAIN(HORO_FLOAT64, 8), PLAIN(HORO_BOOL, 1),
+    PLAIN(HORO_COMPLEX32, 4), PLAIN(HORO_COMPLEX64, 8), PLAIN(HORO_COMPLEX128, 16), /* to be multiplied */
 };
 
 #define NARROWING(from, bytes, to)                                                                                     \
@@ -58,7 +59,8 @@ static const struct hr_codec narrowing[2][2] = {
 
 const struct hr_codec *hr_codec_find(int dtype, int wire_dtype) {
     if (wire_dtype == 0) {
-        return dtype >= 0 && dtype < HORO_DTYPE_COUNT ? &plain[dtype] : NULL;
+        const int has_one = dtype >= 0 && dtype < HR_REDUCED_DTYPE_COUNT && plain[dtype].block_bytes > 0;
+        return has_one ? &plain[dtype] : NULL;
     }
     return hr_dtype_narrows(dtype, wire_dtype) ? &narrowing[dtype == HORO_FLOAT64][wire_dtype == HORO_BFLOAT16] : NULL;
 }

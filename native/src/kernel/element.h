@@ -130,10 +130,23 @@ HR_INLINE size_t element_bytes(int dtype) {
     case HORO_FLOAT16:
     case HORO_BFLOAT16: return 2;
     case HORO_INT32:
-    case HORO_FLOAT32: return 4;
+    case HORO_FLOAT32:
+    case HORO_COMPLEX32: return 4;
     case HORO_INT64:
-    case HORO_FLOAT64: return 8;
+    case HORO_FLOAT64:
+    case HORO_COMPLEX64: return 8;
+    case HORO_COMPLEX128: return 16;
     default: return 1;
+    }
+}
+
+/* As hr_dtype_real, of a constant. */
+HR_INLINE int part_of(int dtype) {
+    switch (dtype) {
+    case HORO_COMPLEX32: return HORO_FLOAT16;
+    case HORO_COMPLEX64: return HORO_FLOAT32;
+    case HORO_COMPLEX128: return HORO_FLOAT64;
+    default: return dtype;
     }
 }
 

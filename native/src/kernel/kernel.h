@@ -10,9 +10,14 @@
  * ends (NaN becomes 0); an int64 beyond 2^53 is rounded there. bool: sum and max are OR, product and min are AND;
  * neither factor nor divisor may be other than 1; any byte but 0 is true and results are 0 or 1. float16 and bfloat16
  * also stand for wider floats while they travel: convert rounds to nearest even, and a NaN stays one. From and to
- * float64 it goes through float32, as torch's own conversions do. float min and max give NaN if any source is NaN. When
- * a sum or product adds or multiplies two NaN, which of them it carries on is not said: there, and nowhere else, levels
- * may differ, in the payload of a NaN.
+ * float64 it goes through float32, as torch's own conversions do. float min and max give NaN if any source is NaN.
+ *
+ * Complex numbers have PRODUCT and scale, and are pairs of floats to all else. (a + bi)(c + di) is (ac - bd) +
+ * (ad + bc)i, also where that is NaN, each of the four products rounded; either order of two factors gives the same
+ * bits.
+ *
+ * When a sum or product adds or multiplies two NaN, which of them it carries on is not said: there, and nowhere else,
+ * levels may differ, in the payload of a NaN.
  */
 #ifndef HR_KERNEL_KERNEL_H
 #define HR_KERNEL_KERNEL_H
@@ -45,7 +50,7 @@ static inline int hr_scale_changes(struct hr_scale scale) {
     return scale.factor != 1.0 || scale.divisor != 1;
 }
 
-/* One table per SIMD level; functions are exhaustive over dtypes and never fail. */
+/* One table per SIMD level; functions are exhaustive over the dtypes that they name and never fail. */
 struct hr_kernel {
     const char *name;
 
@@ -53,7 +58,8 @@ struct hr_kernel {
      * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
      * `copy_store` rules the stores to copy only. src_count >= 1. dst and copy may each equal any src exactly; partial
      * overlap is not allowed.
-     * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale).
+     * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale); of complex numbers it is
+     * PRODUCT.
      */
     void (*reduce)(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count, size_t count,
                    struct hr_scale scale, enum hr_store copy_store);

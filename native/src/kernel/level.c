@@ -84,9 +84,14 @@ void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const vo
         scale_integers(level, dtype, dst, src, count, scale, store);
     } else {
         /* A reduction of one source. The result goes where the store policy applies. */
-        const struct hr_span span = {
-            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale.factor};
-        level->reduce[dtype][HR_KERNEL_SUM](&span);
+        const int part = hr_dtype_real(dtype);
+        const struct hr_span span = {.copy = dst,
+                                     .src = &src,
+                                     .src_count = 1,
+                                     .copy_store = store,
+                                     .end = part == dtype ? count : 2 * count,
+                                     .scale = scale.factor};
+        level->reduce[part][HR_KERNEL_SUM](&span);
     }
 }
 

@@ -28,7 +28,8 @@ struct hr_span {
 };
 
 struct hr_level {
-    void (*reduce[HORO_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
+    /* Of complex numbers the product only. */
+    void (*reduce[HR_REDUCED_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
     /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
     void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
@@ -79,6 +80,9 @@ extern const struct hr_kernel hr_kernel_neon;
     static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }                            \
     static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
 
+#define HR_DEFINE_PRODUCT(name, dtype)                                                                                 \
+    static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
+
 #define HR_DEFINE_ALL_OPS                                                                                              \
     HR_DEFINE_OPS(uint8, HORO_UINT8)                                                                                   \
     HR_DEFINE_OPS(int8, HORO_INT8)                                                                                     \
@@ -89,9 +93,13 @@ extern const struct hr_kernel hr_kernel_neon;
     HR_DEFINE_OPS(bfloat16, HORO_BFLOAT16)                                                                             \
     HR_DEFINE_OPS(float32, HORO_FLOAT32)                                                                               \
     HR_DEFINE_OPS(float64, HORO_FLOAT64)                                                                               \
-    HR_DEFINE_OPS(bool, HORO_BOOL)
+    HR_DEFINE_OPS(bool, HORO_BOOL)                                                                                     \
+    HR_DEFINE_PRODUCT(complex32, HORO_COMPLEX32)                                                                       \
+    HR_DEFINE_PRODUCT(complex64, HORO_COMPLEX64)                                                                       \
+    HR_DEFINE_PRODUCT(complex128, HORO_COMPLEX128)
 
 #define HR_OPS_ROW(name) {name##_sum, name##_min, name##_max, name##_product}
+#define HR_PRODUCT_ROW(name) {[HR_KERNEL_PRODUCT] = name##_product}
 
 #define HR_ALL_OPS_TABLE                                                                                               \
     {                                                                                                                  \
@@ -99,6 +107,8 @@ extern const struct hr_kernel hr_kernel_neon;
         [HORO_INT32] = HR_OPS_ROW(int32), [HORO_INT64] = HR_OPS_ROW(int64), [HORO_FLOAT16] = HR_OPS_ROW(float16),      \
         [HORO_BFLOAT16] = HR_OPS_ROW(bfloat16), [HORO_FLOAT32] = HR_OPS_ROW(float32),                                  \
         [HORO_FLOAT64] = HR_OPS_ROW(float64), [HORO_BOOL] = HR_OPS_ROW(bool),                                          \
+        [HORO_COMPLEX32] = HR_PRODUCT_ROW(complex32), [HORO_COMPLEX64] = HR_PRODUCT_ROW(complex64),                    \
+        [HORO_COMPLEX128] = HR_PRODUCT_ROW(complex128),                                                                \
     }
 
 /* The conversions of a level from `convert(to, from, span)`, and their table. */

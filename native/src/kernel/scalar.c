@@ -58,6 +58,64 @@ HR_INLINE void run_double(int op, const struct hr_span *span, int src_count) {
     }
 }
 
+/* Multiplies the complex number (real, imaginary) by (x, y). */
+#define MULTIPLY_COMPLEX(type, real, imaginary, x, y)                                                                  \
+    do {                                                                                                               \
+        const type product = (real) * (x) - (imaginary) * (y);                                                         \
+        (imaginary) = (real) * (y) + (imaginary) * (x);                                                                \
+        (real) = product;                                                                                              \
+    } while (0)
+
+/* `part` is float16 or float32. */
+HR_INLINE void multiply_floats(int part, const struct hr_span *span, int src_count) {
+    const size_t bytes = element_bytes(part);
+    const float scale = (float)span->scale;
+    for (size_t i = 2 * span->begin; i < 2 * span->end; i += 2) {
+        float real = load_float(part, (const uint8_t *)span->src[0] + i * bytes);
+        float imaginary = load_float(part, (const uint8_t *)span->src[0] + (i + 1) * bytes);
+        for (int s = 1; s < src_count; s++) {
+            const float x = load_float(part, (const uint8_t *)span->src[s] + i * bytes);
+            const float y = load_float(part, (const uint8_t *)span->src[s] + (i + 1) * bytes);
+            MULTIPLY_COMPLEX(float, real, imaginary, x, y);
+        }
+        if (span->scale != 1.0) {
+            real *= scale;
+            imaginary *= scale;
+        }
+        if (span->dst != NULL) {
+            store_float(part, span->dst + i * bytes, real);
+            store_float(part, span->dst + (i + 1) * bytes, imaginary);
+        }
+        if (span->copy != NULL) {
+            store_float(part, span->copy + i * bytes, real);
+            store_float(part, span->copy + (i + 1) * bytes, imaginary);
+        }
+    }
+}
+
+HR_INLINE void multiply_doubles(const struct hr_span *span, int src_count) {
+    double value[2];
+    double next[2];
+    const size_t bytes = sizeof value;
+    for (size_t i = span->begin; i < span->end; i++) {
+        memcpy(value, (const uint8_t *)span->src[0] + i * bytes, bytes);
+        for (int s = 1; s < src_count; s++) {
+            memcpy(next, (const uint8_t *)span->src[s] + i * bytes, bytes);
+            MULTIPLY_COMPLEX(double, value[0], value[1], next[0], next[1]);
+        }
+        if (span->scale != 1.0) {
+            value[0] *= span->scale;
+            value[1] *= span->scale;
+        }
+        if (span->dst != NULL) {
+            memcpy(span->dst + i * bytes, value, bytes);
+        }
+        if (span->copy != NULL) {
+            memcpy(span->copy + i * bytes, value, bytes);
+        }
+    }
+}
+
 /* Modulo 2^64 and cut on storing is modulo the type's own range; every type's values and order fit int64. */
 HR_INLINE int64_t reduce_integer(int dtype, int op, int64_t a, int64_t b) {
     if (dtype == HORO_BOOL) {
@@ -94,6 +152,9 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     case HORO_BFLOAT16:
     case HORO_FLOAT32: run_float(dtype, op, span, span->src_count); break;
     case HORO_FLOAT64: run_double(op, span, span->src_count); break;
+    case HORO_COMPLEX32:
+    case HORO_COMPLEX64: multiply_floats(part_of(dtype), span, span->src_count); break;
+    case HORO_COMPLEX128: multiply_doubles(span, span->src_count); break;
     default: run_integer(dtype, op, span, span->src_count);
     }
 }

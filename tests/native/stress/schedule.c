@@ -106,6 +106,10 @@ static void choose_reduction(struct chance *chance, const struct limits *limits,
     if (operation->reduce_op == HORO_ADASUM && (operation->op != HORO_ALLREDUCE || !has_floats(operation))) {
         operation->reduce_op = HORO_SUM;
     }
+    if (operation->reduce_op == HORO_PRODUCT && chance_once_in(chance, 2)) {
+        static const int32_t wholes[] = {HORO_COMPLEX32, HORO_COMPLEX64, HORO_COMPLEX128};
+        operation->dtype = ANY_OF(chance, wholes);
+    }
     operation->apart |= operation->op == HORO_REDUCESCATTER;
     operation->tensor_count = chance_once_in(chance, 4) ? 2 + (int)chance_below(chance, TENSORS_MAX - 1) : 1;
     for (int i = 0; i < operation->tensor_count; i++) {

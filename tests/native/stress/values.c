@@ -9,10 +9,13 @@ enum { OFFSETS = 5, PERIOD = 7, FACTORS = 3, LOOK_AT_ALL = 256, LOOKS = 64 };
 
 /* ---- Elements of any dtype ---- */
 
-/* Exact for what is stored here: positive, not tiny, few bits. */
+/* Exact for what is stored here: not tiny, few bits. */
 static uint16_t to_half(double value) {
     if (value == 0) {
         return 0;
+    }
+    if (value < 0) {
+        return (uint16_t)(0x8000 | to_half(-value));
     }
     int exponent;
     const double mantissa = frexp(value, &exponent);
@@ -61,6 +64,27 @@ static double load(int dtype, const void *memory, int64_t at) {
     case HORO_FLOAT32: return (double)((const float *)memory)[at];
     default: return ((const double *)memory)[at];
     }
+}
+
+/* ---- Complex numbers: two elements of another dtype ---- */
+
+static int part_of_number(int dtype) {
+    switch (dtype) {
+    case HORO_COMPLEX32: return HORO_FLOAT16;
+    case HORO_COMPLEX64: return HORO_FLOAT32;
+    case HORO_COMPLEX128: return HORO_FLOAT64;
+    default: return dtype;
+    }
+}
+
+static int parts_of_number(int dtype) {
+    return part_of_number(dtype) == dtype ? 1 : 2;
+}
+
+/* Of `size` times i to the power of `turns`: its real or imaginary part. */
+static int turned(int size, int turns, int part) {
+    static const int units[2][4] = {{1, 0, -1, 0}, {0, 1, 0, -1}};
+    return units[part][turns % 4] * size;
 }
 
 /* ---- Inputs: what all ranks have in common at an element, and what a rank has in all elements of a tensor ---- */
@@ -117,8 +141,13 @@ int64_t values_rows(const struct operation *operation, const struct team *team, 
 }
 
 void values_fill(const struct operation *operation, int tensor, int rank, int dtype, int64_t count, void *memory) {
+    const int parts = parts_of_number(dtype);
     for (int64_t at = 0; at < count && at < PERIOD; at++) {
-        store(dtype, memory, at, element(operation, tensor, rank, at));
+        const int value = element(operation, tensor, rank, at);
+        for (int p = 0; p < parts; p++) {
+            const int own = parts == 1 ? value : turned(value, offset(operation, tensor, rank), p);
+            store(part_of_number(dtype), memory, at * parts + p, own);
+        }
     }
     const int64_t element_bytes = (int64_t)horo_dtype_bytes(dtype);
     for (int64_t done = PERIOD; done < count; done *= 2) { /* it repeats itself */
@@ -211,10 +240,13 @@ int values_check(const struct operation *operation, const struct team *team, int
     const struct answer answer = summarize(operation, team, tensor);
     struct chance chance = {operation->salt};
     const struct part part = part_of(operation, team, tensor, rank);
-    for (int64_t step = 0; step < looks(part.count); step++) {
-        *at = look(&chance, part.count, step);
-        *got = load(operation->dtype, memory, *at);
+    const int parts = parts_of_number(operation->dtype);
+    for (int64_t step = 0; step < looks(part.count) * parts; step++) {
+        *at = look(&chance, part.count, step / parts);
+        const int p = (int)(step % parts);
+        *got = load(part_of_number(operation->dtype), memory, *at * parts + p);
         *wanted = expect(operation, team, everyone, tensor, &answer, part.first + *at);
+        *wanted *= parts == 1 ? 1 : turned(1, answer.sum, p);
         if (!(fabs(*got - *wanted) <= tolerance(operation, *wanted))) {
             return 0;
         }

@@ -1,0 +1,75 @@
+"""Products of complex numbers on GPUs: NCCL has none, so they are staged on all ranks, among what it does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from complex_numbers import factor, product, read, stored
+from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from ranks import NUMPY_OF_COMPLEX, Group, Rank
+from test_nccl_join import alone
+from test_reducescatter import rows_of
+
+from horo import _core
+
+PRODUCT = _core.REDUCE_OPS["product"]
+LENGTHS = [0, 1, 1000, (1 << 19) + 3]
+"""The last one flows: its pieces are exchanged while others are on their way."""
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("way", ["staged", "nccl", "two levels"])
+def test_products_are_staged_and_sums_are_not(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], way: str) -> None:
+    def body(rank: Rank) -> None:
+        libraries = None if way == "staged" else [nccl.path]
+        own = OnGpu(rank, gpu, libraries, device=rank.rank, two_levels=way == "two levels")
+        for dtype in NUMPY_OF_COMPLEX:
+            for count in LENGTHS:
+                mine = stored(factor(rank.rank, count), dtype)
+                got = own.allreduce(mine, f"{dtype} {count}", "product", postscale=0.5)
+                assert np.array_equal(read(got), product(range(rank.size), count) / 2)
+                output = mine[rows_of(count, rank.size, rank.rank)]
+                got = own.run("reducescatter", f"{dtype} {count} rows", mine, output, reduce_op=PRODUCT)
+                wanted = product(range(rank.size), count)[rows_of(count, rank.size, rank.rank)]
+                assert np.array_equal(read(got), wanted)
+            total = own.allreduce(stored(np.full(5, 1 + 2j), dtype), f"sum {dtype}", "sum")
+            assert np.array_equal(read(total), np.full(5, rank.size * (1 + 2j)))
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    launched = {"staged": 0, "nccl": len(NUMPY_OF_COMPLEX) * sum(hosts)}
+    assert way == "two levels" or nccl.counts()["launched"] == launched[way]
+    assert nccl.counts()["mismatches"] == 0
+
+
+def test_many_of_both_at_once(gpu: Gpu, nccl: Nccl) -> None:
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        for turn in range(3):
+            arrays = [stored(factor(rank.rank, 50 + k, turn), "complex64") for k in range(12)]
+            begun = [
+                own.submit("allreduce", f"x{k}", array, reduce_op=PRODUCT if k % 2 else SUM)
+                for k, array in enumerate(arrays)
+            ]
+            for handle, _, _ in begun:
+                own.finish(handle)
+            gpu.synchronize(own.stream)
+            for k, (_, address, _) in enumerate(begun):
+                got = read(gpu.get(address, arrays[k]))
+                factors = [factor(r, 50 + k, turn) for r in range(rank.size)]
+                assert np.array_equal(got, product(range(rank.size), 50 + k, turn) if k % 2 else sum(factors))
+        own.close()
+
+    with Group((3,)) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)], ids=str)
+def test_a_rank_that_has_joined_multiplies_by_one(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    def body(rank: Rank, own: OnGpu) -> None:
+        for dtype in NUMPY_OF_COMPLEX:
+            got = own.allreduce(stored(factor(rank.rank, 70), dtype), dtype, "product")
+            assert np.array_equal(read(got), product(range(1, rank.size), 70))
+
+    alone(hosts, body, gpu, nccl)
