@@ -125,14 +125,21 @@ static size_t least_bytes(const struct hr_team *team, const struct hr_move *move
     return team->tuning.direct * size * (is_gather ? size - 1 : 1);
 }
 
+/* Whether it is an alltoall: what it puts into a slot serves one other rank, so that the copy never pays. */
+static int is_for_each(const struct hr_move *move) {
+    return move->shown_count > 1;
+}
+
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
     const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
                     address_bytes(move) <= team->tuning.segment;
     if (!can || bytes < least_bytes(team, move)) {
         return 0;
     }
-    return move->sum != NULL ? sum_room(team, move) >= SUM_LEAST
-                             : bytes <= team->tuning.direct_most / (size_t)team->local_size;
+    if (move->sum != NULL) {
+        return sum_room(team, move) >= SUM_LEAST;
+    }
+    return is_for_each(move) || bytes <= team->tuning.direct_most / (size_t)team->local_size;
 }
 
 static int shows(const struct hr_direct *run, int rank) {
