@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["CASES_UNDER_A_SANITIZER", "spread"]
 
-CASES_UNDER_A_SANITIZER = 4
-"""Of one test. What more of them would find is wrong numbers, which the run without a sanitizer looks for."""
+CASES_UNDER_A_SANITIZER = 2
+"""Of one test, or as many as its values need. What more of them would find is wrong numbers, which the run without a
+sanitizer looks for; and the two sanitizers take different ones."""
 
 
 def spread(cases: Sequence[tuple[str, Mapping[str, int]]], most: int, of: str = "") -> set[str]:
     """Names of at most so many cases of one test; of more where some value of a parameter would not occur otherwise.
 
-    The same ones each time: drawn by the hash of their names, and by what they are drawn for.
+    The same ones each time: those first that have most values which no other has; among equals drawn by the hash of
+    their names, and by what they are drawn for.
 
     Args:
         cases: The name of each case, and for each parameter which of its values the case has.
@@ -24,11 +26,11 @@ def spread(cases: Sequence[tuple[str, Mapping[str, int]]], most: int, of: str = 
     if len(cases) <= most:
         return {name for name, _ in cases}
     drawn = sorted(cases, key=lambda case: zlib.crc32(f"{of}{case[0]}".encode()))
-    seen: set[tuple[str, int]] = set()
-    chosen = []
-    for name, values in drawn:
-        if not seen.issuperset(values.items()):
-            seen |= set(values.items())
-            chosen.append(name)
+    unseen = {value for _, values in cases for value in values.items()}
+    chosen: list[str] = []
+    while unseen:
+        name, values = max(drawn, key=lambda case: len(unseen & case[1].items()))  # the first drawn of the best
+        unseen -= values.items()
+        chosen.append(name)
     rest = [name for name, _ in drawn if name not in chosen]
     return {*chosen, *rest[: max(0, most - len(chosen))]}
