@@ -5,11 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CASES_UNDER_A_SANITIZER", "spread"]
+__all__ = ["CASES_UNDER_A_SANITIZER", "SEEDS_UNDER_A_SANITIZER", "alike", "spread"]
 
 CASES_UNDER_A_SANITIZER = 2
 """Of one test, or as many as its values need. What more of them would find is wrong numbers, which the run without a
 sanitizer looks for; and the two sanitizers take different ones."""
+
+SEEDS_UNDER_A_SANITIZER = 4
+"""Of a test of random schedules, which are what races are found by."""
+
+
+def alike(of: str) -> set[str]:
+    """Parameters of which a run for ``address`` or ``thread`` takes any value for as good as another: the seeds; and
+    where only races are looked for, lengths around a bound.
+    """
+    return {"seed"} | ({"edge", "extra"} if of == "thread" else set())
 
 
 def spread(cases: Sequence[tuple[str, Mapping[str, int]]], most: int, of: str = "") -> set[str]:
