@@ -5,16 +5,28 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CASES_UNDER_A_SANITIZER", "spread"]
+__all__ = ["CASES_UNDER_A_SANITIZER", "SEEDS_UNDER_A_SANITIZER", "alike", "spread"]
 
-CASES_UNDER_A_SANITIZER = 4
-"""Of one test. What more of them would find is wrong numbers, which the run without a sanitizer looks for."""
+CASES_UNDER_A_SANITIZER = 2
+"""Of one test, or as many as its values need. What more of them would find is wrong numbers, which the run without a
+sanitizer looks for; and the two sanitizers take different ones."""
+
+SEEDS_UNDER_A_SANITIZER = 4
+"""Of a test of random schedules, which are what races are found by."""
+
+
+def alike(of: str) -> set[str]:
+    """Parameters of which a run for ``address`` or ``thread`` takes any value for as good as another: the seeds; and
+    where only races are looked for, lengths around a bound.
+    """
+    return {"seed"} | ({"edge", "extra"} if of == "thread" else set())
 
 
 def spread(cases: Sequence[tuple[str, Mapping[str, int]]], most: int, of: str = "") -> set[str]:
     """Names of at most so many cases of one test; of more where some value of a parameter would not occur otherwise.
 
-    The same ones each time: drawn by the hash of their names, and by what they are drawn for.
+    The same ones each time: those first that have most values which no other has; among equals drawn by the hash of
+    their names, and by what they are drawn for.
 
     Args:
         cases: The name of each case, and for each parameter which of its values the case has.
@@ -24,11 +36,11 @@ def spread(cases: Sequence[tuple[str, Mapping[str, int]]], most: int, of: str = 
     if len(cases) <= most:
         return {name for name, _ in cases}
     drawn = sorted(cases, key=lambda case: zlib.crc32(f"{of}{case[0]}".encode()))
-    seen: set[tuple[str, int]] = set()
-    chosen = []
-    for name, values in drawn:
-        if not seen.issuperset(values.items()):
-            seen |= set(values.items())
-            chosen.append(name)
+    unseen = {value for _, values in cases for value in values.items()}
+    chosen: list[str] = []
+    while unseen:
+        name, values = max(drawn, key=lambda case: len(unseen & case[1].items()))  # the first drawn of the best
+        unseen -= values.items()
+        chosen.append(name)
     rest = [name for name, _ in drawn if name not in chosen]
     return {*chosen, *rest[: max(0, most - len(chosen))]}

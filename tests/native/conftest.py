@@ -12,7 +12,7 @@ from typing import Any
 
 import native_build
 import pytest
-from cases import CASES_UNDER_A_SANITIZER, spread
+from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, spread
 from doubles import CUDA, NCCL, build_double
 from pytest import Config, Function, Item
 
@@ -45,10 +45,12 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
         if isinstance(item, Function) and hasattr(item, "callspec"):
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[Item] = set()
+    same = alike(native_build.FLAVOUR)
     for cases in of_test.values():
-        # The cases of a test have the objects of its lists of values in common. One seed is as good as another.
-        values = [(case.name, {n: id(v) for n, v in case.callspec.params.items() if n != "seed"}) for case in cases]
-        chosen = spread(values, CASES_UNDER_A_SANITIZER, native_build.FLAVOUR)
+        # The cases of a test have the objects of its lists of values in common.
+        values = [(case.name, {n: id(v) for n, v in case.callspec.params.items() if n not in same}) for case in cases]
+        most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0].callspec.params else CASES_UNDER_A_SANITIZER
+        chosen = spread(values, most, native_build.FLAVOUR)
         left_out |= {case for case in cases if case.name not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

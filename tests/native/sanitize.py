@@ -42,6 +42,9 @@ IN_ONE_THREAD = (
 NOTHING_SHARED = ("test_codec.py", "test_cross.py", "test_cross_scatter.py")
 """Ranks are threads, but each has its own memory, and they have in common what ``test_transport.py`` checks alone: the
 transport. The same exchanges run in one process with shared memory in ``test_engine.py`` and its neighbours."""
+ON_A_DOUBLE = ("test_adasum_kernels.py", "test_device_kernels.py")
+"""Kernels for GPUs, which the double of the driver runs: it is built without the sanitizer, and of the core nothing
+takes part but what one thread compares their results with."""
 ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -78,7 +81,7 @@ def selection(sanitizer: str, arguments: Sequence[str]) -> list[str]:
     """The arguments for pytest: the user's, with all native tests that a sanitizer is for if none of them is a path."""
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return list(arguments)
-    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED) if sanitizer == "thread" else ()
+    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED, *ON_A_DOUBLE) if sanitizer == "thread" else ()
     return [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in left_out), *arguments]
 
 

@@ -22,6 +22,13 @@ def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int
     assert chosen == spread(cases[::-1], most), "the order of the cases makes no difference"
 
 
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (5, 1, 5)], ids=str)
+def test_of_a_full_product_no_more_cases_are_taken_than_the_longest_list_has_values(sizes: tuple[int, ...]) -> None:
+    combinations = itertools.product(*map(range, sizes))
+    cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+    assert len(spread(cases, 1)) == max(sizes)
+
+
 def test_few_cases_are_all_taken() -> None:
     cases = [(f"test[{i}]", {"p": 0}) for i in range(12)]
     assert spread(cases, 12) == {name for name, _ in cases}

@@ -104,7 +104,7 @@ def test_all_may_leave_at_once_and_what_was_agreed_on_is_finished_everywhere(hos
         reduced.setdefault(step, []).append([float(array.max()) for array in arrays])
         assert all(array.min() == array.max() in (1, size) for array in arrays)
 
-    rounds(hosts, 150, body)
+    rounds(hosts, min(150, ROUNDS), body)
     assert all(values == outcomes[0] for outcomes in reduced.values() for values in outcomes)
 
 
