@@ -29,7 +29,7 @@ struct hr_tuning {
     size_t moved_stream;    /* the same of what is only moved */
     size_t result_stream;   /* of all ranks of a host: from here on results of moves are stored past the cache */
     size_t direct;          /* cost of a read of a peer's memory, in bytes copied; 0: none is read */
-    /* what all ranks get: up to here, of all ranks of the host; results past the cache take less time above */
+    /* results of all ranks of the host that all get alike: up to here; past the cache they take less time above */
     size_t direct_most;
     size_t piece;           /* of what travels between hosts: sent, received and reduced at once */
     size_t doubling;        /* allreduce between hosts, per share: latency counts up to here, bandwidth above */
