@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -26,6 +28,8 @@ from horo.torch._staging import StagedTensors
 from horo.torch._teams import Teams
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from horo._bootstrap.job import RunningRank
     from horo._settings import Settings
     from horo.torch._backward_reducer import BackwardReducer
@@ -49,6 +53,7 @@ _Result = TypeVar("_Result")
 _CALLS_END_S = 10.0
 """Time within which all operations of a job that has ended have got their errors."""
 _CALLS_LOOK_S = 0.001
+_HERE = str(Path(__file__).parent) + os.sep
 
 FIRST_HANDLE_BASE = 2**20
 """Below the first handle. Python has one object for all uses of a small integer, so nobody could see a handle's end."""
@@ -273,25 +278,34 @@ class _Process:
             self.handle_base = self.runtime.close()
         self.runtime = None
 
-    def leave_ended(self) -> None:
-        """Leaves a job that has ended, if there is one. The caller holds the lock.
+    def leave_ended(self, what: str) -> None:
+        """Leaves a job that has ended, if there is one. The caller, whose name is in messages, holds the lock.
 
         Blocks until operations of other threads have got their errors, which takes a moment.
 
         Raises:
-            UsageError: An operation goes on: one that the signal handler that calls this has interrupted.
+            UsageError: An operation goes on: one that the signal handler that calls this has interrupted, say.
         """
-        until_s = time.monotonic() + _CALLS_END_S
+        until_s = time.monotonic() + (0.0 if _is_in_operation(sys._getframe(2)) else _CALLS_END_S)
         while self.runtime is not None and self.runtime.core.health() is not None:
             try:
                 self.leave()
             except UsageError:
                 if time.monotonic() >= until_s:
-                    raise UsageError("init(): the job has ended, and an operation of it has not") from None
+                    raise UsageError(f"{what}: the job has ended, and an operation of it has not") from None
                 time.sleep(_CALLS_LOOK_S)
 
 
 _process = _Process()
+
+
+def _is_in_operation(caller: FrameType | None) -> bool:
+    """Whether a call of horo comes from within another one of its thread, as those of a signal handler may."""
+    while caller is not None:
+        if caller.f_code.co_filename.startswith(_HERE):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
@@ -326,7 +340,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     with _process.lock:
         if _process.runtime is not None and _process.runtime.forked:
             raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
-        _process.leave_ended()
+        _process.leave_ended("init()")
         if _process.runtime is not None:
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
@@ -398,8 +412,9 @@ def config() -> Settings:
 def shutdown() -> None:
     """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
 
-    Does not block: it does not wait for the other ranks. A second call does nothing; ``init()`` may follow. It happens
-    by itself when the process ends.
+    Does not block: it does not wait for the other ranks. In a job that has ended, operations of other threads get their
+    errors first, which takes a moment. A second call does nothing; ``init()`` may follow. It happens by itself when the
+    process ends.
 
     Raises:
         UsageError: Another thread is inside an operation of horo.
@@ -409,6 +424,8 @@ def shutdown() -> None:
         hvd.shutdown()
     """
     with _process.lock:
+        if _process.runtime is not None and not _process.runtime.forked:
+            _process.leave_ended("shutdown()")
         _process.leave()
 
 

@@ -197,29 +197,31 @@ def test_init_after_a_shutdown_elsewhere_begins_a_new_job(fresh2: RankPool) -> N
     fresh2.run(check)
 
 
-def test_each_thread_may_call_init_when_its_operation_has_failed(fresh2: RankPool) -> None:
+@pytest.mark.parametrize("call", ["init", "shutdown"])
+def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(fresh2: RankPool, call: str) -> None:
     """Others are still in theirs then."""
 
-    def check() -> None:
-        def work(number: int) -> None:
+    def check(call: str) -> None:
+        def work(handle: int) -> None:
             with pytest.raises(hvd.HorovodInternalError):
-                hvd.allreduce(torch.ones(1), name=f"waiting {number}")
-            hvd.init()
+                hvd.synchronize(handle)
+            getattr(hvd, call)()
 
         for _ in range(10):
             hvd.init()
+            waiting = range(0 if hvd.rank() == 1 else 4)
+            handles = [hvd.allreduce_async(torch.ones(1), name=f"waiting {number}") for number in waiting]
             hvd.barrier()
             if hvd.rank() == 1:
                 hvd.shutdown()
-                hvd.init()
-            else:
-                with ThreadPoolExecutor(4) as threads:
-                    list(threads.map(work, range(4)))
+            with ThreadPoolExecutor(4) as threads:
+                list(threads.map(work, handles))
+            hvd.init()
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
         hvd.barrier()
         hvd.shutdown()
 
-    fresh2.run(check)
+    fresh2.run(check, call)
 
 
 @pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
