@@ -197,9 +197,7 @@ def leave_behind(gpu: Gpu, nccl: Nccl | None, stream: int) -> ctypes.c_int:
 
 
 @pytest.mark.parametrize("by_nccl", [False, True])
-def test_what_the_default_stream_stands_in_front_of_stays_with_the_process(
-    gpu: Gpu, nccl: Nccl, by_nccl: bool
-) -> None:
+def test_what_the_default_stream_stands_in_front_of_stays_with_the_process(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
     gate = leave_behind(gpu, nccl if by_nccl else None, 0)
     assert gpu.counts()["pinned"] == gpu.counts()["contexts"] == 1
     gpu.pinned_left, gpu.modules_left = 1, int(by_nccl)
@@ -207,9 +205,7 @@ def test_what_the_default_stream_stands_in_front_of_stays_with_the_process(
 
 
 @pytest.mark.parametrize("by_nccl", [False, True])
-def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(
-    gpu: Gpu, nccl: Nccl, by_nccl: bool
-) -> None:
+def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
     """What it has not let go of then goes when the stream goes on."""
     stream = gpu.stream()  # which horo knows nothing of
     gate = leave_behind(gpu, nccl if by_nccl else None, stream)

@@ -157,7 +157,8 @@ def test_ranks_that_differ_get_a_sentence() -> None:
         "on rank 2 (h2)"
     )
     many = [(f"h{rank}", NONE if rank in (3, 5) else BOTH) for rank in range(12)]
-    assert describe_difference(many).endswith(" on ranks 0-2, 4, 6-11 (h0, h1, h2, h4, ...), none on ranks 3, 5 (h3, h5)")
+    said = describe_difference(many)
+    assert said.endswith(" on ranks 0-2, 4, 6-11 (h0, h1, h2, h4, ...), none on ranks 3, 5 (h3, h5)")
 
 
 NEWER = GpuLibraries("CUDA driver 12.4", "NCCL 2.27.3")
