@@ -16,6 +16,7 @@ from horo import _core
 from horo.errors import GroupError, HoroError, ResourceError
 
 REASON = "the copy from the GPU failed with code 719: unspecified launch failure"
+LOST = "an error on GPU 0 that lost the values of allreduce"
 REFUSED = rf"rank 2 \(.*\) has refused it: {REASON}"
 HOSTS = (2, 1)
 LARGE = (4 << 20) // 4
@@ -89,7 +90,7 @@ def test_a_piece_that_does_not_come_ends_the_group_before_anybody_waits_for_it(g
             wait_for(lambda: gpu.calls() == 1)
             gpu.let_copies(-1)
         wait_for(lambda: rank.context.health() is not None)
-        assert f"ended with allreduce 'x0': {REASON}" in str(rank.context.health())
+        assert f"ended with {LOST} 'x0': {REASON}" in str(rank.context.health())
         if rank.rank == 2:
             own.close()
 
@@ -114,7 +115,7 @@ def test_more_failures_than_can_be_told_one_by_one_end_the_group(gpu: Gpu) -> No
             wait_for(lambda: rank.context.health() is not None)
             own.close()
             return
-        with pytest.raises(GroupError, match=f"ended with allreduce 'x*.*': {REASON}"):
+        with pytest.raises(GroupError, match=f"ended with {LOST} 'x*.*': {REASON}"):
             rank.context.wait(rank.submit("allreduce", names[-1], [np.ones(1, np.float32)], **OPTIONS["allreduce"]))
 
     with recorded_stderr(), Group(HOSTS, **STALLS) as group:
@@ -139,7 +140,7 @@ def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(gpu: Gp
             own.close()
             return
         assert has_joined.wait(60)
-        with pytest.raises(GroupError, match=f"ended with allreduce 'x0': {REASON}"):
+        with pytest.raises(GroupError, match=f"ended with {LOST} 'x0': {REASON}"):
             rank.allreduce(np.ones(100, np.float32), "x0")
 
     with recorded_stderr(), Group(HOSTS, **STALLS) as group:

@@ -163,8 +163,10 @@ def test_a_rank_that_has_joined_has_never_asked_for_nccl(gpu: Gpu, nccl: Nccl, h
 def test_what_cannot_be_staged_any_more_ends_the_group(gpu: Gpu, nccl: Nccl, lack: str) -> None:
     """Both ranks are on one GPU; their first call is with NCCL when that is refused."""
     words = {
-        "memory": "allreduce 'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2: out of memory",
-        "values": "the copy from the GPU failed with code 719: unspecified launch failure",
+        "memory": "a tensor on a GPU that it could not copy to the host: allreduce 'x': no 64 bytes of pinned memory: "
+        "cuMemHostAlloc failed with code 2: out of memory",
+        "values": "an error on GPU 0 that lost the values of allreduce 'x': the copy from the GPU failed with code "
+        "719: unspecified launch failure; run with CUDA_LAUNCH_BLOCKING=1 to find the kernel at fault",
     }[lack]
 
     def body(rank: Rank) -> None:
@@ -173,7 +175,7 @@ def test_what_cannot_be_staged_any_more_ends_the_group(gpu: Gpu, nccl: Nccl, lac
         gpu.fail(**({"host_bytes": 0} if lack == "memory" else {"copy": 1}))
         rank.barrier()
         handle, _ = begin(own, "x")
-        fails(own, handle, PeerLostError, f"ended with no values in host memory: {words}")
+        fails(own, handle, PeerLostError, f"ended with {words}")
         own.close()
 
     with recorded_stderr(), Group((2,)) as group:

@@ -212,7 +212,8 @@ enum { STAGED_AT_ONCE = 64 }; /* requests whose copies are on their stream: so m
 /* All ranks are about to do it in host memory, and count on this one. */
 static void end_for_lack(struct hr_engine *engine, const char *text) {
     char words[HORO_MESSAGE_MAX];
-    const int length = snprintf(words, sizeof words, "no values in host memory: %.700s", text);
+    const int length =
+        snprintf(words, sizeof words, "a tensor on a GPU that it could not copy to the host: %.700s", text);
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
@@ -266,7 +267,7 @@ void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane) 
     (void)pthread_mutex_unlock(&engine->submission.lock);
     /* copies come in the order of one stream, so a failure is that of the first one, too */
     if (request != NULL && request->staging != NULL && hr_staging_check(request->staging, &error) != HORO_OK) {
-        end_for_lack(engine, error.text);
+        hr_engine_end_for_copy(engine, &request->call, error.text);
     }
 }
 
