@@ -13,16 +13,31 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 /* ---- One host ---- */
 
+/* Smaller segments tell nothing, and are not to pay for the looks at what other ranks wait for. */
+static int is_measured(const struct hr_stages *stages, size_t bytes) {
+    return bytes >= stages->team->tuning.stream;
+}
+
+static void begin_to_measure(struct hr_allreduce *run, int64_t now_ns, size_t bytes) {
+    run->measured_ns = now_ns;
+    run->input_waits = is_measured(&run->stages, bytes) ? hr_team_input_waits(run->segments.team) : HR_INPUT_AWAITED;
+}
+
+/* Whether no rank here has waited for its input since then, which is no cost of the store. */
+static int had_input(const struct hr_allreduce *run) {
+    return run->input_waits != HR_INPUT_AWAITED && run->input_waits == hr_team_input_waits(run->segments.team);
+}
+
 static void learn_store(struct hr_allreduce *run, size_t k) {
     struct hr_stages *stages = &run->stages;
     const size_t bytes = hr_stages_segment(stages, k).bytes;
     struct hr_store_costs *costs = &stages->team->allreduce_stores;
     const int64_t now_ns = hr_now_ns();
-    if (bytes >= stages->team->tuning.stream) {
+    if (is_measured(stages, bytes) && had_input(run)) {
         hr_store_learn(costs, stages->store, bytes, now_ns - run->measured_ns);
     }
     stages->store = hr_store_choose(stages->team, costs, bytes);
-    run->measured_ns = now_ns;
+    begin_to_measure(run, now_ns, bytes);
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
@@ -32,7 +47,7 @@ static void fill(struct hr_segments *segments, size_t k) {
 static void reduce(struct hr_segments *segments, size_t k) {
     struct hr_allreduce *run = run_of(segments);
     if (k == 0) {
-        run->measured_ns = hr_now_ns();
+        begin_to_measure(run, hr_now_ns(), hr_stages_segment(&run->stages, k).bytes);
     }
     hr_stages_reduce(&run->stages, k);
 }

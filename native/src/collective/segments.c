@@ -34,12 +34,17 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
 
 /* ---- Inputs that are on their way ---- */
 
-static int has_arrived(const struct hr_segments *segments, size_t k) {
+static int has_arrived(struct hr_segments *segments, size_t k) {
     if (segments->flowing == NULL) {
         return 1;
     }
     const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-    return hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
+    const int has = hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
+    if (has == segments->awaits_input) {
+        segments->awaits_input = !has;
+        hr_team_note_input_wait(segments->team);
+    }
+    return has;
 }
 
 static void note_done(const struct hr_segments *segments, size_t k) {
