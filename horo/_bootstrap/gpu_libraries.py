@@ -33,6 +33,8 @@ CUDA_PLACES = (
     "/run/opengl-driver/lib/libcuda.so.1",  # NixOS
 )
 _NCCL = "libnccl.so.2"
+_HOSTS_SHOWN = 4
+_RUNS_SHOWN = 8
 
 
 class GpuLibraries(NamedTuple):
@@ -86,28 +88,50 @@ def find_gpu_libraries() -> GpuLibraries:
 
 
 def describe_difference(ranks: Sequence[tuple[str, GpuLibraries]]) -> str:
-    """A sentence about ranks that have other libraries than rank 0; empty: there are none.
+    """A sentence about ranks that have different libraries; empty: all have the same.
 
     Args:
         ranks: by rank, the name of its host and its libraries.
     """
-    host, first = ranks[0]
-    others = [rank for rank, (_, found) in enumerate(ranks) if found != first]
-    if not others:
+    groups: dict[GpuLibraries, list[int]] = {}
+    for rank, (_, found) in enumerate(ranks):
+        groups.setdefault(found, []).append(rank)
+    if len(groups) < 2:
         return ""
-    other_host, other = ranks[others[0]]
-    further = len(others) - 1
-    more = f"; {further} more differ{'s' if further == 1 else ''} from rank 0" if further else ""
-    return (
-        f"ranks have different libraries for GPUs: rank 0 ({host}) has {first.describe()}, rank {others[0]} "
-        f"({other_host}) has {other.describe()}{more}"
-    )
+    parts = [f"{found.describe()} on {_name_ranks(group, ranks)}" for found, group in groups.items()]
+    return f"ranks have different libraries for GPUs: {', '.join(parts)}"
 
 
-def tell_difference(rank: int, ranks: Sequence[tuple[str, GpuLibraries]]) -> None:
-    """Logs, on rank 0, how ranks differ, if they do: for information, since a job on CPUs is not concerned."""
-    if rank == 0 and (sentence := describe_difference(ranks)):
+def tell_difference(rank: int, ranks: Sequence[tuple[str, GpuLibraries]]) -> str:
+    """Logs, on rank 0, how ranks differ, if they do: for information, since a job on CPUs is not concerned.
+
+    Returns:
+        A warning for the first use of a GPU, on the lowest rank with a driver; empty on others, and where NCCL is the
+        same everywhere: drivers may differ.
+    """
+    sentence = describe_difference(ranks)
+    if rank == 0 and sentence:
         logging.getLogger("horo").info(sentence)
+    users = [number for number, (_, found) in enumerate(ranks) if found.cuda]
+    is_same = len({(bool(found.cuda), found.nccl) for _, found in ranks}) == 1
+    if rank not in users[:1] or is_same:
+        return ""
+    return f"{sentence}. NCCL takes tensors only among ranks that have the same one; others' are staged"
+
+
+def _name_ranks(group: Sequence[int], ranks: Sequence[tuple[str, GpuLibraries]]) -> str:
+    """Such as "ranks 0-3, 6 (h1, h2)"; of many hosts the first ones."""
+    hosts = list(dict.fromkeys(ranks[rank][0] for rank in group))
+    shown = ", ".join(hosts[:_HOSTS_SHOWN]) + (", ..." if len(hosts) > _HOSTS_SHOWN else "")
+    runs: list[list[int]] = []
+    for rank in group:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_RUNS_SHOWN])
+    more = ", ..." if len(runs) > _RUNS_SHOWN else ""
+    return f"rank{'s' if len(group) > 1 else ''} {numbers}{more} ({shown})"
 
 
 def _folders(package: str) -> list[Path]:

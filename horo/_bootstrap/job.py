@@ -73,6 +73,8 @@ class Connection:
     directory: Directory = field(repr=False)
     mpi: MpiWorld | None = None
     """The MPI world of the job; None if the ranks did not start through MPI."""
+    gpu_warning: str = ""
+    """As ``RunningRank.gpu_warning``."""
 
 
 class RunningRank:
@@ -91,6 +93,7 @@ class RunningRank:
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
         settings: those in force at the start; see ``settings_now``.
+        gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class RunningRank:
         self._tuned_from = None if setup.autotune is None else setup.autotune.start
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
-        self.mpi = connection.mpi
+        self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
         if self.mpi is not None:
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
@@ -378,7 +381,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
     start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
     infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
     rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
-    tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
+    gpu_warning = tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = slot_bytes(config, machine_count(infos))
     arena, grouping = join_arena(
@@ -407,6 +410,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
         start.config.gradients_ready_default,
         directory,
         launch.mpi,
+        gpu_warning,
     )
 
 

@@ -6,6 +6,7 @@ Nothing here waits for a GPU. The current stream of torch is an address, so that
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,17 +58,20 @@ def place(
     return None, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
 
 
-def use_gpus(core: _core.Context, settings: Mapping[str, Any]) -> None:
+def use_gpus(core: _core.Context, settings: Mapping[str, Any], warning: str = "") -> None:
     """Lets requests be on GPUs, before the first of them; again, it does nothing.
 
     Args:
         core: The rank's context.
         settings: Those in force; a job that tests make may have none.
+        warning: For the log.
 
     Raises:
         ResourceError: There is no CUDA driver of use.
     """
     use_cuda(core, CUDA_PLACES)
+    if warning:
+        logging.getLogger("horo").warning(warning)
     if settings.get("gpu_operations") == "nccl":
         use_nccl(core, nccl_places(), two_levels=settings["hierarchical_allreduce"])
 

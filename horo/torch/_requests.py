@@ -394,7 +394,7 @@ def _submit(
         if cached.taken_name in runtime.taken_names:
             _check_name(runtime.taken_names[cached.taken_name])
         if cached.device is not None and not runtime.uses_gpus:
-            use_gpus(runtime.core, runtime.job.settings)
+            use_gpus(runtime.core, runtime.job.settings, runtime.job.gpu_warning)
             runtime.uses_gpus = True
         return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, cached.taken_name)
     except BaseException:

@@ -202,7 +202,7 @@ def test_an_nccl_that_lacks_a_function_has_all_staged(gpu: Gpu, make_nccl: Calla
 
 def test_versions_that_differ_have_all_staged(gpu: Gpu, make_nccl: Callable[..., Nccl]) -> None:
     both = make_nccl(), make_nccl(VERSION=22105)
-    refused(gpu, lambda rank: [both[rank].path], "rank 0 has version 22304 of NCCL, and rank 1 version 22105")
+    refused(gpu, lambda rank: [both[rank].path], "rank 0 has NCCL 2.23.4, and rank 1 NCCL 2.21.5")
 
 
 def test_an_id_that_nccl_does_not_give_has_all_staged(gpu: Gpu, nccl: Nccl) -> None:

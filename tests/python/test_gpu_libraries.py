@@ -13,7 +13,7 @@ import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
 
-from horo._bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places
+from horo._bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
 from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.peer_info import PeerInfo, check_agreement
@@ -147,16 +147,67 @@ def test_what_a_rank_has_survives_the_store() -> None:
     assert check_agreement([peer.encode()], lambda rank, host: f"rank {rank} ({host})") == [peer]
 
 
+ONE, NONE = GpuLibraries("CUDA driver 12.4"), GpuLibraries()
+
+
 def test_ranks_that_differ_get_a_sentence() -> None:
-    both, one, none = ("h1", BOTH), ("h2", GpuLibraries("CUDA driver 12.4")), ("h3", GpuLibraries())
-    assert describe_difference([both, both]) == ""
-    assert describe_difference([both, both, one]) == (
-        "ranks have different libraries for GPUs: rank 0 (h1) has CUDA driver 12.4 and NCCL 2.23.4, rank 2 (h2) has "
-        "CUDA driver 12.4"
+    assert describe_difference([("h1", BOTH), ("h2", BOTH)]) == ""
+    assert describe_difference([("h1", BOTH), ("h1", BOTH), ("h2", ONE)]) == (
+        "ranks have different libraries for GPUs: CUDA driver 12.4 and NCCL 2.23.4 on ranks 0-1 (h1), CUDA driver 12.4 "
+        "on rank 2 (h2)"
     )
-    assert describe_difference([none, both, one, one]).endswith(
-        "rank 0 (h3) has none, rank 1 (h1) has CUDA driver 12.4 and NCCL 2.23.4; 2 more differ from rank 0"
-    )
+    many = [(f"h{rank}", NONE if rank in (3, 5) else BOTH) for rank in range(12)]
+    said = describe_difference(many)
+    assert said.endswith(" on ranks 0-2, 4, 6-11 (h0, h1, h2, h4, ...), none on ranks 3, 5 (h3, h5)")
+
+
+NEWER = GpuLibraries("CUDA driver 12.4", "NCCL 2.27.3")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "speaker"),
+    [
+        ([BOTH, BOTH], None),
+        ([NONE, NONE], None),
+        ([BOTH, NEWER], 0),
+        ([BOTH, ONE], 0),
+        ([NONE, ONE, BOTH], 1),
+        ([NONE, BOTH, BOTH], 1),
+        ([BOTH, BOTH._replace(cuda="CUDA driver 12.8")], None),
+    ],
+)
+def test_one_rank_that_may_use_a_gpu_warns_of_what_nccl_depends_on(
+    ranks: list[GpuLibraries], speaker: int | None
+) -> None:
+    named = [(f"h{rank}", found) for rank, found in enumerate(ranks)]
+    said = [tell_difference(rank, named) for rank in range(len(ranks))]
+    assert [rank for rank, sentence in enumerate(said) if sentence] == ([] if speaker is None else [speaker])
+    assert speaker is None or said[speaker].startswith(describe_difference(named))
+
+
+@without_own_nccl
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_a_job_whose_ranks_differ_is_warned_when_it_uses_a_gpu(folder: Path, uses_gpu: bool) -> None:
+    """Only rank 1 has NCCL."""
+    script = f"""
+import ctypes, os, sys
+rank = int(os.environ["HOROVOD_RANK"])
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+for name in [{CUDA!r}, {NCCL!r}][: 1 + rank]:
+    ctypes.CDLL({str(folder)!r} + "/" + name)
+import torch, gpu_double, horo.torch as hvd
+hvd.init()
+gpu = gpu_double.load({str(folder / CUDA)!r})
+for step in range(3):
+    x = torch.ones(2)
+    hvd.allreduce(gpu.put(x, rank) if {uses_gpu} else x, name="x")
+"""
+    words = [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("different libraries for GPUs") == (1 if uses_gpu else 0)
+    if uses_gpu:
+        assert "warning: ranks have different libraries for GPUs: CUDA driver 12.4 on rank 0 (" in done.stderr
 
 
 def test_a_job_whose_ranks_differ_is_told_of_it(folder: Path) -> None:
@@ -173,5 +224,5 @@ def test_a_job_whose_ranks_differ_is_told_of_it(folder: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 (" in done.stderr
-    assert "has CUDA driver 12.4" in done.stderr
+    assert "none on rank 0 (" in done.stderr
+    assert "CUDA driver 12.4 on rank 1 (" in done.stderr

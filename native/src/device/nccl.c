@@ -33,7 +33,7 @@ static int version_of(const void *table, int *version, struct hr_error *error) {
                                         nccl->get_error_string(code));
 }
 
-static void write_version(int version, char *text, size_t text_bytes) {
+void hr_nccl_write_version(int version, char *text, size_t text_bytes) {
     (void)snprintf(text, text_bytes, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 
@@ -44,7 +44,7 @@ static const struct hr_library_kind kind = {
     .symbol_count = sizeof symbols / sizeof symbols[0],
     .version_of = version_of,
     .least_version = HR_NCCL_VERSION_LEAST,
-    .write_version = write_version,
+    .write_version = hr_nccl_write_version,
 };
 
 int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_count, horo_library *found,

@@ -64,6 +64,9 @@ struct hr_nccl {
 int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_count, horo_library *found,
                  struct hr_error *error);
 
+/* Writes a version as people do: 22304 is "2.23.4". */
+void hr_nccl_write_version(int version, char *text, size_t text_bytes);
+
 /*
  * HORO_OK for success and for what is in progress; else HORO_ERR_RESOURCE with the name of the function, NCCL's text
  * for the code, and what it said last of `comm`, which may be NULL.

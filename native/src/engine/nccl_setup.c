@@ -42,8 +42,12 @@ void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *r
             return;
         }
         if (reports[r].version != reports[0].version) {
-            (void)snprintf(text, text_bytes, "rank %d has version %d of NCCL, and rank %d version %d", job_rank[0],
-                           reports[0].version, job_rank[r], reports[r].version);
+            char first[24];
+            char mine[24];
+            hr_nccl_write_version(reports[0].version, first, sizeof first);
+            hr_nccl_write_version(reports[r].version, mine, sizeof mine);
+            (void)snprintf(text, text_bytes, "rank %d has NCCL %s, and rank %d NCCL %s", job_rank[0], first,
+                           job_rank[r], mine);
             return;
         }
     }
