@@ -11,10 +11,7 @@
 enum {
     CLOSE_MS = 5000,
     QUIET_MS = 2000,       /* for kernels to end that have been aborted; on a busy machine something may hold them up */
-    LOOK_NS = 1000000,     /* for failures of what runs on the GPU, which holds up nobody here */
 };
-
-#define CONFIRM_NS 250000000ll /* other ranks may tell of the cause meanwhile: a rank that is gone */
 
 /* ---- Callers ---- */
 
@@ -157,41 +154,17 @@ void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request)
     }
 }
 
-/*
- * NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. `of`:
- * the process set; empty for the world.
- */
-static int turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of) {
-    char words[HORO_MESSAGE_MAX];
-    if (team->is_told) {
-        return 0;
-    }
-    if (team->tell_ns == 0) {
-        team->tell_ns = hr_now_ns() + CONFIRM_NS;
-        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL%s%s: %s", of[0] == '\0' ? "" : " for ", of,
-               team->comm.failure.text);
-    }
-    if (hr_now_ns() < team->tell_ns) {
-        return 0;
-    }
-    team->is_told = 1;
-    const int length = snprintf(words, sizeof words, "a failure of NCCL%s%s: %.700s", of[0] == '\0' ? "" : " for ", of,
-                                team->comm.failure.text);
-    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
-    return 1;
-}
-
 static int64_t look_within(const struct hr_nccl_team *team) {
-    const int64_t for_values_ns = atomic_load(&team->awaited) > 0 || team->unstaged != NULL ? LOOK_NS : 0;
+    const int64_t for_values_ns = atomic_load(&team->awaited) > 0 || team->unstaged != NULL ? HR_NCCL_LOOK_NS : 0;
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
         return hr_nccl_two_level_awaits_gpu(team->two_level) || team->comm.backlog->is_awaited ? HR_NCCL_LOOK_SOON_NS
-               : team->comm.is_in_flight                                                       ? LOOK_NS
+               : team->comm.is_in_flight                                                       ? HR_NCCL_LOOK_NS
                                                                                                : for_values_ns;
     case HR_NCCL_ENDING:
-    case HR_NCCL_BROKEN: return LOOK_NS;
+    case HR_NCCL_BROKEN: return HR_NCCL_LOOK_NS;
     default: return for_values_ns;
     }
 }
@@ -201,28 +174,12 @@ static int is_busy(const struct hr_nccl_team *team) {
            (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
-/* A wait that spins comes here all the time, for all teams; of what runs on the GPU nobody here waits for the end. */
-static int is_due(struct hr_nccl_team *team) {
-    if (team->comm.state != HR_NCCL_IDLE || !team->comm.is_in_flight) {
-        return 1;
-    }
-    const int64_t now_ns = hr_now_ns();
-    const int is_time = now_ns >= team->look_ns;
-    team->look_ns = is_time ? now_ns + LOOK_NS : team->look_ns;
-    return is_time;
-}
-
-/* Looks at a communicator that no launch has; during a launch its task does. */
-static int look(struct hr_nccl_team *team) {
-    return team->comm.state != HR_NCCL_LAUNCHING && is_due(team) && hr_nccl_poll(&team->comm);
-}
-
 static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     char name[HR_TEAM_NAME_BYTES];
     int moved = team->has_moved | atomic_exchange(&team->has_values, 0);
     team->has_moved = 0;
-    moved |= look(team);
+    moved |= hr_nccl_look(team);
     if (atomic_load(&team->awaited) > 0) {
         hr_nccl_check_values(engine, lane);
     }
@@ -231,32 +188,7 @@ static int turn_team(struct hr_engine *engine, const struct hr_lane *lane) {
         moved = 1;
     }
     if (team->comm.state == HR_NCCL_BROKEN) {
-        moved |= turn_broken(engine, team, lane->team->number == 0 ? "" : hr_team_name(lane->team, name));
-    }
-    return moved;
-}
-
-/* Turns those of teams that are gone: 1 if one has moved. */
-static int turn_ending(struct hr_engine *engine, struct hr_by_nccl *by) {
-    int moved = 0;
-    for (struct hr_nccl_team **link = &by->ending; *link != NULL;) {
-        struct hr_nccl_team *team = *link;
-        moved |= look(team) | team->has_moved;
-        team->has_moved = 0;
-        if (team->comm.state == HR_NCCL_IDLE && !team->comm.is_in_flight) {
-            hr_nccl_end(&team->comm, HR_NCCL_WITHIN_MS);
-            moved = 1;
-        }
-        if (team->comm.state == HR_NCCL_BROKEN) {
-            moved |= turn_broken(engine, team, team->name);
-        }
-        if (team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight) {
-            *link = team->next;
-            hr_nccl_close(&team->comm);
-            free(team);
-            continue;
-        }
-        link = &team->next;
+        moved |= hr_nccl_turn_broken(engine, team, lane->team->number == 0 ? "" : hr_team_name(lane->team, name));
     }
     return moved;
 }
@@ -275,7 +207,7 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
     if (by == NULL) {
         return 0;
     }
-    int moved = by->ending != NULL && turn_ending(engine, by);
+    int moved = by->ending != NULL && hr_nccl_turn_gone(engine, by);
     engine->node->nccl_within_ns = 0;
     for (int i = 0; i < engine->lane_count; i++) {
         moved |= turn_team(engine, engine->lanes[i]);
@@ -289,7 +221,7 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
 }
 
 static int has_work(struct hr_nccl_team *team) {
-    team->has_moved |= look(team);
+    team->has_moved |= hr_nccl_look(team);
     const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
     return team->has_moved || is_late || atomic_load(&team->has_values) || hr_nccl_may_stage(team);
 }
@@ -322,7 +254,7 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
     return by != NULL && atomic_load(&by->is_busy);
 }
 
-/* ---- The end of a team ---- */
+/* ---- The end ---- */
 
 /* MPI may still touch what ranks that were cut off while they told have left with it. */
 static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *team) {
@@ -331,38 +263,6 @@ static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *te
     }
     team->reports = NULL;
 }
-
-void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    if (team == NULL) {
-        return;
-    }
-    struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
-    hr_nccl_backend_destroy(team->backend);
-    hr_nccl_two_level_destroy(team->two_level);
-    team->backend = NULL;
-    team->two_level = NULL;
-    if (gone != NULL) {
-        gone->comm = team->comm;
-        hr_nccl_expect_end(&gone->comm, HR_NCCL_WITHIN_MS);
-        (void)hr_team_name(lane->team, gone->name);
-        gone->next = by->ending;
-        by->ending = gone;
-        atomic_store(&by->is_busy, 1);
-    } else {
-        hr_nccl_close(&team->comm); /* for lack of memory perhaps, of one that all others end in order */
-    }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    atomic_store(&team->stage, HR_BY_NCCL_ASKED);
-    team->until_join = 0;
-    team->unstaged = NULL;
-    team->comm = (struct hr_nccl_comm){0};
-    team->has_moved = 0;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-}
-
-/* ---- The end ---- */
 
 static struct hr_nccl_comm *link_for_abort(struct hr_nccl_comm *comm, struct hr_nccl_comm *others) {
     if (comm->handle == NULL) {

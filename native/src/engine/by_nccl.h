@@ -43,6 +43,7 @@ enum hr_by_nccl_stage {
 enum {
     HR_NCCL_TEXT_BYTES = 96,
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
+    HR_NCCL_LOOK_NS = 1000000,    /* for failures of what runs on the GPU, which holds up nobody here */
     /*
      * To connect and to end, and for what runs of a team that is gone. NCCL gives up by itself much sooner, but for a
      * network that swallows everything.
@@ -153,6 +154,14 @@ void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *r
 /* Likewise, of ranks that are able: why not all have kernels; empty: they have. */
 void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text,
                            size_t text_bytes);
+/*
+ * nccl_gone.c: looks at a communicator that no launch has, of which during a launch its task does: 1 if it has moved.
+ */
+int hr_nccl_look(struct hr_nccl_team *team);
+/* It is BROKEN: the group is told when it is time, and 1. `of`: the process set; empty for the world. */
+int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of);
+/* Goes on with those of teams that are gone: 1 if one has moved. */
+int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by);
 /* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* The driver: ends the group if values that are awaited never come. */

@@ -1,0 +1,99 @@
+/* Looks at work of NCCL that nobody waits for, its failures, and teams that are gone. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "engine/by_nccl.h"
+
+#define CONFIRM_NS 250000000ll /* other ranks may tell of the cause meanwhile: a rank that is gone */
+
+/* A wait that spins comes here all the time, for all teams; of what runs on the GPU nobody here waits for the end. */
+static int is_due(struct hr_nccl_team *team) {
+    if (team->comm.state != HR_NCCL_IDLE || !team->comm.is_in_flight) {
+        return 1;
+    }
+    const int64_t now_ns = hr_now_ns();
+    const int is_time = now_ns >= team->look_ns;
+    team->look_ns = is_time ? now_ns + HR_NCCL_LOOK_NS : team->look_ns;
+    return is_time;
+}
+
+int hr_nccl_look(struct hr_nccl_team *team) {
+    return team->comm.state != HR_NCCL_LAUNCHING && is_due(team) && hr_nccl_poll(&team->comm);
+}
+
+/* NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. */
+int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of) {
+    char words[HORO_MESSAGE_MAX];
+    if (team->is_told) {
+        return 0;
+    }
+    if (team->tell_ns == 0) {
+        team->tell_ns = hr_now_ns() + CONFIRM_NS;
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "NCCL%s%s: %s", of[0] == '\0' ? "" : " for ", of,
+               team->comm.failure.text);
+    }
+    if (hr_now_ns() < team->tell_ns) {
+        return 0;
+    }
+    team->is_told = 1;
+    const int length = snprintf(words, sizeof words, "a failure of NCCL%s%s: %.700s", of[0] == '\0' ? "" : " for ", of,
+                                team->comm.failure.text);
+    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
+    return 1;
+}
+
+/* ---- Teams that are gone ---- */
+
+int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by) {
+    int moved = 0;
+    for (struct hr_nccl_team **link = &by->ending; *link != NULL;) {
+        struct hr_nccl_team *team = *link;
+        moved |= hr_nccl_look(team) | team->has_moved;
+        team->has_moved = 0;
+        if (team->comm.state == HR_NCCL_IDLE && !team->comm.is_in_flight) {
+            hr_nccl_end(&team->comm, HR_NCCL_WITHIN_MS);
+            moved = 1;
+        }
+        if (team->comm.state == HR_NCCL_BROKEN) {
+            moved |= hr_nccl_turn_broken(engine, team, team->name);
+        }
+        if (team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight) {
+            *link = team->next;
+            hr_nccl_close(&team->comm);
+            free(team);
+            continue;
+        }
+        link = &team->next;
+    }
+    return moved;
+}
+
+void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    if (team == NULL) {
+        return;
+    }
+    struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
+    hr_nccl_backend_destroy(team->backend);
+    hr_nccl_two_level_destroy(team->two_level);
+    team->backend = NULL;
+    team->two_level = NULL;
+    if (gone != NULL) {
+        gone->comm = team->comm;
+        hr_nccl_expect_end(&gone->comm, HR_NCCL_WITHIN_MS);
+        (void)hr_team_name(lane->team, gone->name);
+        gone->next = by->ending;
+        by->ending = gone;
+        atomic_store(&by->is_busy, 1);
+    } else {
+        hr_nccl_close(&team->comm); /* for lack of memory perhaps, of one that all others end in order */
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    atomic_store(&team->stage, HR_BY_NCCL_ASKED);
+    team->until_join = 0;
+    team->unstaged = NULL;
+    team->comm = (struct hr_nccl_comm){0};
+    team->has_moved = 0;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
