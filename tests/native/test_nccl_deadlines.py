@@ -1,7 +1,8 @@
-"""What NCCL is to do with the other ranks alone, to connect and to end, has a deadline."""
+"""To connect, which NCCL does with the other ranks alone, has a deadline; what may wait for a GPU has none."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from device_group import Gpu, Nccl
 from ranks import wait_for
 
-IDLE, BROKEN, NONE = 2, 5, 0  # of enum hr_nccl_state
-SHORT_MS, LONG_MS = 20, 60_000
+NONE, IDLE, ENDING, BROKEN = 0, 2, 4, 5  # of enum hr_nccl_state
+SHORT_MS, SOON_MS, LONG_MS = 20, 500, 60_000
 
 
 @pytest.fixture
@@ -43,45 +44,34 @@ def test_ranks_that_do_not_connect_in_time_are_told_of(native: Any, connect: Cal
     assert failure_of(native, alone) == "the ranks have not connected within 0.02 s"
 
 
-def test_ranks_that_do_not_end_their_communicator_in_time_are_told_of(
-    native: Any, connect: Callable[[int, int], Any]
+@pytest.mark.parametrize("late_looks", [0, 1000])
+def test_ranks_end_their_communicator_whenever_the_last_one_comes(
+    native: Any, connect: Callable[[int, int], Any], late_looks: int
 ) -> None:
-    both = [connect(rank, LONG_MS) for rank in range(2)]
+    both = [connect(rank, SOON_MS) for rank in range(2)]
     for comm in both:
         wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
-    native.lib.shim_nccl_end(both[0], SHORT_MS)
-    wait_for(lambda: native.lib.shim_nccl_poll(both[0]) == BROKEN)
-    assert failure_of(native, both[0]) == "the ranks have not ended their communicator within 0.02 s"
-
-
-def test_ranks_that_end_together_are_not_late(native: Any, connect: Callable[[int, int], Any]) -> None:
-    both = [connect(rank, LONG_MS) for rank in range(2)]
-    for comm in both:
-        wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
-    for comm in both:
-        native.lib.shim_nccl_end(comm, LONG_MS)
+    native.lib.shim_nccl_end(both[0])
+    for _ in range(late_looks):
+        assert native.lib.shim_nccl_poll(both[0]) == ENDING
+    native.lib.shim_nccl_end(both[1])
     for comm in both:
         wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == NONE)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("is_expected", [False, True])
-def test_what_runs_has_a_deadline_when_it_is_to_end(
-    native: Any, gpu: Gpu, nccl: Nccl, connect: Callable[[int, int], Any], is_expected: bool
+def test_what_runs_may_take_as_long_as_it_likes(
+    native: Any, gpu: Gpu, nccl: Nccl, connect: Callable[[int, int], Any]
 ) -> None:
-    """A kernel of a rank never ends, so no rank ends its communicator; while the team is there, it may be late."""
-    both = [connect(rank, LONG_MS) for rank in range(2)]
+    """A kernel of a rank never ends, so no rank ends its communicator."""
+    both = [connect(rank, SOON_MS) for rank in range(2)]
     for comm in both:
         wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
     nccl.fail("hang", 0)
     for comm in both:
         assert native.lib.shim_nccl_launch(comm, gpu.put(np.zeros(1, np.uint8))) == 0
         wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == IDLE)  # type: ignore[misc]
-    if is_expected:
+    until = time.monotonic() + SOON_MS / 1000
+    while time.monotonic() < until:
         for comm in both:
-            native.lib.shim_nccl_expect_end(comm, SHORT_MS)
-        for comm in both:
-            wait_for(lambda comm=comm: native.lib.shim_nccl_poll(comm) == BROKEN)  # type: ignore[misc]
-            assert failure_of(native, comm) == "what runs on the GPU has not ended within 0.02 s"
-    for comm in both:
-        assert native.lib.shim_nccl_poll(comm) == (BROKEN if is_expected else IDLE)
-        assert native.lib.shim_nccl_is_in_flight(comm)
+            assert native.lib.shim_nccl_poll(comm) == IDLE
+            assert native.lib.shim_nccl_is_in_flight(comm)

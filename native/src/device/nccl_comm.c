@@ -22,11 +22,6 @@ static int broken(struct hr_nccl_comm *comm) {
     return comm->failure.code;
 }
 
-static void set_deadline(struct hr_nccl_comm *comm, int within_ms) {
-    comm->within_ms = within_ms;
-    comm->until_ns = hr_now_ns() + (int64_t)within_ms * 1000000;
-}
-
 /* ---- Beginning ---- */
 
 /* Begins to connect the ranks; NCCL's handle of them is there from then on. */
@@ -71,7 +66,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
         comm->host_rank = host_ranks->rank;
         comm->host_id = *host_ranks->id;
     }
-    set_deadline(comm, within_ms);
+    comm->within_ms = within_ms;
+    comm->until_ns = hr_now_ns() + (int64_t)within_ms * 1000000;
     HR_TRY(hr_device_enter(device, &visit, error));
     const int status = create_parts(comm, ranks, error);
     if (status == HORO_OK) {
@@ -228,23 +224,23 @@ static int go_on_launching(struct hr_nccl_comm *comm) {
     return 1;
 }
 
-/* As hr_nccl_poll, or a status. A launch may wait for a program that is late, and so may what is in flight. */
+/*
+ * As hr_nccl_poll, or a status. A launch may wait for a program that is late, and so may what is in flight, here or, in
+ * the end of a communicator, on other ranks.
+ */
 static int look_at_clock(struct hr_nccl_comm *comm) {
-    const int has_deadline = comm->state == HR_NCCL_IDLE ? comm->is_leaving : comm->state != HR_NCCL_LAUNCHING;
-    if (!has_deadline || hr_now_ns() < comm->until_ns) {
+    if (comm->state != HR_NCCL_CONNECTING || hr_now_ns() < comm->until_ns) {
         return 0;
     }
-    const char *what = comm->state == HR_NCCL_CONNECTING ? "the ranks have not connected"
-                       : comm->state == HR_NCCL_ENDING   ? "the ranks have not ended their communicator"
-                                                         : "what runs on the GPU has not ended";
-    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "%s within %g s", what, comm->within_ms / 1000.0);
+    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "the ranks have not connected within %g s",
+                   comm->within_ms / 1000.0);
 }
 
 static int look_at_fence(struct hr_nccl_comm *comm) {
     const struct hr_cuda *cuda = comm->device->cuda;
     const int code = cuda->event_query(comm->fence);
     if (code == HR_CUDA_NOT_READY) {
-        return look_at_clock(comm);
+        return 0;
     }
     HR_TRY(hr_cuda_check(cuda, code, "a kernel of NCCL", &comm->failure));
     comm->is_in_flight = 0;
@@ -327,14 +323,8 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
 
 /* ---- The end ---- */
 
-void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms) {
-    comm->is_leaving = 1;
-    set_deadline(comm, within_ms);
-}
-
-void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms) {
+void hr_nccl_end(struct hr_nccl_comm *comm) {
     struct hr_device_visit visit;
-    set_deadline(comm, within_ms);
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         (void)broken(comm);
         return;
@@ -412,7 +402,7 @@ void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms) {
     while (hr_now_ns() < until_ns &&
            (comm->state == HR_NCCL_LAUNCHING || comm->state == HR_NCCL_ENDING || comm->state == HR_NCCL_IDLE)) {
         if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
-            hr_nccl_end(comm, timeout_ms);
+            hr_nccl_end(comm);
         } else if (!hr_nccl_poll(comm)) {
             wait_a_moment();
         }

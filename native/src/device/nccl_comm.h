@@ -1,8 +1,8 @@
 /*
  * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks; and, where that is asked for,
  * another one between those of this host, which comes and goes with it. Those of one GPU share a stream. No function
- * blocks for another rank, but for close: what is in progress is polled. What needs nothing but the other ranks has a
- * deadline: `within_ms` from its beginning. One thread at a time.
+ * blocks for another rank, but for close: what is in progress is polled. To connect, which needs nothing but the other
+ * ranks, has a deadline: `within_ms` from its beginning. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -38,9 +38,8 @@ struct hr_nccl_comm {
     enum hr_nccl_state state;
     int host_size, host_rank; /* CONNECTING: the ranks of this host are to be connected, too; 0: they are not */
     struct hr_nccl_id host_id;
-    int within_ms; /* CONNECTING, ENDING: how long that may take */
+    int within_ms; /* CONNECTING: how long that may take */
     int64_t until_ns;
-    int is_leaving; /* IDLE: what is in flight has that deadline, too */
     int is_in_flight; /* something that was launched has not been seen to end */
     const struct hr_nccl_call *left; /* LAUNCHING: parts that there has been no room for yet */
     size_t left_count;
@@ -86,8 +85,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
                     const struct hr_nccl_ranks *host_ranks, int within_ms, struct hr_error *error);
 
 /*
- * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where it is late. IDLE: 1 if nothing is
- * in flight any more, or it is BROKEN, which it is also where that was expected to end and is late. 0.
+ * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where the first is late. IDLE: 1 if
+ * nothing is in flight any more, or it is BROKEN. 0.
  */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
@@ -105,10 +104,11 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
  */
 int hr_nccl_extend(struct hr_nccl_comm *comm);
 
-/* Expects the work in flight, which is the last, to end in that time. Any state. */
-void hr_nccl_expect_end(struct hr_nccl_comm *comm, int within_ms);
-/* IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. */
-void hr_nccl_end(struct hr_nccl_comm *comm, int within_ms);
+/*
+ * IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. NCCL waits for the work of
+ * all ranks, whose GPUs may be late.
+ */
+void hr_nccl_end(struct hr_nccl_comm *comm);
 /*
  * Ends what is in flight, with whatever it has. Any state but NONE; NULL is allowed. Those of one GPU all at once,
  * linked by `next_aborted`: the kernel of one may stand behind that of another on their stream, and its abort waits.

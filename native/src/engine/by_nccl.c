@@ -223,7 +223,8 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
 static int has_work(struct hr_nccl_team *team) {
     team->has_moved |= hr_nccl_look(team);
     const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
-    return team->has_moved || is_late || atomic_load(&team->has_values) || hr_nccl_may_stage(team);
+    return team->has_moved || is_late || hr_nccl_is_gone_late(team) || atomic_load(&team->has_values) ||
+           hr_nccl_may_stage(team);
 }
 
 int hr_engine_nccl_has_work(struct hr_engine *engine) {

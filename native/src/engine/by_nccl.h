@@ -44,10 +44,7 @@ enum {
     HR_NCCL_TEXT_BYTES = 96,
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
     HR_NCCL_LOOK_NS = 1000000,    /* for failures of what runs on the GPU, which holds up nobody here */
-    /*
-     * To connect and to end, and for what runs of a team that is gone. NCCL gives up by itself much sooner, but for a
-     * network that swallows everything.
-     */
+    /* To connect. NCCL gives up by itself much sooner, but for a network that swallows everything. */
     HR_NCCL_WITHIN_MS = 300000,
 };
 
@@ -113,6 +110,8 @@ struct hr_nccl_team {
     int is_told;        /* the group has been told that it is BROKEN */
     /* of those whose teams are gone, and which are not at their end yet */
     struct hr_nccl_team *next;
+    int64_t gone_ns;   /* since when */
+    int64_t report_ns; /* when it is to be told of that it has not ended; 0: never */
     char name[HR_TEAM_NAME_BYTES]; /* the team's */
 };
 
@@ -160,8 +159,9 @@ void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr
 int hr_nccl_look(struct hr_nccl_team *team);
 /* It is BROKEN: the group is told when it is time, and 1. `of`: the process set; empty for the world. */
 int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of);
-/* Goes on with those of teams that are gone: 1 if one has moved. */
+/* Goes on with those of teams that are gone: 1 if one has moved. And whether one is to be told of. */
 int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by);
+int hr_nccl_is_gone_late(const struct hr_nccl_team *team);
 /* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* The driver: ends the group if values that are awaited never come. */

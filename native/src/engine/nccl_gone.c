@@ -44,6 +44,21 @@ int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, con
 
 /* ---- Teams that are gone ---- */
 
+int hr_nccl_is_gone_late(const struct hr_nccl_team *team) {
+    return team->report_ns != 0 && team->comm.state != HR_NCCL_BROKEN && hr_now_ns() >= team->report_ns;
+}
+
+/* Nobody waits for it, and a GPU may be late by any time: so this is told, and ends nothing. */
+static void report_late(const struct hr_engine *engine, struct hr_nccl_team *team) {
+    const struct hr_node *node = engine->node;
+    const int64_t now_ns = hr_now_ns();
+    hr_log(&node->log, HORO_LOG_WARNING,
+           "%s has been removed, and its last work by NCCL has not ended on %s for %lld s; the job goes on", team->name,
+           team->comm.state == HR_NCCL_IDLE ? "this rank's GPU" : "the GPUs of other ranks",
+           (long long)((now_ns - team->gone_ns) / 1000000000));
+    team->report_ns = now_ns + node->stall_warning_ns;
+}
+
 int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by) {
     int moved = 0;
     for (struct hr_nccl_team **link = &by->ending; *link != NULL;) {
@@ -51,7 +66,7 @@ int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by) {
         moved |= hr_nccl_look(team) | team->has_moved;
         team->has_moved = 0;
         if (team->comm.state == HR_NCCL_IDLE && !team->comm.is_in_flight) {
-            hr_nccl_end(&team->comm, HR_NCCL_WITHIN_MS);
+            hr_nccl_end(&team->comm);
             moved = 1;
         }
         if (team->comm.state == HR_NCCL_BROKEN) {
@@ -62,6 +77,9 @@ int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by) {
             hr_nccl_close(&team->comm);
             free(team);
             continue;
+        }
+        if (hr_nccl_is_gone_late(team)) {
+            report_late(engine, team);
         }
         link = &team->next;
     }
@@ -81,7 +99,8 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     team->two_level = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
-        hr_nccl_expect_end(&gone->comm, HR_NCCL_WITHIN_MS);
+        gone->gone_ns = hr_now_ns();
+        gone->report_ns = engine->node->stall_warning_ns > 0 ? gone->gone_ns + engine->node->stall_warning_ns : 0;
         (void)hr_team_name(lane->team, gone->name);
         gone->next = by->ending;
         by->ending = gone;

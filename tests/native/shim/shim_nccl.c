@@ -82,12 +82,8 @@ int shim_nccl_is_in_flight(const shim_nccl *made) {
     return made->comm.is_in_flight;
 }
 
-void shim_nccl_expect_end(shim_nccl *made, int within_ms) {
-    hr_nccl_expect_end(&made->comm, within_ms);
-}
-
-void shim_nccl_end(shim_nccl *made, int within_ms) {
-    hr_nccl_end(&made->comm, within_ms);
+void shim_nccl_end(shim_nccl *made) {
+    hr_nccl_end(&made->comm);
 }
 
 int shim_nccl_use_pinned(shim_nccl *made, int count, size_t bytes) {

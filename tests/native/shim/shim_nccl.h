@@ -18,8 +18,7 @@ int shim_nccl_poll(shim_nccl *made);
 /* Sums a byte at this address of the device. HORO_OK or a status. */
 int shim_nccl_launch(shim_nccl *made, uint64_t address);
 int shim_nccl_is_in_flight(const shim_nccl *made);
-void shim_nccl_expect_end(shim_nccl *made, int within_ms);
-void shim_nccl_end(shim_nccl *made, int within_ms);
+void shim_nccl_end(shim_nccl *made);
 /* Takes so many pieces of pinned memory and gives them back; how many it got. */
 enum { SHIM_NCCL_BLOCKS_MAX = 8 };
 int shim_nccl_use_pinned(shim_nccl *made, int count, size_t bytes);

@@ -1,0 +1,62 @@
+"""Process sets that are removed while their last work by NCCL stands behind a GPU that is late."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from ranks import Group, Rank, recorded_stderr, wait_for
+from test_teams import Links, hosts_of
+
+ONES = np.ones(5, np.float32)
+HOSTS = [(2,), (1, 1), (2, 1)]
+NAME = "process set 1 (ranks 0, 1)"
+
+
+def remove_behind_a_gate(rank: Rank, own: OnGpu, gpu: Gpu, links: Links) -> tuple[ctypes.c_int | None, int]:
+    """Adds the set of ranks 0 and 1, which sums once more behind a gate on rank 0's stream, and removes it.
+
+    Returns the gate, on rank 0, and where the sum is to be.
+    """
+    members = [0, 1]
+    team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+    gate, target = None, 0
+    if rank.rank in members:
+        own.allreduce(ONES, "first", team=team)
+        gate = gpu.hold(own.stream) if rank.rank == 0 else None
+        handle, _, target = own.submit("allreduce", "last", ONES, team=team, reduce_op=SUM)
+        own.finish(handle)
+    rank.context.remove_team(team)
+    return gate, target
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize(("shutdown_ms", "reports"), [(0, 2), (1500, 7)])
+def test_they_are_told_of_and_the_job_goes_on(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], shutdown_ms: int, reports: int
+) -> None:
+    """Also for longer than a stall may last: nobody waits for them."""
+    links = Links(hosts_of(list(hosts)))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        gate, target = remove_behind_a_gate(rank, own, gpu, links)
+        for member in range(2):
+            told = f"horo [{member}] warning: {NAME} has been removed, and its last work by NCCL has not ended on "
+            wait_for(lambda told=told: written().count(told) >= reports)
+        assert rank.allreduce(np.ones(3, np.float32), "host").tolist() == [float(sum(hosts))] * 3
+        rank.barrier("told")
+        if gate is not None:
+            gpu.open(gate)
+        if rank.rank < 2:
+            gpu.synchronize(own.stream)
+            assert gpu.get(target, ONES).tolist() == [2.0] * 5
+        wait_for(lambda: nccl.counts()["destroys"] == 2)
+        rank.barrier("ended")
+        own.close()
+
+    with recorded_stderr() as written, Group(hosts, stall_warning_ms=300, stall_shutdown_ms=shutdown_ms) as group:
+        group.run(body)
+    assert nccl.counts()["aborts"] == 0
