@@ -330,6 +330,42 @@ def test_a_rank_leaves_while_its_calls_wait_for_room(gpu: Gpu, nccl: Nccl) -> No
         own.close()
 
 
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_is_not_late_while_its_own_gpu_is(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], leaver: int
+) -> None:
+    """For longer than other ranks may keep it from leaving. What it has called is done, for the others, too."""
+    there, has_left = threading.Barrier(2), threading.Event()
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        own.allreduce(ONES, "first")
+        gate = gpu.hold(own.stream) if rank.rank == leaver else None
+        begun = [begin(own, f"x{n}") for n in range(CALLS)]
+        await_still(own)
+        there.wait(60)
+        if gate is not None:
+            leaving = threading.Thread(target=own.context.destroy)
+            leaving.start()
+            wait_for(lambda: f"horo [{leaver}] warning: waiting for its own GPU in the middle of" in written())
+            gpu.open(gate)
+            leaving.join(60)
+            assert not leaving.is_alive()
+            has_left.set()
+        else:
+            for handle, _ in begun:
+                own.finish(handle)
+            assert has_left.wait(60)
+        gpu.synchronize(own.stream)
+        for _, target in begun if gate is None else []:
+            assert gpu.get(target, ONES).tolist() == [2.0] * 5
+        own.close()
+
+    with recorded_stderr() as written, Group(hosts, stall_warning_ms=3000) as group:
+        group.run(body)
+
+
 # ---- Behind a refusal ----
 
 

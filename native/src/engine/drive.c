@@ -112,10 +112,10 @@ int hr_drive_has_ended_logs(const struct hr_engine *engine) {
 /* The count that must change within the grace while this rank waits to be able to leave. */
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
-    uint64_t moves = hr_drive_moves(engine);
+    uint64_t moves = hr_drive_moves(engine) + engine->driver.held_moves;
     for (int i = 0; i < node->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
         if (i != node->local_rank) {
-            /* partner: wait_for_work */
+            /* partner: show_moves */
             moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
         }
     }

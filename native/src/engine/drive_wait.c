@@ -1,7 +1,11 @@
 /* The events that the driver waits for, and until when. */
 #include "engine/drive.h"
 
-enum { LOOKS_PER_TURN = 2 }; /* at a task, while it waits */
+enum {
+    LOOKS_PER_TURN = 2, /* at a task, while it waits */
+    HELD_MS = 30000,    /* so long a rank that its own GPU holds up is taken for one that goes on */
+    HELD_LOOK_MS = 1000,
+};
 
 static int log_waits(const struct hr_lane *lane) {
     return lane->executor.state == HR_EXECUTION_IDLE &&
@@ -119,6 +123,41 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     return earlier(earlier(deadline_ns, hr_lane_batch_due_ns(lane)), hr_leader_check_deadlock(lane, now_ns));
 }
 
+static int is_held(const struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        const struct hr_lane *lane = engine->lanes[i];
+        if (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane) || hr_engine_awaits_values(lane)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/*
+ * A rank that waits for its own GPU is no rank that does not leave, for a while: that it waits counts as a move now and
+ * then. Returns when to come again; 0: no need.
+ */
+static int64_t note_held(struct hr_engine *engine, int64_t now_ns) {
+    struct hr_driver *driver = &engine->driver;
+    if (!is_held(engine)) {
+        driver->held_since_ns = 0;
+        return 0;
+    }
+    const uint64_t moves = hr_drive_moves(engine);
+    if (driver->held_since_ns == 0 || driver->held_at != moves) {
+        driver->held_since_ns = now_ns;
+        driver->held_at = moves;
+    }
+    if (now_ns - driver->held_since_ns >= HELD_MS * 1000000ll) {
+        return 0;
+    }
+    if (now_ns >= driver->held_look_ns) {
+        driver->held_look_ns = now_ns + HELD_LOOK_MS * 1000000ll;
+        driver->held_moves++;
+    }
+    return driver->held_look_ns;
+}
+
 /* The time when the wait must end by itself. */
 static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int64_t now_ns) {
     if (engine->driver.stage == HR_ENGINE_ENDING) {
@@ -132,6 +171,7 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
         return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns)
                                                             : deadline_ns;
     }
+    deadline_ns = earlier(deadline_ns, note_held(engine, now_ns));
     for (int i = 0; i < engine->lane_count; i++) {
         if (!hr_drive_skips(engine, i)) {
             deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
@@ -142,7 +182,8 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
 
 static void show_moves(struct hr_engine *engine) {
     _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
-    atomic_store_explicit(moves, hr_drive_moves(engine), memory_order_relaxed); /* partner: leave_moves_of */
+    /* partner: leave_moves_of */
+    atomic_store_explicit(moves, hr_drive_moves(engine) + engine->driver.held_moves, memory_order_relaxed);
 }
 
 int hr_drive_wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {

@@ -132,6 +132,11 @@ struct hr_driver {
     int64_t leave_ns;
     uint64_t leave_moves; /* leaving: the moves when leave_ns was set */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
+    /* its own GPU holds it up: since when, and the moves then; when to count that as one, and how often it was */
+    int64_t held_since_ns;
+    uint64_t held_at;
+    int64_t held_look_ns;
+    uint64_t held_moves;
 };
 
 struct hr_counts {
@@ -337,6 +342,8 @@ int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
 const char *hr_engine_holds_record(const struct hr_lane *lane);
+/* Driver: whether that is its own GPU. */
+int hr_engine_awaits_values(const struct hr_lane *lane);
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
 int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);

@@ -201,12 +201,17 @@ int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *rec
     return prepared;
 }
 
-const char *hr_engine_holds_record(const struct hr_lane *lane) {
+static int holds_record(const struct hr_lane *lane) {
     const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
-    if (team == NULL || !team->holds_record) {
-        return NULL;
-    }
-    return team->comm.state == HR_NCCL_CONNECTING ? "NCCL to connect this rank" : "its own GPU";
+    return team != NULL && team->holds_record;
+}
+
+int hr_engine_awaits_values(const struct hr_lane *lane) {
+    return holds_record(lane) && hr_nccl_team_of(lane->engine, lane)->comm.state != HR_NCCL_CONNECTING;
+}
+
+const char *hr_engine_holds_record(const struct hr_lane *lane) {
+    return hr_engine_awaits_values(lane) ? "its own GPU" : holds_record(lane) ? "NCCL to connect this rank" : NULL;
 }
 
 /* ---- Staging ---- */
