@@ -120,6 +120,10 @@ class Gpu:
         """Copies from the host begin only when they are not held any more."""
         self.lib.double_hold_returns(int(are_held))
 
+    def await_program(self) -> None:
+        """From now on, what frees pinned memory or kernels waits for the program's streams, too, as a driver does."""
+        self.lib.double_await_program(1)
+
     def calls(self) -> int:
         """How many functions of the host have been called, and are over."""
         return int(self.lib.double_calls())

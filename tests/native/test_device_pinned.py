@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -169,3 +170,46 @@ def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(g
 
     with recorded_stderr(), Group((3,)) as group:
         group.run(body)
+
+
+# ---- A rank that leaves while a kernel of the program's hangs ----
+
+
+def leave_behind(gpu: Gpu, nccl: Nccl | None, stream: int) -> ctypes.c_int:
+    """A rank alone, which has pinned memory and perhaps kernels, leaves while a stream of the program's stands still.
+
+    Returns the gate that it stands behind.
+    """
+    gates = []
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu, None if nccl is None else [nccl.path])
+        np.testing.assert_array_equal(own.allreduce(np.full(5, 3, np.int32), op="average"), [3] * 5)
+        assert gpu.counts()["pinned"] == 1
+        assert gpu.counts()["modules"] == (nccl is not None)
+        own.close()
+        gpu.await_program()
+        gates.append(gpu.hold(stream))
+
+    with recorded_stderr(), Group((1,)) as group:
+        group.run(body)
+    return gates[0]
+
+
+@pytest.mark.parametrize("by_nccl", [False, True])
+def test_what_the_default_stream_stands_in_front_of_stays_with_the_process(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
+    gate = leave_behind(gpu, nccl if by_nccl else None, 0)
+    assert gpu.counts()["pinned"] == gpu.counts()["contexts"] == 1
+    gpu.pinned_left, gpu.modules_left = 1, int(by_nccl)
+    gpu.open(gate)
+
+
+@pytest.mark.parametrize("by_nccl", [False, True])
+def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
+    """What it has not let go of then goes when the stream goes on."""
+    stream = gpu.stream()  # which horo knows nothing of
+    gate = leave_behind(gpu, nccl if by_nccl else None, stream)
+    assert gpu.counts()["contexts"] == 1
+    gpu.open(gate)
+    gpu.close(stream)
+    wait_for(lambda: gpu.counts()["contexts"] == 0)

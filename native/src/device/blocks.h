@@ -25,6 +25,13 @@ int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block
                                 struct hr_error *error);
 
 /*
+ * The parts of the end, for the watchdog: lets go of all that is there, which may wait for what runs on the devices;
+ * and of the stager itself, of which nothing is left.
+ */
+void hr_stager_free_parts(struct hr_stager *stager);
+void hr_stager_free(struct hr_stager *stager);
+
+/*
  * MPI may touch it for ever, or the GPU: instead of being given back it is left to nobody, neither used again nor
  * freed. The last one to let go of the device's context would free it: that stays, too.
  */

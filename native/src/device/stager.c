@@ -84,33 +84,115 @@ static void drain(struct hr_stager *stager, int64_t until_ns) {
     }
 }
 
-/* Whether no copy uses it, which is waited for until the time is over; 0 also where its device cannot be asked. */
-static int await_done(const struct hr_block *block, int64_t until_ns) {
-    const struct timespec look = {.tv_nsec = 100000}; /* there is no wait for an event that ends by itself */
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (hr_device_enter(block->device, &visit, &ignored) != HORO_OK) {
-        return 0;
-    }
-    int done;
-    while (!(done = is_done(block)) && hr_now_ns() < until_ns) {
-        (void)nanosleep(&look, NULL);
-    }
-    hr_device_leave(block->device, &visit);
-    return done;
+/* ---- The end ---- */
+
+void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer) {
+    stager->packer = *packer;
+    *packer = (struct hr_packer){0};
 }
 
-/* All of it or, while something may run for ever, nothing: to free one piece waits for all that runs on its device. */
-static void destroy_idle(struct hr_stager *stager, int64_t until_ns) {
-    int are_done = !atomic_load(&stager->is_kept);
+/* With the device entered, until the time is over: whether the event is reached. */
+static int await_event(const struct hr_device *device, void *event, int64_t until_ns) {
+    const struct timespec look = {.tv_nsec = 100000}; /* there is no wait for an event that ends by itself */
+    int is_reached;
+    while (!(is_reached = device->cuda->event_query(event) != HR_CUDA_NOT_READY) && hr_now_ns() < until_ns) {
+        (void)nanosleep(&look, NULL);
+    }
+    return is_reached;
+}
+
+/* With the device entered: whether no copy uses a block of it. */
+static int await_copies(const struct hr_stager *stager, const struct hr_device *device, int64_t until_ns) {
+    int are_done = 1;
     for (const struct hr_block *block = stager->idle; block != NULL && are_done; block = block->next) {
-        are_done = await_done(block, until_ns);
+        if (block->device == device) {
+            are_done = await_event(device, block->copied_in, until_ns) &&
+                       (!block->is_out || await_event(device, block->copied_out, until_ns));
+        }
     }
-    while (stager->idle != NULL && are_done) {
-        struct hr_block *block = stager->idle;
-        stager->idle = block->next;
-        hr_block_destroy(block);
+    return are_done;
+}
+
+/*
+ * With the device entered: whether what the program has put on its default stream has ended, and what that waits for,
+ * as it mostly does for its other streams. Those are not known here.
+ */
+static int await_program(const struct hr_device *device, int64_t until_ns) {
+    const struct hr_cuda *cuda = device->cuda;
+    struct hr_error ignored = {0};
+    void *event = NULL;
+    int is_reached = 0;
+    if (hr_device_refuse_capture(device, NULL, &ignored) != HORO_OK ||
+        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
+        return 0;
     }
+    if (cuda->event_record(event, NULL) == HR_CUDA_OK) {
+        is_reached = await_event(device, event, until_ns);
+    }
+    (void)cuda->event_destroy(event);
+    return is_reached;
+}
+
+/*
+ * Whether nothing is found to run on the device: to free pinned memory or kernels waits for all that does, perhaps for
+ * ever, and a driver may keep other calls of the program's meanwhile.
+ */
+static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
+        return 0;
+    }
+    const int is_quiet = await_copies(stager, device, stager->quiet_until_ns) &&
+                         await_program(device, stager->quiet_until_ns);
+    hr_device_leave(device, &visit);
+    return is_quiet;
+}
+
+/* All blocks of a device. */
+static void let_go_of_blocks(struct hr_stager *stager, const struct hr_device *device, int is_quiet) {
+    for (struct hr_block **link = &stager->idle; *link != NULL;) {
+        struct hr_block *block = *link;
+        if (block->device != device) {
+            link = &block->next;
+            continue;
+        }
+        *link = block->next;
+        (is_quiet ? hr_block_destroy : hr_block_disown)(block);
+    }
+}
+
+static int has_parts(const struct hr_stager *stager, const struct hr_device *device) {
+    const struct hr_block *block = stager->idle;
+    while (block != NULL && block->device != device) {
+        block = block->next;
+    }
+    return block != NULL || stager->packer.device == device;
+}
+
+static void free_device(struct hr_stager *stager, struct hr_device *device) {
+    const int is_quiet = has_parts(stager, device) && await_quiet(stager, device);
+    let_go_of_blocks(stager, device, is_quiet);
+    if (stager->packer.device == device && is_quiet) {
+        hr_packer_unload(&stager->packer);
+    } else if (stager->packer.device == device) {
+        atomic_store(&device->is_kept, 1);
+    }
+    hr_device_close(device);
+    free(device);
+}
+
+void hr_stager_free_parts(struct hr_stager *stager) {
+    for (int i = 0; i < HR_DEVICES_MAX; i++) {
+        if (stager->devices[i] != NULL) {
+            free_device(stager, stager->devices[i]);
+        }
+    }
+}
+
+void hr_stager_free(struct hr_stager *stager) {
+    fini_sync(stager);
+    free(stager);
 }
 
 void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
@@ -119,23 +201,24 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     stager->owner = NULL;
     (void)pthread_cond_signal(&stager->stirred);
     drain(stager, until_ns);
-    const int has_ended = hr_watchdog_await_end(stager, until_ns);
-    const int is_free = stager->launched == 0 && has_ended;
+    const int is_free = stager->launched == 0;
+    stager->quiet_until_ns = (hr_now_ns() + until_ns) / 2; /* freeing takes time, too */
+    stager->end = is_free ? HR_STAGER_FREES : HR_STAGER_STAYS;
+    (void)pthread_cond_signal(&stager->stirred);
+    if (!hr_watchdog_await_end(stager, until_ns)) {
+        stager->is_left = 1;
+        (void)pthread_detach(stager->watchdog);
+        (void)pthread_mutex_unlock(&stager->lock);
+        return;
+    }
     (void)pthread_mutex_unlock(&stager->lock);
-    hr_watchdog_close(stager, has_ended);
-    if (!is_free) {
-        return; /* the driver may call a function with it at any time, or let the watchdog go */
+    (void)pthread_join(stager->watchdog, NULL);
+    if (is_free) {
+        hr_stager_free(stager);
     }
-    destroy_idle(stager, until_ns);
-    for (int i = 0; i < HR_DEVICES_MAX; i++) {
-        if (stager->devices[i] != NULL) {
-            hr_device_close(stager->devices[i]);
-            free(stager->devices[i]);
-        }
-    }
-    fini_sync(stager);
-    free(stager);
 }
+
+/* ---- Devices and blocks ---- */
 
 /* With opening held. */
 static int open_device(struct hr_stager *stager, int number, struct hr_error *error) {

@@ -29,6 +29,7 @@
 
 #include "base/flow.h"
 #include "device/mark.h"
+#include "device/packer.h"
 
 enum { HR_DEVICES_MAX = 64, HR_STAGED_ALIGNMENT = 64 };
 
@@ -48,6 +49,12 @@ struct hr_block {
     size_t bytes;
     void *copied_in, *copied_out;
     int is_out; /* copied_out has been recorded for its last use */
+};
+
+enum hr_stager_end {
+    HR_STAGER_OPEN,
+    HR_STAGER_FREES, /* it is closed, and the watchdog lets go of all that is there */
+    HR_STAGER_STAYS, /* likewise, but the driver may call a function with it at any time */
 };
 
 /* All GPUs of a context, and the pinned memory that is not in use. */
@@ -71,6 +78,10 @@ struct hr_stager {
     pthread_cond_t stirred; /* it rests, and copies are awaited; or the stager is closed */
     struct hr_staging *first_launched, *last_launched; /* of which functions of the host are to come */
     int is_resting, has_ended;
+    enum hr_stager_end end;
+    int64_t quiet_until_ns; /* FREES: so long it looks whether anything runs on a device */
+    int is_left;            /* likewise: nobody waits for that any more, so the stager is the watchdog's */
+    struct hr_packer packer; /* FREES: kernels that are to be unloaded, or none */
 };
 
 /* One tensor of a request. */
@@ -110,9 +121,14 @@ struct hr_staging {
  */
 int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
                      hr_staging_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
+/* Takes the kernels, which are unloaded when it is closed; `packer` has none from here on. */
+void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer);
+
 /*
  * Neither on_ready nor on_failed is called from now on. Waits up to timeout_ms for what has been launched and for
- * copies; if that is not enough, what the driver still holds is never freed.
+ * copies; if that is not enough, what the driver still holds is never freed. Nor is, where something of the program's
+ * is found to run on a device, what the driver would free behind that only: it stays with the process. A driver that
+ * waits for more than could be found keeps a thread of the stager's, not this one.
  */
 void hr_stager_close(struct hr_stager *stager, int timeout_ms);
 

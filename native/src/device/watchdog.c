@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 #include "base/thread.h"
+#include "device/blocks.h"
 
 #define LOOK_NS 100000000ll /* other ranks may wait for what it finds; a look is a call for each device */
 
@@ -69,9 +70,22 @@ static void *watch(void *arg) {
     while (sleep_until_look(stager)) {
         look(stager);
     }
+    while (stager->end == HR_STAGER_OPEN) {
+        (void)pthread_cond_wait(&stager->stirred, &stager->lock);
+    }
+    const int frees = stager->end == HR_STAGER_FREES;
+    if (frees) {
+        (void)pthread_mutex_unlock(&stager->lock);
+        hr_stager_free_parts(stager);
+        (void)pthread_mutex_lock(&stager->lock);
+    }
     stager->has_ended = 1;
     (void)pthread_cond_broadcast(&stager->drained);
+    const int is_mine = frees && stager->is_left;
     (void)pthread_mutex_unlock(&stager->lock);
+    if (is_mine) {
+        hr_stager_free(stager);
+    }
     return NULL;
 }
 
@@ -99,12 +113,4 @@ int hr_watchdog_await_end(struct hr_stager *stager, int64_t until_ns) {
         (void)pthread_cond_timedwait(&stager->drained, &stager->lock, &until);
     }
     return stager->has_ended;
-}
-
-void hr_watchdog_close(struct hr_stager *stager, int has_ended) {
-    if (has_ended) {
-        (void)pthread_join(stager->watchdog, NULL);
-    } else {
-        (void)pthread_detach(stager->watchdog);
-    }
 }

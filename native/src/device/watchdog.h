@@ -17,10 +17,9 @@ void hr_watchdog_add(struct hr_stager *stager, struct hr_staging *staging);
 void hr_watchdog_remove(struct hr_stager *stager, struct hr_staging *staging);
 
 /*
- * With the stager's lock held, which is closed: waits until the thread is at its end. 0 if a driver keeps it until
- * then: it comes back to the stager, and to nothing else. And, without the lock: lets go of it.
+ * With the stager's lock held, which is closed: waits until the thread is at its end, which lets go of what is there
+ * (enum hr_stager_end). 0 if a driver keeps it until then: it comes back to the stager, and to nothing else.
  */
 int hr_watchdog_await_end(struct hr_stager *stager, int64_t until_ns);
-void hr_watchdog_close(struct hr_stager *stager, int has_ended);
 
 #endif

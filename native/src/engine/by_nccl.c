@@ -339,7 +339,7 @@ static void await_ends(struct hr_by_nccl *by) {
 }
 
 /* Waits a moment for what has been aborted; kernels and memory of what goes on without end stay with the process. */
-static void unload_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
+static void let_go_of_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
     int is_quiet = 1;
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
@@ -348,8 +348,8 @@ static void unload_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
         is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
     }
-    if (is_quiet) {
-        hr_packer_unload(&by->packer);
+    if (stager != NULL && is_quiet) {
+        hr_stager_take_kernels(stager, &by->packer);
     } else if (stager != NULL) {
         atomic_store(&stager->is_kept, 1);
     }
@@ -376,7 +376,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
             await_ends(by);
         }
         abort_all(by); /* operations that have not come to their end */
-        unload_kernels(by, atomic_load(&engine->stager));
+        let_go_of_kernels(by, atomic_load(&engine->stager));
         close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {

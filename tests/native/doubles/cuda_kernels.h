@@ -79,6 +79,7 @@ int cuModuleLoadData(void **module, const char *text) {
 
 int cuModuleUnload(void *module) {
     (void)module;
+    await_device();
     pthread_mutex_lock(&lock);
     modules--;
     pthread_mutex_unlock(&lock);

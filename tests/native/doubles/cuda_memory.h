@@ -85,23 +85,36 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
     return 0;
 }
 
-/* With the lock held: whether something is on a stream that was made for the device. */
+static int is_program_awaited; /* by calls that wait for a device */
+
+/* With the lock held: whether something is on a stream that was made for the device, or perhaps on the program's. */
 static int is_device_busy(int device) {
     const struct stream *stream = all_streams;
-    while (stream != NULL && (stream->device != device || stream->pending == 0)) {
+    while (stream != NULL && (stream->pending == 0 ||
+                              (stream->device != device && !(is_program_awaited && stream->device == -1)))) {
         stream = stream->next;
     }
     return stream != NULL;
 }
 
-/* As a driver may, it waits for all that runs on the device; here for what is not the program's. */
-int cuMemFreeHost(void *data) {
-    (void)is_unsafe();
+/* As a driver may, it waits for all that runs on the device; for what is the program's, if a test asks for that. */
+static void await_device(void) {
     pthread_mutex_lock(&lock);
     while (is_device_busy(entered > 0 ? entered_devices[(entered - 1) % 8] : -2)) {
         pthread_cond_wait(&changed, &lock);
     }
     pthread_mutex_unlock(&lock);
+}
+
+void double_await_program(int is_awaited) {
+    pthread_mutex_lock(&lock);
+    is_program_awaited = is_awaited;
+    pthread_mutex_unlock(&lock);
+}
+
+int cuMemFreeHost(void *data) {
+    (void)is_unsafe();
+    await_device();
     (void)forget(&pinned, (uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);
