@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,36 +298,121 @@ def test_staged_sums_beside_a_double_of_a_gpu(pool: RankPool, tmp_path: Path) ->
     pool.run(add_up, str(build_double(CUDA, tmp_path, DELAYS=20)))
 
 
+def put_gradients(gpu: gpu_double.Gpu, number: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Has autograd put gradients on the double, where it would put them on a GPU."""
+
+    def put(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = gpu.put(parameter.grad, number)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(put)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.skipif(
     NCCL in Path("/proc/self/maps").read_text(),
     reason="this torch has loaded an NCCL of its own, which goes before the double "
     "(`make test TORCH=/path/of/a/build/for/CPUs.whl`)",
 )
-def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path) -> None:
-    """What horo does in a call; autograd's part, which a double has not, is to put gradients there."""
-
-    def average(*paths: str) -> None:
+@pytest.mark.parametrize("form", ["grouped", "optimizer"])
+def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path, form: str) -> None:
+    def average(form: str, *paths: str) -> None:
         gpu, r = gpu_double.load(*paths), hvd.rank()
 
-        def backward(values: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-            for value, gradient in zip(values, own, strict=True):
-                value.grad = gpu.put(gradient, r)
+        class Holder(gradients.Holder):
+            def __init__(self, values: list[torch.Tensor]) -> None:
+                super().__init__(values)
+                put_gradients(gpu, r, self.values)
 
         place: Any = SimpleNamespace(is_gpu=True, put=lambda tensor: gpu.put(tensor, r))
         place.finish = lambda: gpu.read(gpu.put(torch.zeros(1), r))
         library: Any = SimpleNamespace(kind="horo", module=hvd, rank=r, size=hvd.size())
         gradients.place_of = lambda parameters, rank: place  # type: ignore[assignment]
-        gradients.Holder.forward = lambda self: list(self.values)  # type: ignore[method-assign]
-        torch.autograd.backward = backward  # type: ignore[assignment]
-        work = gradients.prepare(library, {"model": "transformer-tiny", "form": "grouped", "device": "cuda"})
+        gradients.Holder = Holder  # type: ignore[misc]
+        work = gradients.prepare(library, {"model": "transformer-tiny", "form": form, "device": "cuda"})
         assert work.check() == ""
         work.call()
-        assert gpu.launched() == 2 * len(gradients.shapes_of("transformer-tiny"))
+        count = len(gradients.shapes_of("transformer-tiny"))
+        assert gpu.launched() == 2 * count if form == "grouped" else gpu.launched() > count
+        assert gpu.lib.double_copies() == 0, "some were staged"
 
     cuda = build_double(CUDA, tmp_path, DELAYS=20)
     nccl = build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5)
     pool = RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"})
     try:
-        pool.run(average, str(cuda), str(nccl))
+        pool.run(average, form, str(cuda), str(nccl))
     finally:
         pool.close()
+
+
+class OnDouble(devices.Place):
+    """A double of a GPU for a workload that trains: its torch calculates in host memory, behind the addresses."""
+
+    is_gpu = True  # type: ignore[assignment]
+    gpu: gpu_double.Gpu
+    number: int
+
+    @classmethod
+    def of(cls, gpu: gpu_double.Gpu, number: int, **options: Any) -> OnDouble:
+        place = cls(torch.device("cpu"), **options)
+        object.__setattr__(place, "gpu", gpu)
+        object.__setattr__(place, "number", number)
+        return place
+
+    def put_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        super().put_model(model)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else self.gpu.put(buffer, self.number)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(self.gpu.put(parameter, self.number))
+        put_gradients(self.gpu, self.number, model.parameters())
+        return model
+
+    def finish(self) -> None:
+        self.gpu.read(self.gpu.put(torch.zeros(1), self.number))
+
+    @contextlib.contextmanager
+    def exact(self, *, in_float64: bool) -> Iterator[devices.Place]:
+        yield OnDouble.of(self.gpu, self.number, dtype=torch.float64 if in_float64 else torch.float32)
+
+
+def behind(call: Callable[..., Any], place: devices.Place) -> Callable[..., Any]:
+    """Such a torch follows no streams: what comes behind the call waits for the double."""
+
+    def called(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        place.finish()
+        return result
+
+    return called
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"model": "mlp-tiny", "autocast": True},  # of gpu_step
+        {"model": "transformer-tiny", "autocast": True},
+        {"model": "resnet50-tiny", "batch": 4, "synced": True},  # of gpu_shared
+    ],
+    ids=lambda parameters: str(parameters["model"]),
+)
+def test_training_steps_beside_a_double_of_a_gpu(pool: RankPool, tmp_path: Path, parameters: dict[str, Any]) -> None:
+    def train(path: str, parameters: dict[str, Any]) -> None:
+        place = OnDouble.of(gpu_double.load(path), hvd.rank(), autocast=bool(parameters.get("autocast")))
+        training_step.place_of = lambda parameters, rank: place  # type: ignore[assignment]
+        torch.Tensor.backward = behind(torch.Tensor.backward, place)  # type: ignore[method-assign]
+        module = SimpleNamespace(
+            DistributedOptimizer=hvd.DistributedOptimizer,
+            SyncBatchNorm=hvd.SyncBatchNorm,
+            allgather=hvd.allgather,
+            broadcast_parameters=behind(hvd.broadcast_parameters, place),
+        )
+        library: Any = SimpleNamespace(kind="horo", module=module, rank=hvd.rank(), size=hvd.size())
+        work = training_step.prepare(library, {**parameters, "device": "cuda"})
+        for _ in range(3):
+            work.call()
+        assert work.check() == ""
+
+    pool.run(train, str(build_double(CUDA, tmp_path, DELAYS=20)), parameters)
