@@ -57,6 +57,11 @@ class GpuTensor(torch.Tensor):
     def detach(self) -> GpuTensor:
         return _present(super().detach(), self.gpu, self.address, self.number)
 
+    def __getitem__(self, index: Any) -> GpuTensor:  # type: ignore[override]
+        view = super().__getitem__(index)
+        address = self.address + torch.Tensor.data_ptr(view) - torch.Tensor.data_ptr(self)
+        return _present(view, self.gpu, address, self.number)
+
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor).clone()
 
