@@ -21,9 +21,10 @@ from horo.errors import HoroError
 __all__ = ["watch_end", "watch_exit", "watch_loss"]
 
 _FLUSH_PAUSE_S = 0.3
-"""Time from the last message of a rank to ``MPI_Abort``. mpirun may lose output that arrives together with the abort.
-If mpirun has detected the death of a process, it ends the job by itself in this time; after a second request to end,
-the mpirun of Open MPI 5.0 sometimes never ends."""
+"""Time from the last message of a rank to ``MPI_Abort``: mpirun may lose output that arrives together with that."""
+_AFTER_LOSS_S = 2.0
+"""The same where another rank is lost. mpirun has mostly detected that, or been asked by that rank, and ends the job in
+this time, on a busy host too; after a second request to end, the mpirun of Open MPI 5.0 sometimes never ends."""
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
 
@@ -72,5 +73,5 @@ def _end(mpi: Any, pid: int) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"horo [{mpi.COMM_WORLD.Get_rank()}] error: {reason}\n")
         sys.stderr.flush()
-    time.sleep(_FLUSH_PAUSE_S)
+    time.sleep(_AFTER_LOSS_S if losses else _FLUSH_PAUSE_S)
     mpi.COMM_WORLD.Abort(1)
