@@ -64,15 +64,15 @@ def use_gpus(core: _core.Context, settings: Mapping[str, Any], warning: str = ""
     Args:
         core: The rank's context.
         settings: Those in force; a job that tests make may have none.
-        warning: For the log.
+        warning: For the log, where NCCL is asked for.
 
     Raises:
         ResourceError: There is no CUDA driver of use.
     """
     use_cuda(core, CUDA_PLACES)
-    if warning:
-        logging.getLogger("horo").warning(warning)
     if settings.get("gpu_operations") == "nccl":
+        if warning:
+            logging.getLogger("horo").warning(warning)
         use_nccl(core, nccl_places(), two_levels=settings["hierarchical_allreduce"])
 
 

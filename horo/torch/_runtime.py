@@ -274,8 +274,9 @@ class _Process:
         Raises:
             UsageError: As ``Runtime.close``.
         """
-        if self.runtime is not None and not self.runtime.forked:
-            self.handle_base = self.runtime.close()
+        runtime = self.runtime  # a signal handler may leave it meanwhile
+        if runtime is not None and not runtime.forked:
+            self.handle_base = max(self.handle_base, runtime.close())
         self.runtime = None
 
     def leave_ended(self, what: str) -> None:

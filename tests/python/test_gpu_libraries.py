@@ -186,9 +186,12 @@ def test_one_rank_that_may_use_a_gpu_warns_of_what_nccl_depends_on(
 
 
 @without_own_nccl
-@pytest.mark.parametrize("uses_gpu", [False, True])
-def test_a_job_whose_ranks_differ_is_warned_when_it_uses_a_gpu(folder: Path, uses_gpu: bool) -> None:
+@pytest.mark.parametrize(("operations", "uses_gpu"), [("nccl", False), ("nccl", True), ("staged", True)])
+def test_a_job_whose_ranks_differ_is_warned_when_nccl_is_to_take_a_tensor(
+    folder: Path, operations: str, uses_gpu: bool
+) -> None:
     """Only rank 1 has NCCL."""
+    warns = uses_gpu and operations == "nccl"
     script = f"""
 import ctypes, os, sys
 rank = int(os.environ["HOROVOD_RANK"])
@@ -203,10 +206,11 @@ for step in range(3):
     hvd.allreduce(gpu.put(x, rank) if {uses_gpu} else x, name="x")
 """
     words = [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", sys.executable, "-c", script]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    environment = {**os.environ, "HORO_GPU_OPERATIONS": operations}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("different libraries for GPUs") == (1 if uses_gpu else 0)
-    if uses_gpu:
+    assert done.stderr.count("different libraries for GPUs") == (1 if warns else 0)
+    if warns:
         assert "warning: ranks have different libraries for GPUs: CUDA driver 12.4 on rank 0 (" in done.stderr
 
 
