@@ -187,7 +187,7 @@ typedef struct {
     /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
     int32_t handle_bytes;
     int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
-    int32_t message_bytes;  /* most bytes in one call of MPI, at most HORO_MPI_MESSAGE_MAX; equal on all ranks */
+    int32_t message_bytes;  /* most bytes in one call of MPI, 16 to HORO_MPI_MESSAGE_MAX; equal on all ranks */
     int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not used */
     int32_t is_backend;     /* MPI does whole collectives */
     int32_t rank, size;     /* mine in the communicator, and how many there are */

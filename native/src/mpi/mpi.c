@@ -3,7 +3,10 @@
 #include <stdio.h>
 #include <unistd.h>
 
-enum { ERROR_TEXT_BYTES = 4096 }; /* MPI_MAX_ERROR_STRING is 256 to 1024 wherever it has been seen */
+enum {
+    ERROR_TEXT_BYTES = 4096, /* MPI_MAX_ERROR_STRING is 256 to 1024 wherever it has been seen */
+    MESSAGE_LEAST = 16,      /* one element of any dtype: a reduction by MPI takes them whole */
+};
 
 static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
     [HORO_MPI_ISSEND] = "MPI_Issend",
@@ -39,9 +42,9 @@ static int check(const horo_mpi *calls, struct hr_error *error) {
         return hr_fail(error, HORO_ERR_USAGE, "this MPI has an MPI_Status of %d bytes; horo has room for 1 to %d",
                        calls->status_bytes, HORO_MPI_STATUS_MAX);
     }
-    if (calls->message_bytes < 8 || calls->message_bytes > HORO_MPI_MESSAGE_MAX) {
-        return hr_fail(error, HORO_ERR_USAGE, "one call of MPI may take 8 to %d bytes, not %d", HORO_MPI_MESSAGE_MAX,
-                       calls->message_bytes);
+    if (calls->message_bytes < MESSAGE_LEAST || calls->message_bytes > HORO_MPI_MESSAGE_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "one call of MPI may take %d to %d bytes, not %d", MESSAGE_LEAST,
+                       HORO_MPI_MESSAGE_MAX, calls->message_bytes);
     }
     if (calls->size < 1 || calls->rank < 0 || calls->rank >= calls->size) {
         return hr_fail(error, HORO_ERR_USAGE, "rank %d of an MPI communicator of %d does not exist", calls->rank,
