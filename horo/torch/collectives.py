@@ -290,8 +290,9 @@ def join(device: int = -1) -> int:
     Until then this rank takes part in the operations of the others, with values that change no result: zeros in sums,
     averages and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in ``allgather``. ``Average``
     divides by the number of all ranks, joined ones included, as Horovod does. (1 + 0i, the neutral element of complex
-    products, makes the imaginary part of an infinity NaN, as any multiplication by it.) This holds for all process sets
-    that this rank is a member of. Operations that this rank has begun before go on; it can begin no others.
+    products, makes NaN of the part beside an infinite or NaN one, as any multiplication by it.) This holds for all
+    process sets that this rank is a member of. Operations that this rank has begun before go on; it can begin no
+    others.
 
     The model and the optimizer of a rank that joins early have missed the steps of the others: give all ranks those of
     the rank that joined last before they go on training.

@@ -205,6 +205,18 @@ def test_a_rank_that_has_joined_multiplies_by_one(hosts: list[int], dtype: str) 
     run_ranks(body, hosts)
 
 
+def test_one_of_a_joined_rank_multiplies_by_the_formula() -> None:
+    """(inf + 0i)(1 + 0i) is (inf * 1 - 0 * 0) + (inf * 0 + 0 * 1)i: no factor keeps the zero beside infinity."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            got = rank.allreduce(np.full(3, complex(np.inf, 0)), "x", "product")
+            assert np.all(got.real == np.inf) and np.all(np.isnan(got.imag))
+        join(rank)
+
+    run_ranks(body, [2])
+
+
 def test_teams_multiply_what_their_members_have() -> None:
     def step(rank: Rank, members: list[int], team: int, number: int) -> None:
         for dtype in NUMPY_OF_COMPLEX:

@@ -235,7 +235,8 @@ int hr_leader_tell_joined(struct hr_lane *lane);
 
 /*
  * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
- * wider, its other bits are 0.
+ * wider, its other bits are 0. No complex number leaves a product as it is beside an infinite or NaN part: 1 does for
+ * all others, but for the sign of a zero.
  */
 uint64_t hr_neutral_element(int dtype, int reduce_op);
 
