@@ -52,7 +52,8 @@ class Answers:
     def stop(self) -> None:
         """Afterwards the context may be freed. Idempotent; after an exception of a signal handler call it again."""
         self._context = ffi.NULL
-        if self._stoppable != ffi.NULL and self._thread.is_alive() and os.getpid() == self._process:
+        # The context is looked at last: in the calls before, a signal handler may have freed it.
+        if self._thread.is_alive() and os.getpid() == self._process and self._stoppable != ffi.NULL:
             lib.horo_stop_answers(self._stoppable)
             # The thread may block in a write to a full stderr, or on a lock of logging that this thread holds.
             self._thread.join(_END_S)

@@ -407,9 +407,9 @@ class Context:
 
         After ``destroy``: the final counts.
         """
-        if self._context == _NULL:
-            return dict(self._final_counters)
         native = ffi.new("horo_counters *")
+        if self._context == _NULL:  # no call comes between this and the next one, in which a signal handler destroys it
+            return dict(self._final_counters)
         lib.horo_read_counters(self._context, native)
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
 
@@ -456,7 +456,7 @@ class Context:
         lib.horo_end(self._context, _as_words(words))
 
     def destroy(self) -> None:
-        """Leaves the group and frees everything; idempotent."""
+        """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""
         self._final_counters = self.counters()
         self._answers.stop()
         context, self._context = self._context, ffi.NULL

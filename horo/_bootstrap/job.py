@@ -55,7 +55,7 @@ from horo._core import Context, arena_bytes, create_memory, create_wake, simd_na
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo._passed_over import misspelt, passed_over
 from horo._settings import Settings, settings_of
-from horo.errors import AbortedError, GroupError, HoroError, InternalError
+from horo.errors import AbortedError, GroupError, HoroError, InternalError, NotInitializedError
 
 __all__ = ["Connection", "RunningRank", "connect", "start"]
 
@@ -149,11 +149,11 @@ class RunningRank:
     def close(self) -> None:
         """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child."""
         if not self._closed and os.getpid() == self._pid:
-            self._closed = True
             _living.discard(self)
             self.note_loss()
             self._reporter.lost(culprit_of(self.context.health()))
             self.context.destroy()
+            self._closed = True  # last: a signal handler may raise before, or come here, too
 
     def add_team(self, ranks: Sequence[int]) -> int:
         """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
@@ -165,7 +165,7 @@ class RunningRank:
     def note_loss(self) -> None:
         """Records, under MPI, the loss of a peer for the exit handler."""
         health = self.context.health() if self.mpi is not None else None
-        if isinstance(health, GroupError) and not isinstance(health, AbortedError):
+        if isinstance(health, GroupError) and not isinstance(health, (AbortedError, NotInitializedError)):
             _losses.append(health)
 
     def _forked(self) -> None:

@@ -8,10 +8,12 @@ import sys
 import pytest
 
 INTERRUPTED = """
-import signal
+import atexit, signal
 import torch
 import horo.torch as hvd
+from horo import _answers, _core
 from horo._bootstrap import job
+from horo._native import ffi
 from horo.torch import _request_cache, _runtime
 
 signals = [signal.SIGUSR1]
@@ -39,6 +41,12 @@ INTERRUPTIONS = {
         "job.RunningRank.close = lambda self: (interrupt(), close(self))\n"
         "hvd.shutdown()",
     ),
+    "the end of shutdown": (
+        "hvd.shutdown(); assert runtime.core._context == ffi.NULL",
+        "hvd.init(); runtime, stop = _runtime.current(), _answers.Answers.stop\n"
+        "_answers.Answers.stop = lambda self: (interrupt(), stop(self))\n"
+        "hvd.shutdown()",
+    ),
     "operation": (
         "assert hvd.allreduce(torch.ones(1), name='in the handler').item() == 1",
         "hvd.init()\n"
@@ -50,9 +58,53 @@ INTERRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize("place", INTERRUPTIONS)
-def test_a_signal_handler_may_do_what_it_has_interrupted(place: str) -> None:
-    handler, program = INTERRUPTIONS[place]
+def run(handler: str, program: str) -> tuple[int, str, str]:
     code = INTERRUPTED.format(handler=handler, program=program)
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "left\n")
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("place", INTERRUPTIONS)
+def test_a_signal_handler_may_do_what_it_has_interrupted(place: str) -> None:
+    assert run(*INTERRUPTIONS[place]) == (1, "", "left\n")
+
+
+def test_a_shutdown_that_a_handler_has_ended_by_an_exception_is_done_at_exit() -> None:
+    program = """
+atexit.register(lambda: print(runtime.core._context == ffi.NULL))  # behind all that is registered later
+hvd.init()
+runtime, stop = _runtime.current(), _answers.Answers.stop
+_answers.Answers.stop = lambda self: (interrupt(), stop(self))
+hvd.shutdown()
+"""
+    assert run("pass", program) == (1, "True\n", "left\n")
+
+
+@pytest.mark.parametrize("place", ["horo_counters *", "forked"])
+def test_a_shutdown_goes_on_behind_a_handler_that_has_done_it(place: str) -> None:
+    program = f"""
+class Interrupting:
+    def __getattr__(self, name):
+        return getattr(ffi, name)
+
+    def new(self, kind, *rest):
+        made = ffi.new(kind, *rest)
+        if kind == {place!r}:
+            interrupt()
+        return made
+
+class Forked:
+    def __get__(self, runtime, kind):
+        calls.append(0)
+        if {place!r} == "forked" and len(calls) == 2:
+            interrupt()
+        return False
+
+calls = []
+hvd.init()
+_core.ffi = Interrupting()
+_runtime.Runtime.forked = Forked()
+hvd.shutdown()
+assert not signals and not hvd.is_initialized()
+"""
+    assert run("hvd.shutdown(); return", program) == (0, "", "")

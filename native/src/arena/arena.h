@@ -78,6 +78,7 @@ struct hr_arena_block {
     _Atomic int64_t alive_until_ns;
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
+    _Atomic uint64_t held_moves; /* how many of them say only that its own GPU holds it up */
     _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
     _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */

@@ -113,10 +113,12 @@ int hr_drive_has_ended_logs(const struct hr_engine *engine) {
 static uint64_t leave_moves_of(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
     uint64_t moves = hr_drive_moves(engine) + engine->driver.held_moves;
-    for (int i = 0; i < node->local_size && engine->driver.stage == HR_ENGINE_CLOSING; i++) {
+    for (int i = 0; i < node->local_size; i++) {
+        const struct hr_arena_block *block = &node->arena.blocks[i];
         if (i != node->local_rank) {
-            /* partner: show_moves */
-            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
+            /* partner: show_moves. Before CLOSING others may go on without this rank, unless a GPU keeps them */
+            moves += atomic_load_explicit(
+                engine->driver.stage == HR_ENGINE_CLOSING ? &block->moves : &block->held_moves, memory_order_relaxed);
         }
     }
     return moves;

@@ -181,9 +181,11 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
 }
 
 static void show_moves(struct hr_engine *engine) {
-    _Atomic uint64_t *moves = &engine->node->arena.blocks[engine->node->local_rank].moves;
+    struct hr_arena_block *block = &engine->node->arena.blocks[engine->node->local_rank];
+    const uint64_t held_moves = engine->driver.held_moves;
     /* partner: leave_moves_of */
-    atomic_store_explicit(moves, hr_drive_moves(engine) + engine->driver.held_moves, memory_order_relaxed);
+    atomic_store_explicit(&block->moves, hr_drive_moves(engine) + held_moves, memory_order_relaxed);
+    atomic_store_explicit(&block->held_moves, held_moves, memory_order_relaxed);
 }
 
 int hr_drive_wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {
