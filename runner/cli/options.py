@@ -34,11 +34,11 @@ Exit code: that of the rank that failed first (128 + n for a signal), 130 after 
 lacks Python, horo or the directory; with --mpi, that of mpirun. All of it:
 {page}"""
 _REFUSED = {
-    "--autotune-gaussian-process-noise": (1, "horo's search has no Gaussian process: leave it out"),
-    "--disable-cache": (0, "hororun keeps no cache of earlier checks: leave it out"),
+    "--autotune-gaussian-process-noise": (1, "horo's search has no Gaussian process"),
+    "--disable-cache": (0, "hororun keeps no cache of earlier checks"),
     "--gloo-timeout-seconds": (1, "horo has no gloo: see --start-timeout and --stall-check-shutdown-time-seconds"),
-    "--mpi-threads-disable": (0, "horo's core is a thread of its own and asks MPI for what it needs: leave it out"),
-    "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs: leave it out"),
+    "--mpi-threads-disable": (0, "horo's core is a thread of its own and asks MPI for what it needs"),
+    "--no-mpi-threads-disable": (0, "horo always asks MPI for the threads it needs"),
 }
 """Options of horovodrun that horo has no use for, with the number of values and the reason."""
 _REFUSED |= {
@@ -56,7 +56,7 @@ _REFUSED |= {
     }.items()
 }
 _REFUSED |= {
-    f"--{no}{name}": (0, f"horo {does} inside each host first by itself: leave it out")
+    f"--{no}{name}": (0, f"horo {does} inside each host first by itself")
     for no in ("", "no-")
     for name, does in (("hierarchical-allgather", "gathers"), ("torus-allreduce", "reduces"))
 }
@@ -64,7 +64,7 @@ _REFUSED |= dict.fromkeys(
     ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),
     (0, "horo's log has no times; --prefix-timestamp puts one before every line"),
 )
-_REFUSED["--num-nccl-streams"] = (1, "horo gives NCCL the tensors as one group, on one stream of its own: leave it out")
+_REFUSED["--num-nccl-streams"] = (1, "horo gives NCCL the tensors as one group, on one stream of its own")
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
@@ -104,7 +104,7 @@ class _Refuse(argparse.Action):
             if not re.fullmatch(_NUMBERS, text) and not reason.startswith(_ESSENTIAL):
                 parser.error(f"{option}: {text!r} is not a number")
         if isinstance(parser, _Parser) and not reason.startswith(_ESSENTIAL):
-            parser.passed_over += (f"{option} does nothing here: {reason.removesuffix(': leave it out')}",)
+            parser.passed_over += (f"{option} does nothing here: {reason}",)
         else:
             parser.error(f"{option}: {reason}")
 
