@@ -63,6 +63,21 @@ class Paths:
         return self._reduce(rank, ["x"])
 
 
+def check_paths(hosts: list[int], inputs: list[np.ndarray], wanted: dict[str, Any]) -> None:
+    """An allreduce of ``inputs``, one of each rank, has the same bits on all ranks and by all paths."""
+    with Group(hosts, cache_capacity=8) as group:
+        paths = Paths(group, hosts, inputs, wanted)
+
+        def body(rank: Rank) -> list[bytes]:
+            for name in ("x", "y"):
+                rank.finish(rank.submit("allreduce", name, [inputs[rank.rank].copy()], **wanted))
+            rank.barrier()
+            return [paths.by_batch(rank), paths.by_record(rank), paths.by_both(rank)]
+
+        results = group.run(body)
+    assert {bits for result in results for bits in result} == {results[0][0]}
+
+
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1], [1, 2]], ids=str)
 @pytest.mark.parametrize(
     ("op", "options"), [("average", {}), ("sum", SCALED), ("product", {})], ids=["average", "scaled sum", "product"]
@@ -75,16 +90,4 @@ def test_the_bits_do_not_depend_on_the_path(
     dtype, wire = form
     random = np.random.default_rng(7)
     inputs = [(random.standard_normal(COUNT) * spread).astype(dtype) for _ in range(sum(hosts))]
-    wanted: dict[str, Any] = {"wires": [wire], "reduce_op": _core.REDUCE_OPS[op], **options}
-
-    with Group(hosts, cache_capacity=8) as group:
-        paths = Paths(group, hosts, inputs, wanted)
-
-        def body(rank: Rank) -> list[bytes]:
-            for name in ("x", "y"):
-                rank.finish(rank.submit("allreduce", name, [inputs[rank.rank].copy()], **wanted))
-            rank.barrier()
-            return [paths.by_batch(rank), paths.by_record(rank), paths.by_both(rank)]
-
-        results = group.run(body)
-    assert {bits for result in results for bits in result} == {results[0][0]}
+    check_paths(hosts, inputs, {"wires": [wire], "reduce_op": _core.REDUCE_OPS[op], **options})

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from complex_numbers import factor, multiplied, product, read, stored
-from ranks import NUMPY_OF_COMPLEX, Group, Rank, run_ranks
-from test_carry_bits import Paths
+from ranks import NUMPY_OF_COMPLEX, Rank, run_ranks
+from test_carry_bits import check_paths
 from test_join import join
 from test_reducescatter import LAYOUTS, rows_of, scatter
 from test_teams import run_in_teams
@@ -162,17 +162,7 @@ def test_on_two_hosts_the_bits_do_not_depend_on_the_path(hosts: list[int], dtype
     random = np.random.default_rng(7)
     inputs = [stored(random.standard_normal(300) + 1j * random.standard_normal(300), dtype) for _ in range(sum(hosts))]
     wanted: dict[str, Any] = {"reduce_op": PRODUCT, "prescale": 0.3, "postscale": 0.7}
-    with Group(hosts, cache_capacity=8) as group:
-        paths = Paths(group, hosts, inputs, wanted)
-
-        def body(rank: Rank) -> list[bytes]:
-            for name in ("x", "y"):
-                rank.finish(rank.submit("allreduce", name, [inputs[rank.rank].copy()], **wanted))
-            rank.barrier()
-            return [paths.by_batch(rank), paths.by_record(rank), paths.by_both(rank)]
-
-        results = group.run(body)
-    assert {bits for result in results for bits in result} == {results[0][0]}
+    check_paths(hosts, inputs, wanted)
 
 
 @pytest.mark.parametrize("hosts", [[2], [4], [1, 1], [2, 2]], ids=str)
