@@ -1,4 +1,4 @@
-"""Parses Slurm's notation of host lists, ``rack[0-1]n[01-03],x``, and of task counts, ``2(x3),1``.
+"""Parses Slurm's notation of host lists, ``rack[0-1]n[01-03],x``, and of task counts, ``2(x3),1``; writes ranges.
 
 Pure functions on text. The module imports nothing heavy, so that the launcher can use it as well as the library.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
-__all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list"]
+__all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list", "ranges"]
 
 HOSTS_MAX = 1 << 16
 """Most nodes of a Slurm cluster; a list that names more is damaged."""
@@ -97,3 +98,14 @@ def _range(item: str, text: str) -> list[str]:
     if high - low >= HOSTS_MAX:
         raise ValueError(f"the host list {text!r} names more than {HOSTS_MAX} hosts")
     return [f"{number:0{len(found[1])}d}" for number in range(low, high + 1)]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2,5"``; the numbers ascend."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horo._core_libraries import Library, find_library
+from horo._hostlist import ranges
 from horo.errors import ResourceError
 
 __all__ = [
@@ -123,13 +124,8 @@ def _name_ranks(group: Sequence[int], ranks: Sequence[tuple[str, GpuLibraries]])
     """Such as "ranks 0-3, 6 (h1, h2)"; of many hosts the first ones."""
     hosts = list(dict.fromkeys(ranks[rank][0] for rank in group))
     shown = ", ".join(hosts[:_HOSTS_SHOWN]) + (", ..." if len(hosts) > _HOSTS_SHOWN else "")
-    runs: list[list[int]] = []
-    for rank in group:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_RUNS_SHOWN])
+    runs = ranges(group).split(",")
+    numbers = ", ".join(runs[:_RUNS_SHOWN])
     more = ", ..." if len(runs) > _RUNS_SHOWN else ""
     return f"rank{'s' if len(group) > 1 else ''} {numbers}{more} ({shown})"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horo import __version__
+from horo._hostlist import ranges
 
 __all__ = [
     "Binding",
@@ -22,7 +23,6 @@ __all__ = [
     "bind_gpus",
     "core_count",
     "host_facts",
-    "ranges",
     "read_topology",
     "spelled",
     "spelled_gpus",
@@ -198,14 +198,3 @@ def _read_cpus(path: Path) -> Cpus:
             first, _, last = item.partition("-")
             found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2,5"``; the numbers ascend."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

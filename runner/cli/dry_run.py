@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from horo._hostlist import ranges
 from horo.runner.agent.command import StartError, is_for_python, with_python
 from horo.runner.agent.machine import (
     BindingError,
     bind,
     bind_gpus,
-    ranges,
     read_topology,
     spelled,
     spelled_gpus,

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horo.runner.agent.machine import ranges
+from horo._hostlist import ranges
 from horo.runner.agent.notes import Note
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.printable import printable

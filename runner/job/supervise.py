@@ -12,10 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from horo._hostlist import ranges
 from horo._sources import encode_sources
 from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.agent.machine import Binding, core_count, ranges
+from horo.runner.agent.machine import Binding, core_count
 from horo.runner.agent.notes import Note, NoteReader
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError

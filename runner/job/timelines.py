@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horo._bootstrap.timeline import RANK_MARK, file_of_rank
-from horo.runner.agent.machine import ranges
+from horo._hostlist import ranges
 from horo.runner.config import JobError, TimelineMerge
 from horo.timeline import TimelineError, merge
 

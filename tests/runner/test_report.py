@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo.runner.agent.machine import ranges
+from horo._hostlist import ranges
 from horo.runner.agent.notes import Note
 from horo.runner.job.report import Ending, awaited, exit_code, report, root_cause
 
