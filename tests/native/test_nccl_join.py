@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -330,6 +331,8 @@ def test_what_waits_for_nccl_is_done_before_its_rank_joins(gpu: Gpu, nccl: Nccl)
 
 
 def test_a_joined_rank_submits_nothing(gpu: Gpu, nccl: Nccl) -> None:
+    refused = threading.Event()
+
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         own.allreduce(ONES)
@@ -338,10 +341,12 @@ def test_a_joined_rank_submits_nothing(gpu: Gpu, nccl: Nccl) -> None:
             for name in ("x", "y"):
                 with pytest.raises(UsageError, match=f"'{name}': rank 1 has joined; it can submit nothing"):
                     begin(own, name)
+            refused.set()
             rank.context.wait(handle)
             rank.context.release(handle)
         else:
             assert own.allreduce(ONES, "alone").tolist() == [1.0] * 5
+            assert refused.wait(60)  # joining ends when this rank joins, too
             join(rank)
         own.close()
 
