@@ -309,6 +309,25 @@ def _is_in_operation(caller: FrameType | None) -> bool:
     return False
 
 
+def _refuse_within(caller: FrameType | None) -> None:
+    """Refuses an ``init()`` whose thread is at work at the beginning or the end of a job, as a signal handler's may be.
+
+    One that has come to the end of its own has left a job behind, and is as any other code.
+
+    Raises:
+        UsageError: The call that it has interrupted is not at that end.
+    """
+    runtime = _process.runtime
+    while caller is not None:
+        is_init = caller.f_code is init.__code__
+        if caller.f_code is shutdown.__code__ or (is_init and (runtime is None or runtime.ended)):
+            raise UsageError(
+                f"init() was called while {'init()' if is_init else 'shutdown()'} was at work, by a signal handler "
+                "perhaps: call it behind that"
+            )
+        caller = caller.f_back
+
+
 def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
@@ -327,8 +346,9 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
 
     Raises:
         UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``,
-            ``process_sets`` or a setting does not fit, this is a forked child of a rank, or ``process_sets`` or another
-            value of a setting came after the first ``init()``.
+            ``process_sets`` or a setting does not fit, this is a forked child of a rank, ``process_sets`` or another
+            value of a setting came after the first ``init()``, or a signal handler that has interrupted ``init()`` or
+            ``shutdown()`` calls it.
         ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
         GroupError: Not all ranks came, or they do not fit together.
 
@@ -336,6 +356,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
         hvd.init()
         print(f"rank {hvd.rank()} of {hvd.size()}")
     """
+    _refuse_within(sys._getframe(1))
     added = _listed(process_sets)
     keep_from_dynamo()
     with _process.lock:

@@ -108,3 +108,51 @@ hvd.shutdown()
 assert not signals and not hvd.is_initialized()
 """
     assert run("hvd.shutdown(); return", program) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "program"),
+    [
+        ("init()", "connect = job.connect; job.connect = lambda *args: (interrupt(), connect(*args))[1]; hvd.init()"),
+        (
+            "shutdown()",
+            "hvd.init(); close = job.RunningRank.close\n"
+            "job.RunningRank.close = lambda self: (interrupt(), close(self))\n"
+            "hvd.shutdown()",
+        ),
+        (
+            "shutdown()",
+            "hvd.init(); stop = _answers.Answers.stop\n"
+            "_answers.Answers.stop = lambda self: (stop(self), interrupt())\n"
+            "hvd.shutdown()",
+        ),
+    ],
+    ids=["init", "shutdown", "the end of shutdown"],
+)
+def test_an_init_within_another_call_for_the_beginning_or_end_is_refused(interrupted: str, program: str) -> None:
+    """What it has interrupted goes on, and so does the process."""
+    handler = """
+    try:
+        hvd.init()
+    except hvd.UsageError as error:
+        print(error)
+    return
+"""
+    program += """
+assert not signals and hvd.is_initialized() == (%r == "init()")
+hvd.init()
+assert hvd.allreduce(torch.ones(1)).item() == 1
+hvd.shutdown()
+""" % interrupted
+    told = f"init() was called while {interrupted} was at work, by a signal handler perhaps: call it behind that\n"
+    assert run(handler, program) == (0, told, "")
+
+
+def test_an_init_within_one_that_is_done_does_nothing() -> None:
+    program = """
+from horo.torch import process_sets
+process_sets.register_all = lambda *_: interrupt()
+hvd.init(process_sets=[[0]])
+assert not signals and hvd.is_initialized()
+"""
+    assert run("hvd.init(); return", program) == (0, "", "")

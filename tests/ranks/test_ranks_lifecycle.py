@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -222,6 +223,34 @@ def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(fre
         hvd.shutdown()
 
     fresh2.run(check, call)
+
+
+def test_a_signal_handler_that_calls_init_while_init_waits_for_other_ranks_gets_an_error(
+    fresh2: RankPool, tmp_path: Path
+) -> None:
+    def check(told: Path) -> None:
+        def handler(*_: object) -> None:
+            try:
+                hvd.init()
+            except UsageError as error:
+                told.write_text(str(error))
+
+        if os.environ["HOROVOD_RANK"] == "0":
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        else:
+            deadline = time.monotonic() + 30
+            while not told.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        hvd.init()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        hvd.barrier()
+        hvd.shutdown()
+
+    fresh2.run(check, tmp_path / "told")
+    assert (tmp_path / "told").read_text().startswith("init() was called while init() was at work")
 
 
 @pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
