@@ -59,6 +59,7 @@ class GpuTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> GpuTensor:  # type: ignore[override]
         view = super().__getitem__(index)
+        assert view._base is not None, "by a mask or by numbers: it is a copy, which has no address on the device"
         address = self.address + torch.Tensor.data_ptr(view) - torch.Tensor.data_ptr(self)
         return _present(view, self.gpu, address, self.number)
 
