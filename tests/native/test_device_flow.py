@@ -23,10 +23,8 @@ FRONT = PIECE // 4
 """Values of the first piece."""
 HOSTS = [(2,), (3,), (1, 1), (2, 1), (1, 1, 1)]
 REASON = "the copy from the GPU failed with code 719: unspecified launch failure"
-LOST = (
-    f"an error on GPU 0 that lost the values of allreduce 'x': {REASON}; run with CUDA_LAUNCH_BLOCKING=1 to find the "
-    "kernel at fault"
-)
+HINT = "if a kernel of the program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which"
+LOST = f"an error on GPU 0 that lost the values of allreduce 'x': {REASON}; {HINT}"
 
 
 def values(rank: int, length: int = LENGTH) -> np.ndarray:
@@ -430,7 +428,7 @@ def test_a_driver_that_refuses_a_piece_fails_what_is_not_announced(gpu: Gpu, pie
 
 
 def test_a_driver_that_refuses_a_piece_of_what_is_announced_ends_the_group(gpu: Gpu) -> None:
-    reason = "an error on GPU 0 that lost the values of allreduce 'x': cuStreamWaitEvent failed with code 1"
+    reason = "an error on GPU 0 that lost the values of allreduce 'x': cuStreamWaitEvent failed with code 1; " + HINT
 
     def body(rank: Rank) -> None:
         if rank.rank == 1:

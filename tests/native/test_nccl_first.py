@@ -166,7 +166,8 @@ def test_what_cannot_be_staged_any_more_ends_the_group(gpu: Gpu, nccl: Nccl, lac
         "memory": "a tensor on a GPU that it could not copy to the host: allreduce 'x': no 64 bytes of pinned memory: "
         "cuMemHostAlloc failed with code 2: out of memory",
         "values": "an error on GPU 0 that lost the values of allreduce 'x': the copy from the GPU failed with code "
-        "719: unspecified launch failure; run with CUDA_LAUNCH_BLOCKING=1 to find the kernel at fault",
+        "719: unspecified launch failure; if a kernel of the program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 "
+        "shows which",
     }[lack]
 
     def body(rank: Rank) -> None:
