@@ -26,7 +26,7 @@ class Gpu:
         self.path = path
         self.is_broken = False
         self.modules_left = 0  # of ranks that have left while their GPU stood still
-        self.pinned_left = 0  # pieces that an MPI may still touch, each in a context of its own
+        self.pinned_left = 0  # pieces that an MPI or a copy may still touch, each in a context of its own
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
@@ -131,6 +131,10 @@ class Gpu:
     def fail_staging(self, to_host: int = 0, returns: int = 0) -> None:
         """That copy to the host from now on fails; the next ``returns`` calls for copies back are refused."""
         self.lib.double_fail_staging(to_host, returns)
+
+    def refuse_records(self, count: int) -> None:
+        """The next ``count`` calls that are to put an event on a stream of horo's are refused."""
+        self.lib.double_refuse_records(count)
 
     def copies(self) -> int:
         """How many have been done, in both directions."""

@@ -15,6 +15,8 @@ from horo._core_libraries import copy_back, copy_result
 from horo.errors import ResourceError, UsageError
 
 THOUSAND = np.arange(1000, dtype=np.float32)
+LARGE = np.arange(1 << 20, dtype=np.float32)
+"""It flows, in two pieces."""
 INVALID_VALUE = 1
 
 
@@ -109,6 +111,37 @@ def test_memory_is_not_used_again_before_copies_from_it_whose_stream_could_not_w
 
     with Group((1,)) as group:
         group.run(body)
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_memory_is_not_used_again_before_a_piece_that_no_event_could_be_put_behind(gpu: Gpu, refused: int) -> None:
+    """Of the calls for events behind the first piece the one is refused, or also that for the end of all."""
+    reason = "cuEventRecord failed with code 400"
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            with pytest.raises(ResourceError, match=reason):
+                rank.allreduce(LARGE.copy())
+            np.testing.assert_array_equal(rank.allreduce(LARGE.copy()), 2 * LARGE)
+            return
+        own = OnGpu(rank, gpu)
+        gpu.let_copies(0)
+        gpu.refuse_records(refused)
+        handle, _, _ = own.submit("allreduce", "x", LARGE, reduce_op=SUM)
+        with pytest.raises(ResourceError, match=reason):
+            own.context.wait(handle)
+        own.context.release(handle)
+        handle, _, target = own.submit("allreduce", "x", LARGE, reduce_op=SUM)
+        assert gpu.counts()["pinned_ever"] == 2
+        gpu.let_copies(-1)
+        own.finish(handle)
+        gpu.synchronize(own.stream)
+        np.testing.assert_array_equal(gpu.get(target, LARGE), 2 * LARGE)
+        own.close()
+
+    with Group((2,)) as group:
+        group.run(body)
+    gpu.pinned_left = refused - 1
 
 
 def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(gpu: Gpu) -> None:

@@ -221,7 +221,8 @@ static int send_pieces(struct hr_staging *staging, size_t *launched, struct hr_e
         *launched += status == HORO_OK;
     }
     if (status != HORO_OK) { /* the memory is in use up to what has been begun */
-        (void)device->cuda->event_record(staging->block->copied_in, device->to_host);
+        struct hr_error ignored = {0};
+        (void)record(staging, staging->block->copied_in, device->to_host, &ignored);
     }
     (void)pthread_mutex_unlock(&device->copying);
     return status;

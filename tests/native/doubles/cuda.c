@@ -254,7 +254,7 @@ static void await_event(struct work *work) {
 }
 
 int cuEventRecord(struct event *event, void *stream) {
-    if (is_elsewhere(event, stream)) {
+    if (is_elsewhere(event, stream) || refuses_record(stream)) {
         return INVALID_HANDLE;
     }
     pthread_mutex_lock(&lock);
