@@ -25,10 +25,11 @@ int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block
                                 struct hr_error *error);
 
 /*
- * The parts of the end, for the watchdog: lets go of all that is there, which may wait for what runs on the devices;
- * and of the stager itself, of which nothing is left.
+ * The parts of the end, for the watchdog: lets go of all that is there, which may wait for what runs on the devices. 0:
+ * of devices on which something ran until the time was over, it has not; another call may. And of the stager itself, of
+ * which nothing is left.
  */
-void hr_stager_free_parts(struct hr_stager *stager);
+int hr_stager_free_parts(struct hr_stager *stager, int64_t until_ns);
 void hr_stager_free(struct hr_stager *stager);
 
 /*

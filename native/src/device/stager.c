@@ -9,6 +9,9 @@
 
 enum {
     IDLE_BYTES_MAX = 256 << 20, /* idle memory stays pinned up to this: to pin new memory takes milliseconds */
+    LOOK_NS = 100000,           /* at what runs on a device still, at the end, */
+    RARE_LOOK_NS = 900000000,   /* at most; between, */
+    RARER = 32,                 /* so small a part of the time that it has taken already */
     LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
 };
 
@@ -91,14 +94,22 @@ void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer) 
     *packer = (struct hr_packer){0};
 }
 
-/* With the device entered, until the time is over: whether the event is reached. */
+/*
+ * With the device entered, until the time is over: whether the event is reached. There is no wait for an event that ends
+ * by itself; so it looks, the more rarely the longer it takes.
+ */
 static int await_event(const struct hr_device *device, void *event, int64_t until_ns) {
-    const struct timespec look = {.tv_nsec = 100000}; /* there is no wait for an event that ends by itself */
-    int is_reached;
-    while (!(is_reached = device->cuda->event_query(event) != HR_CUDA_NOT_READY) && hr_now_ns() < until_ns) {
-        (void)nanosleep(&look, NULL);
+    const int64_t since_ns = hr_now_ns();
+    for (int64_t now_ns = since_ns; device->cuda->event_query(event) == HR_CUDA_NOT_READY; now_ns = hr_now_ns()) {
+        if (now_ns >= until_ns) {
+            return 0;
+        }
+        const int64_t part_ns = (now_ns - since_ns) / RARER;
+        const int64_t rest_ns = part_ns < LOOK_NS ? LOOK_NS : part_ns > RARE_LOOK_NS ? RARE_LOOK_NS : part_ns;
+        const struct timespec rest = {.tv_nsec = (long)rest_ns};
+        (void)nanosleep(&rest, NULL);
     }
-    return is_reached;
+    return 1;
 }
 
 /* With the device entered: whether no copy uses a block of it. */
@@ -113,40 +124,55 @@ static int await_copies(const struct hr_stager *stager, const struct hr_device *
     return are_done;
 }
 
-/*
- * With the device entered: whether what the program has put on its default stream has ended, and what that waits for,
- * as it mostly does for its other streams. Those are not known here.
- */
-static int await_program(const struct hr_device *device, int64_t until_ns) {
+/* With the device entered. 0: the driver refuses it. */
+static int mark_program(struct hr_device *device) {
     const struct hr_cuda *cuda = device->cuda;
     struct hr_error ignored = {0};
     void *event = NULL;
-    int is_reached = 0;
     if (hr_device_refuse_capture(device, NULL, &ignored) != HORO_OK ||
         cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
         return 0;
     }
-    if (cuda->event_record(event, NULL) == HR_CUDA_OK) {
-        is_reached = await_event(device, event, until_ns);
+    if (cuda->event_record(event, NULL) != HR_CUDA_OK) {
+        (void)cuda->event_destroy(event);
+        return 0;
     }
-    (void)cuda->event_destroy(event);
-    return is_reached;
+    device->behind_program = event;
+    return 1;
+}
+
+enum quiet { QUIET, BUSY, UNKNOWN };
+
+/*
+ * With the device entered: whether what the program has put on its default stream has ended, and what that waits for,
+ * as it mostly does for its other streams. Those are not known here. Behind BUSY, another call goes on to wait for the
+ * same: each mark takes a place on that stream.
+ */
+static enum quiet await_program(struct hr_device *device, int64_t until_ns) {
+    if (device->behind_program == NULL && !mark_program(device)) {
+        return UNKNOWN;
+    }
+    if (!await_event(device, device->behind_program, until_ns)) {
+        return BUSY;
+    }
+    (void)device->cuda->event_destroy(device->behind_program);
+    device->behind_program = NULL;
+    return QUIET;
 }
 
 /*
  * Whether nothing is found to run on the device: to free pinned memory or kernels waits for all that does, perhaps for
  * ever, and a driver may keep other calls of the program's meanwhile.
  */
-static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
+static enum quiet await_quiet(const struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
-        return 0;
+        return UNKNOWN;
     }
-    const int is_quiet = await_copies(stager, device, stager->quiet_until_ns) &&
-                         await_program(device, stager->quiet_until_ns);
+    const enum quiet found = await_copies(stager, device, until_ns) ? await_program(device, until_ns) : BUSY;
     hr_device_leave(device, &visit);
-    return is_quiet;
+    return found;
 }
 
 /* All blocks of a device. */
@@ -170,24 +196,32 @@ static int has_parts(const struct hr_stager *stager, const struct hr_device *dev
     return block != NULL || stager->packer.device == device;
 }
 
-static void free_device(struct hr_stager *stager, struct hr_device *device) {
-    const int is_quiet = has_parts(stager, device) && await_quiet(stager, device);
-    let_go_of_blocks(stager, device, is_quiet);
-    if (stager->packer.device == device && is_quiet) {
+/* 0: it stays for now, as something runs there still. */
+static int free_device(struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
+    const enum quiet found = has_parts(stager, device) ? await_quiet(stager, device, until_ns) : QUIET;
+    if (found == BUSY) {
+        return 0;
+    }
+    let_go_of_blocks(stager, device, found == QUIET);
+    if (stager->packer.device == device && found == QUIET) {
         hr_packer_unload(&stager->packer);
     } else if (stager->packer.device == device) {
         atomic_store(&device->is_kept, 1);
     }
     hr_device_close(device);
     free(device);
+    return 1;
 }
 
-void hr_stager_free_parts(struct hr_stager *stager) {
+int hr_stager_free_parts(struct hr_stager *stager, int64_t until_ns) {
+    int are_gone = 1;
     for (int i = 0; i < HR_DEVICES_MAX; i++) {
-        if (stager->devices[i] != NULL) {
-            free_device(stager, stager->devices[i]);
+        if (stager->devices[i] != NULL && free_device(stager, stager->devices[i], until_ns)) {
+            stager->devices[i] = NULL;
         }
+        are_gone &= stager->devices[i] == NULL;
     }
+    return are_gone;
 }
 
 void hr_stager_free(struct hr_stager *stager) {
@@ -207,6 +241,7 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     (void)pthread_cond_signal(&stager->stirred);
     if (!hr_watchdog_await_end(stager, until_ns)) {
         stager->is_left = 1;
+        (void)pthread_cond_signal(&stager->stirred);
         (void)pthread_detach(stager->watchdog);
         (void)pthread_mutex_unlock(&stager->lock);
         return;

@@ -80,7 +80,8 @@ struct hr_stager {
     int is_resting, has_ended;
     enum hr_stager_end end;
     int64_t quiet_until_ns; /* FREES: so long it looks whether anything runs on a device */
-    int is_left;            /* likewise: nobody waits for that any more, so the stager is the watchdog's */
+    int goes_on;            /* likewise: something does, and it goes on to wait for that, which nobody else need */
+    int is_left;            /* likewise: nobody waits for it any more, so the stager is the watchdog's */
     struct hr_packer packer; /* FREES: kernels that are to be unloaded, or none */
 };
 
@@ -126,9 +127,9 @@ void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer);
 
 /*
  * Neither on_ready nor on_failed is called from now on. Waits up to timeout_ms for what has been launched and for
- * copies; if that is not enough, what the driver still holds is never freed. Nor is, where something of the program's
- * is found to run on a device, what the driver would free behind that only: it stays with the process. A driver that
- * waits for more than could be found keeps a thread of the stager's, not this one.
+ * copies; if that is not enough, what the driver still holds is never freed. Where something of the program's is found
+ * to run on a device, a thread of the stager's frees what there is when that has ended, and this one does not wait. Nor
+ * does it for a driver that waits for more than could be found.
  */
 void hr_stager_close(struct hr_stager *stager, int timeout_ms);
 

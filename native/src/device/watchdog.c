@@ -64,6 +64,27 @@ static int sleep_until_look(struct hr_stager *stager) {
     return stager->owner != NULL;
 }
 
+/*
+ * With the lock held, which is let go meanwhile. What is still in use when nobody waits any longer goes when it is not,
+ * perhaps never. Returns whether the stager is this thread's then.
+ */
+static int free_all(struct hr_stager *stager) {
+    int64_t until_ns = stager->quiet_until_ns;
+    int are_gone = 0;
+    while (!are_gone) {
+        (void)pthread_mutex_unlock(&stager->lock);
+        are_gone = hr_stager_free_parts(stager, until_ns);
+        (void)pthread_mutex_lock(&stager->lock);
+        stager->goes_on = !are_gone;
+        (void)pthread_cond_broadcast(&stager->drained);
+        while (!are_gone && !stager->is_left) {
+            (void)pthread_cond_wait(&stager->stirred, &stager->lock);
+        }
+        until_ns = INT64_MAX;
+    }
+    return stager->is_left;
+}
+
 static void *watch(void *arg) {
     struct hr_stager *stager = arg;
     (void)pthread_mutex_lock(&stager->lock);
@@ -74,14 +95,9 @@ static void *watch(void *arg) {
         (void)pthread_cond_wait(&stager->stirred, &stager->lock);
     }
     const int frees = stager->end == HR_STAGER_FREES;
-    if (frees) {
-        (void)pthread_mutex_unlock(&stager->lock);
-        hr_stager_free_parts(stager);
-        (void)pthread_mutex_lock(&stager->lock);
-    }
+    const int is_mine = frees && free_all(stager);
     stager->has_ended = 1;
     (void)pthread_cond_broadcast(&stager->drained);
-    const int is_mine = frees && stager->is_left;
     (void)pthread_mutex_unlock(&stager->lock);
     if (is_mine) {
         hr_stager_free(stager);
@@ -109,7 +125,7 @@ void hr_watchdog_remove(struct hr_stager *stager, struct hr_staging *staging) {
 
 int hr_watchdog_await_end(struct hr_stager *stager, int64_t until_ns) {
     const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-    while (!stager->has_ended && hr_now_ns() < until_ns) {
+    while (!stager->has_ended && !stager->goes_on && hr_now_ns() < until_ns) {
         (void)pthread_cond_timedwait(&stager->drained, &stager->lock, &until);
     }
     return stager->has_ended;

@@ -18,7 +18,8 @@ void hr_watchdog_remove(struct hr_stager *stager, struct hr_staging *staging);
 
 /*
  * With the stager's lock held, which is closed: waits until the thread is at its end, which lets go of what is there
- * (enum hr_stager_end). 0 if a driver keeps it until then: it comes back to the stager, and to nothing else.
+ * (enum hr_stager_end). 0 if a driver keeps it until then, or it goes on to wait for what runs on a device: it comes
+ * back to the stager, and to nothing else.
  */
 int hr_watchdog_await_end(struct hr_stager *stager, int64_t until_ns);
 
