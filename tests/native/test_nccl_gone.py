@@ -13,6 +13,10 @@ from test_teams import Links, hosts_of
 ONES = np.ones(5, np.float32)
 HOSTS = [(2,), (1, 1), (2, 1)]
 NAME = "process set 1 (ranks 0, 1)"
+TOLD = (
+    f"{NAME} has been removed, and its last work by NCCL, allreduce 'last', has not ended on this rank's GPU, or on one "
+    "that it waits for, for"
+)
 
 
 def remove_behind_a_gate(rank: Rank, own: OnGpu, gpu: Gpu, links: Links) -> tuple[ctypes.c_int | None, int]:
@@ -44,7 +48,7 @@ def test_they_are_told_of_and_the_job_goes_on(
         own = on_gpu(rank, gpu, nccl)
         gate, target = remove_behind_a_gate(rank, own, gpu, links)
         for member in range(2):
-            told = f"horo [{member}] warning: {NAME} has been removed, and its last work by NCCL has not ended on "
+            told = f"horo [{member}] warning: {TOLD} "
             wait_for(lambda told=told: written().count(told) >= reports)
         assert rank.allreduce(np.ones(3, np.float32), "host").tolist() == [float(sum(hosts))] * 3
         rank.barrier("told")
@@ -60,3 +64,27 @@ def test_they_are_told_of_and_the_job_goes_on(
     with recorded_stderr() as written, Group(hosts, stall_warning_ms=300, stall_shutdown_ms=shutdown_ms) as group:
         group.run(body)
     assert nccl.counts()["aborts"] == 0
+
+
+def test_looks_at_them_become_rare(gpu: Gpu, nccl: Nccl) -> None:
+    """Between two reports of a rank, which come each 300 ms, there are ten looks at most."""
+    links = Links(hosts_of([2]))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        gate, _ = remove_behind_a_gate(rank, own, gpu, links)
+        if gate is not None:
+            wait_for(lambda: written().count(TOLD) >= 12)
+            reports = written().count(TOLD)
+            looks = nccl.counts()["asked"]
+            wait_for(lambda: written().count(TOLD) >= 24)
+            looks = nccl.counts()["asked"] - looks
+            reports = written().count(TOLD) - reports
+            assert looks <= 10 * (reports + 2)
+            gpu.open(gate)
+        wait_for(lambda: nccl.counts()["destroys"] == 2)
+        rank.barrier("ended")
+        own.close()
+
+    with recorded_stderr() as written, Group((2,), stall_warning_ms=300) as group:
+        group.run(body)

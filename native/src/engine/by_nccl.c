@@ -155,6 +155,9 @@ void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request)
 }
 
 static int64_t look_within(const struct hr_nccl_team *team) {
+    if (team->gone_ns != 0 && team->comm.state != HR_NCCL_BROKEN) {
+        return hr_nccl_gone_within_ns(team, hr_now_ns());
+    }
     const int64_t for_values_ns = atomic_load(&team->awaited) > 0 || team->unstaged != NULL ? HR_NCCL_LOOK_NS : 0;
     switch (team->comm.state) {
     case HR_NCCL_CONNECTING:
@@ -242,6 +245,11 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
     return 0;
 }
 
+/*
+ * Not while anything of NCCL's runs, that of a team that is gone included, however long it takes: to free waits for it,
+ * and it may need another rank, whose GPU goes on only when this thread has come to its next call. What is idle is used
+ * again meanwhile.
+ */
 void hr_engine_trim_pinned(struct hr_engine *engine) {
     struct hr_stager *stager = atomic_load(&engine->stager);
     const int is_aborted = hr_arena_aborted(&engine->node->arena).code != 0;

@@ -44,6 +44,9 @@ enum {
     HR_NCCL_TEXT_BYTES = 96,
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request: a launch, or the connecting */
     HR_NCCL_LOOK_NS = 1000000,    /* for failures of what runs on the GPU, which holds up nobody here */
+    HR_NCCL_RARE_LOOK_NS = 100000000, /* likewise at most, for the end of what is left of a team */
+    HR_NCCL_NAME_BYTES = 64,      /* of a request, in messages */
+    HR_NCCL_LAST_BYTES = HR_NCCL_NAME_BYTES + 32,
     /* To connect. NCCL gives up by itself much sooner, but for a network that swallows everything. */
     HR_NCCL_WITHIN_MS = 300000,
 };
@@ -103,6 +106,8 @@ struct hr_nccl_team {
     struct hr_room *room; /* of the batch that is begun, a request's or: */
     int owns_room;        /* a rank that has joined needs it until the batch is on the stream */
     struct hr_nccl_turn turn;
+    int last_op;        /* of the last batch that has begun to go onto the stream: its last request, */
+    char last_name[HR_NCCL_NAME_BYTES]; /* and the beginning of that one's name; empty: there has been none */
     int64_t look_ns;    /* when to look again at what runs on the GPU */
     int has_moved;      /* a look during a wait has changed the communicator */
     int holds_record;   /* one in the team's log waits in front of its batch */
@@ -162,6 +167,10 @@ int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, con
 /* Goes on with those of teams that are gone: 1 if one has moved. And whether one is to be told of. */
 int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by);
 int hr_nccl_is_gone_late(const struct hr_nccl_team *team);
+/* How often to look at one, which takes long if it has taken long already; nobody here waits for it. */
+int64_t hr_nccl_gone_within_ns(const struct hr_nccl_team *team, int64_t now_ns);
+/* The last operation that was begun, as "allreduce 'x'". Returns text, which has HR_NCCL_LAST_BYTES. */
+char *hr_nccl_name_last(const struct hr_nccl_team *team, char *text);
 /* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
 struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* The driver: ends the group if values that are awaited never come. */

@@ -1,20 +1,34 @@
 /* Looks at work of NCCL that nobody waits for, its failures, and teams that are gone. */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "base/op.h"
 #include "engine/by_nccl.h"
+
+enum { RARER = 32 }; /* a team that is gone is looked at in such a part of the time that it has taken already */
 
 #define CONFIRM_NS 250000000ll /* other ranks may tell of the cause meanwhile: a rank that is gone */
 
+int64_t hr_nccl_gone_within_ns(const struct hr_nccl_team *team, int64_t now_ns) {
+    const int64_t part_ns = (now_ns - team->gone_ns) / RARER;
+    return part_ns < HR_NCCL_LOOK_NS        ? HR_NCCL_LOOK_NS
+           : part_ns > HR_NCCL_RARE_LOOK_NS ? HR_NCCL_RARE_LOOK_NS
+                                            : part_ns;
+}
+
 /* A wait that spins comes here all the time, for all teams; of what runs on the GPU nobody here waits for the end. */
 static int is_due(struct hr_nccl_team *team) {
-    if (team->comm.state != HR_NCCL_IDLE || !team->comm.is_in_flight) {
+    const int is_gone = team->gone_ns != 0;
+    if (!is_gone && (team->comm.state != HR_NCCL_IDLE || !team->comm.is_in_flight)) {
         return 1;
     }
     const int64_t now_ns = hr_now_ns();
-    const int is_time = now_ns >= team->look_ns;
-    team->look_ns = is_time ? now_ns + HR_NCCL_LOOK_NS : team->look_ns;
-    return is_time;
+    if (now_ns < team->look_ns) {
+        return 0;
+    }
+    team->look_ns = now_ns + (is_gone ? hr_nccl_gone_within_ns(team, now_ns) : HR_NCCL_LOOK_NS);
+    return 1;
 }
 
 int hr_nccl_look(struct hr_nccl_team *team) {
@@ -48,13 +62,21 @@ int hr_nccl_is_gone_late(const struct hr_nccl_team *team) {
     return team->report_ns != 0 && team->comm.state != HR_NCCL_BROKEN && hr_now_ns() >= team->report_ns;
 }
 
+char *hr_nccl_name_last(const struct hr_nccl_team *team, char *text) {
+    (void)snprintf(text, HR_NCCL_LAST_BYTES, "%.28s '%s'", hr_op_name(team->last_op), team->last_name);
+    return text;
+}
+
 /* Nobody waits for it, and a GPU may be late by any time: so this is told, and ends nothing. */
 static void report_late(const struct hr_engine *engine, struct hr_nccl_team *team) {
     const struct hr_node *node = engine->node;
     const int64_t now_ns = hr_now_ns();
+    char last[HR_NCCL_LAST_BYTES];
     hr_log(&node->log, HORO_LOG_WARNING,
-           "%s has been removed, and its last work by NCCL has not ended on %s for %lld s; the job goes on", team->name,
-           team->comm.state == HR_NCCL_IDLE ? "this rank's GPU" : "the GPUs of other ranks",
+           "%s has been removed, and its last work by NCCL, %s, has not ended on %s, for %lld s; the job goes on",
+           team->name, hr_nccl_name_last(team, last),
+           team->comm.state == HR_NCCL_IDLE ? "this rank's GPU, or on one that it waits for"
+                                            : "the GPUs of other ranks",
            (long long)((now_ns - team->gone_ns) / 1000000000));
     team->report_ns = now_ns + node->stall_warning_ns;
 }
@@ -99,6 +121,8 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     team->two_level = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
+        gone->last_op = team->last_op;
+        memcpy(gone->last_name, team->last_name, sizeof gone->last_name);
         gone->gone_ns = hr_now_ns();
         gone->report_ns = engine->node->stall_warning_ns > 0 ? gone->gone_ns + engine->node->stall_warning_ns : 0;
         (void)hr_team_name(lane->team, gone->name);
@@ -114,5 +138,6 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     team->unstaged = NULL;
     team->comm = (struct hr_nccl_comm){0};
     team->has_moved = 0;
+    team->last_name[0] = '\0';
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }

@@ -14,6 +14,8 @@
  * nothing comes in front of what has been launched. A batch waits for lower numbers only, and so do those that it waits
  * for, on whatever rank: there is no circle.
  */
+#include <stdio.h>
+
 #include "base/op.h"
 #include "engine/by_nccl.h"
 
@@ -103,10 +105,17 @@ static int can_have_two_levels(const struct hr_nccl_turn *turn) {
     return team_of(turn)->two_level != NULL && hr_nccl_two_level_can(&turn->work);
 }
 
+/* For messages about what does not end on a GPU, where the requests may be gone. */
+static void note_last(struct hr_nccl_team *team, const horo_request *call) {
+    team->last_op = call->op;
+    (void)snprintf(team->last_name, sizeof team->last_name, "%.*s", (int)sizeof team->last_name - 1, call->name);
+}
+
 /* Launches the turn; the engine looks at what has failed, and ends the group. */
 static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
+    note_last(team, &turn->requests[turn->count - 1]->call);
     turn->has_two_levels = can_have_two_levels(turn);
     if (team->comm.state == HR_NCCL_IDLE && hr_nccl_fill_stand_ins(team, turn->requests, turn->count) != HORO_OK) {
         team->comm.state = HR_NCCL_BROKEN;
