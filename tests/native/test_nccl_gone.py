@@ -88,3 +88,35 @@ def test_looks_at_them_become_rare(gpu: Gpu, nccl: Nccl) -> None:
 
     with recorded_stderr() as written, Group((2,), stall_warning_ms=300) as group:
         group.run(body)
+
+
+@pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["set", "all"])
+def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, members: list[int]) -> None:
+    links = Links(hosts_of([3]))
+    name = NAME if members == [0, 1] else "all ranks"
+
+    def body(rank: Rank) -> OnGpu:
+        own = on_gpu(rank, gpu, nccl)
+        team = rank.context.add_team(members, **links.of(rank.rank, members, 0)) if members == [0, 1] else 0
+        if rank.rank in members:
+            own.allreduce(ONES, "first", team=team)
+            if rank.rank == 1:
+                nccl.fail("hang", 1)
+            rank.barrier("before", team=team)
+            own.finish(own.submit("allreduce", "last", ONES, team=team, reduce_op=SUM)[0])
+        rank.barrier("called")
+        return own
+
+    with recorded_stderr() as written:
+        with Group((3,)) as group:
+            owners = group.run(body)
+        for member in range(3):
+            told = (
+                f"horo [{member}] warning: leaving, this rank has waited 5 s for NCCL, and ends it: operations of {name} "
+                "up to allreduce 'last' have not ended on this rank's GPU, or on one that it waits for, and their "
+                "results are lost"
+            )
+            assert written().count(told) == (member in members)
+    for own in owners:
+        gpu.synchronize(own.stream)
+        own.close()

@@ -346,6 +346,31 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
+/* What does not end is aborted, so results are lost that callers have been told are on their way. */
+static void warn_of(const struct hr_engine *engine, const struct hr_nccl_team *team, const char *name) {
+    const int is_mine = team->comm.is_in_flight || team->comm.state == HR_NCCL_LAUNCHING;
+    char last[HR_NCCL_LAST_BYTES];
+    if (team->comm.handle == NULL || team->last_name[0] == '\0' || team->comm.state == HR_NCCL_BROKEN) {
+        return;
+    }
+    hr_log(&engine->node->log, HORO_LOG_WARNING,
+           "leaving, this rank has waited %d s for NCCL, and ends it: operations of %s up to %s have not ended on %s",
+           CLOSE_MS / 1000, name, hr_nccl_name_last(team, last),
+           is_mine ? "this rank's GPU, or on one that it waits for, and their results are lost"
+                   : "the GPUs of other ranks");
+}
+
+static void warn_of_late(const struct hr_engine *engine, const struct hr_by_nccl *by) {
+    char name[HR_TEAM_NAME_BYTES];
+    for (int i = 0; i < engine->lane_count; i++) {
+        const struct hr_team *team = engine->lanes[i]->team;
+        warn_of(engine, &by->teams[team->number], team->number == 0 ? "all ranks" : hr_team_name(team, name));
+    }
+    for (const struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
+        warn_of(engine, team, team->name);
+    }
+}
+
 /* Waits a moment for what has been aborted; kernels and memory of what goes on without end stay with the process. */
 static void let_go_of_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
@@ -382,6 +407,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
     if (by != NULL) {
         if (hr_arena_aborted(&engine->node->arena).code == 0) {
             await_ends(by);
+            warn_of_late(engine, by);
         }
         abort_all(by); /* operations that have not come to their end */
         let_go_of_kernels(by, atomic_load(&engine->stager));
