@@ -366,6 +366,48 @@ def test_a_rank_that_leaves_is_not_late_while_its_own_gpu_is(
         group.run(body)
 
 
+def test_a_rank_on_another_host_waits_for_one_that_its_own_gpu_holds_up(gpu: Gpu, nccl: Nccl) -> None:
+    """For longer than a rank may keep others from leaving by anything else. What ranks 0 and 1 have called in their set
+    is in front of the call of all ranks there, and not on rank 2.
+    """
+    hosts = (2, 1)
+    links = Links(hosts_of(hosts))
+    there = threading.Barrier(3)
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        members = [0, 1]
+        team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+        own.allreduce(ONES, "first")
+        gate = None
+        if rank.rank in members:
+            own.allreduce(ONES, "first of the set", team=team)
+            gate = gpu.hold(own.stream) if rank.rank == 0 else None
+            for number in range(CALLS):
+                begin(own, f"x{number}", team=team)
+            await_still(own)
+        there.wait(60)
+        handle, target = begin(own, "last")
+        if rank.rank == 2:
+            own.finish(handle)
+        there.wait(60)
+        leaving = threading.Thread(target=own.context.destroy)
+        leaving.start()
+        if gate is not None:
+            wait_for(lambda: "horo [0] warning: waiting for its own GPU in the middle of" in written())
+            gpu.open(gate)
+        leaving.join(60)
+        assert not leaving.is_alive()
+        gpu.synchronize(own.stream)
+        if rank.rank == 2:
+            assert gpu.get(target, ONES).tolist() == [3.0] * 5
+        own.close()
+
+    with recorded_stderr() as written, Group(hosts, stall_warning_ms=13_000) as group:
+        group.run(body)
+    assert nccl.counts()["aborts"] == 0
+
+
 # ---- Behind a refusal ----
 
 

@@ -123,7 +123,11 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     return earlier(earlier(deadline_ns, hr_lane_batch_due_ns(lane)), hr_leader_check_deadlock(lane, now_ns));
 }
 
-static int is_held(const struct hr_engine *engine) {
+static int is_held(struct hr_engine *engine) {
+    if (engine->driver.stage == HR_ENGINE_CLOSING) {
+        /* perhaps for a rank of another host that its own GPU holds up, which is not seen here */
+        return !hr_engine_is_nccl_quiet(engine);
+    }
     for (int i = 0; i < engine->lane_count; i++) {
         const struct hr_lane *lane = engine->lanes[i];
         if (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane) || hr_engine_awaits_values(lane)) {
@@ -135,7 +139,7 @@ static int is_held(const struct hr_engine *engine) {
 
 /*
  * A rank that waits for its own GPU is no rank that does not leave, for a while: that it waits counts as a move now and
- * then. Returns when to come again; 0: no need.
+ * then. Nor does it end the group while it waits for others, as long. Returns when to come again; 0: no need.
  */
 static int64_t note_held(struct hr_engine *engine, int64_t now_ns) {
     struct hr_driver *driver = &engine->driver;
@@ -168,6 +172,7 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
     }
     deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
+        deadline_ns = earlier(deadline_ns, note_held(engine, now_ns));
         return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns)
                                                             : deadline_ns;
     }
