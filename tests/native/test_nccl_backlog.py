@@ -366,40 +366,40 @@ def test_a_rank_that_leaves_is_not_late_while_its_own_gpu_is(
         group.run(body)
 
 
-def test_a_rank_on_another_host_waits_for_one_that_its_own_gpu_holds_up(gpu: Gpu, nccl: Nccl) -> None:
-    """For longer than a rank may keep others from leaving by anything else. What ranks 0 and 1 have called in their set
-    is in front of the call of all ranks there, and not on rank 2.
+def test_a_leader_waits_for_a_host_below_it_where_a_gpu_holds_up_a_rank(gpu: Gpu, nccl: Nccl) -> None:
+    """For longer than a host may keep it from leaving by anything else. What ranks 1 and 2 have called in their set is
+    in front of the call of all ranks there, and not on rank 0.
     """
-    hosts = (2, 1)
+    hosts = (1, 2)
     links = Links(hosts_of(hosts))
     there = threading.Barrier(3)
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        members = [0, 1]
+        members = [1, 2]
         team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
         own.allreduce(ONES, "first")
         gate = None
         if rank.rank in members:
             own.allreduce(ONES, "first of the set", team=team)
-            gate = gpu.hold(own.stream) if rank.rank == 0 else None
+            gate = gpu.hold(own.stream) if rank.rank == 1 else None
             for number in range(CALLS):
                 begin(own, f"x{number}", team=team)
             await_still(own)
         there.wait(60)
         handle, target = begin(own, "last")
-        if rank.rank == 2:
+        if rank.rank == 0:
             own.finish(handle)
         there.wait(60)
         leaving = threading.Thread(target=own.context.destroy)
         leaving.start()
         if gate is not None:
-            wait_for(lambda: "horo [0] warning: waiting for its own GPU in the middle of" in written())
+            wait_for(lambda: "horo [1] warning: waiting in process set 1 (ranks 1, 2) for its own GPU in the middle of" in written())
             gpu.open(gate)
         leaving.join(60)
         assert not leaving.is_alive()
         gpu.synchronize(own.stream)
-        if rank.rank == 2:
+        if rank.rank == 0:
             assert gpu.get(target, ONES).tolist() == [3.0] * 5
         own.close()
 

@@ -95,8 +95,8 @@ void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer) 
 }
 
 /*
- * With the device entered, until the time is over: whether the event is reached. There is no wait for an event that ends
- * by itself; so it looks, the more rarely the longer it takes.
+ * With the device entered, until the time is over: whether the event is reached. There is no wait for an event that
+ * ends by itself; so it looks, the more rarely the longer it takes.
  */
 static int await_event(const struct hr_device *device, void *event, int64_t until_ns) {
     const int64_t since_ns = hr_now_ns();

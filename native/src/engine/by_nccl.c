@@ -346,7 +346,7 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
-/* What does not end is aborted, so results are lost that callers have been told are on their way. */
+/* Tells of what is aborted as it does not end: results that callers have been told are on their way. */
 static void warn_of(const struct hr_engine *engine, const struct hr_nccl_team *team, const char *name) {
     const int is_mine = team->comm.is_in_flight || team->comm.state == HR_NCCL_LAUNCHING;
     char last[HR_NCCL_LAST_BYTES];

@@ -167,7 +167,7 @@ int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, con
 /* Goes on with those of teams that are gone: 1 if one has moved. And whether one is to be told of. */
 int hr_nccl_turn_gone(struct hr_engine *engine, struct hr_by_nccl *by);
 int hr_nccl_is_gone_late(const struct hr_nccl_team *team);
-/* How often to look at one, which takes long if it has taken long already; nobody here waits for it. */
+/* Gives the time between two looks at one, which grows with what it has taken already: nobody here waits for it. */
 int64_t hr_nccl_gone_within_ns(const struct hr_nccl_team *team, int64_t now_ns);
 /* The last operation that was begun, as "allreduce 'x'". Returns text, which has HR_NCCL_LAST_BYTES. */
 char *hr_nccl_name_last(const struct hr_nccl_team *team, char *text);
