@@ -394,7 +394,8 @@ def test_a_leader_waits_for_a_host_below_it_where_a_gpu_holds_up_a_rank(gpu: Gpu
         leaving = threading.Thread(target=own.context.destroy)
         leaving.start()
         if gate is not None:
-            wait_for(lambda: "horo [1] warning: waiting in process set 1 (ranks 1, 2) for its own GPU in the middle of" in written())
+            told = "horo [1] warning: waiting in process set 1 (ranks 1, 2) for its own GPU in the middle of"
+            wait_for(lambda: told in written())
             gpu.open(gate)
         leaving.join(60)
         assert not leaving.is_alive()

@@ -14,8 +14,8 @@ ONES = np.ones(5, np.float32)
 HOSTS = [(2,), (1, 1), (2, 1)]
 NAME = "process set 1 (ranks 0, 1)"
 TOLD = (
-    f"{NAME} has been removed, and its last work by NCCL, allreduce 'last', has not ended on this rank's GPU, or on one "
-    "that it waits for, for"
+    f"{NAME} has been removed, and its last work by NCCL, allreduce 'last', has not ended on this rank's GPU, or on "
+    "one that it waits for, for"
 )
 
 
@@ -112,9 +112,9 @@ def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, membe
             owners = group.run(body)
         for member in range(3):
             told = (
-                f"horo [{member}] warning: leaving, this rank has waited 5 s for NCCL, and ends it: operations of {name} "
-                "up to allreduce 'last' have not ended on this rank's GPU, or on one that it waits for, and their "
-                "results are lost"
+                f"horo [{member}] warning: leaving, this rank has waited 5 s for NCCL, and ends it: operations of "
+                f"{name} up to allreduce 'last' have not ended on this rank's GPU, or on one that it waits for, and "
+                "their results are lost"
             )
             assert written().count(told) == (member in members)
     for own in owners:

@@ -138,12 +138,12 @@ def test_an_init_within_another_call_for_the_beginning_or_end_is_refused(interru
         print(error)
     return
 """
-    program += """
-assert not signals and hvd.is_initialized() == (%r == "init()")
+    program += f"""
+assert not signals and hvd.is_initialized() == ({interrupted!r} == "init()")
 hvd.init()
 assert hvd.allreduce(torch.ones(1)).item() == 1
 hvd.shutdown()
-""" % interrupted
+"""
     told = f"init() was called while {interrupted} was at work, by a signal handler perhaps: call it behind that\n"
     assert run(handler, program) == (0, told, "")
 
