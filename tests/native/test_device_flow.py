@@ -428,7 +428,8 @@ def test_a_driver_that_refuses_a_piece_fails_what_is_not_announced(gpu: Gpu, pie
 
 
 def test_a_driver_that_refuses_a_piece_of_what_is_announced_ends_the_group(gpu: Gpu) -> None:
-    reason = "an error on GPU 0 that lost the values of allreduce 'x': cuStreamWaitEvent failed with code 1; " + HINT
+    words = "cuStreamWaitEvent failed with code 1: the driver has no text for it"
+    reason = f"an error on GPU 0 that lost the values of allreduce 'x': {words}; {HINT}"
 
     def body(rank: Rank) -> None:
         if rank.rank == 1:
