@@ -147,6 +147,7 @@ wheel: build $(STAMPS)/release ## source archive and wheel in dist, checked and 
 	@$(VENV)/bin/abi3audit --strict dist/*.whl
 	@$(PIP) --no-deps --target build/wheel dist/*.whl
 	@PYTHONPATH=build/wheel $(PY) -P -m horo.runner -np 2 --oversubscribe $(PY) tests/smoke.py
+	@$(PY) -m pytest -q tests/tidy/test_tidy_package.py --built dist
 
 .PHONY: docs
 docs: build $(STAMPS)/release ## the documents as a site in build/site, without a warning

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,6 +16,9 @@ from skips import ways_to_run
 # Else a thread of numpy's that has nothing to do spins at the start of each process that imports numpy, for nearly a
 # tenth of a second.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# What tests start imports torch at two thirds of the price: startup/sitecustomize.py says how.
+_STARTUP = str(Path(__file__).with_name("startup"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 hypothesis.settings.register_profile("horo", deadline=None)  # machines that do other things too make single calls slow
 hypothesis.settings.load_profile("horo")
 

@@ -20,6 +20,7 @@ __all__ = [
     "Flags",
     "Hororun",
     "Launched",
+    "as_users_start",
     "kill_all",
     "make_remote_shell",
     "marked_processes",
@@ -36,12 +37,21 @@ import torch
 sys.stderr = sys.__stderr__
 """
 """For scripts of which every line on stderr counts: beside numpy 2, torch before 2.3 begins with a warning."""
+_STARTUP = Path(__file__).with_name("startup")
 _REMOTE_SHELL = """#!/bin/sh
 # Stands in for ssh: runs the last argument, the command, on this machine.
 for command; do :; done
 {before}
 exec sh -c "$command"
 """
+
+
+def as_users_start() -> dict[str, str]:
+    """This process's environment without tests/startup, for what collects garbage or ends as a user's process does."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [folder for folder in folders if folder and Path(folder) != _STARTUP]
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**others, "PYTHONPATH": os.pathsep.join(kept)} if kept else others
 
 
 def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01, deadline_s: float = DEADLINE_S) -> None:

@@ -25,11 +25,19 @@ from horo._bootstrap.store.server import StoreServer
 __all__ = ["RankError", "RankPool", "one_of"]
 
 # Ranks are forked from a process that has imported torch once and nothing else has happened in. torch._dynamo is what
-# the first optimizer of a process imports, as long as all of torch again; horo is there before, as in scripts. The last
-# one is what init() imports.
+# the first optimizer of a process imports, as long as all of torch again, and compile_fx what the first torch.compile
+# does; horo is there before, as in scripts. The last one is what init() imports.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "horo.torch", "pytest", "rank_worker", "torch._dynamo", "horo._bootstrap.job"]
+    [
+        "torch",
+        "horo.torch",
+        "pytest",
+        "rank_worker",
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "horo._bootstrap.job",
+    ]
 )
 _START_S = 60.0
 _GRACE_S = 8.0

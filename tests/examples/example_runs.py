@@ -1,9 +1,12 @@
-"""Starts example scripts as a user would: alone, under hororun or under torchrun."""
+"""Starts example scripts as a user would: alone, under hororun or under torchrun; or in ranks that are forked."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
+import runpy
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_SECONDS = 240
@@ -65,3 +69,26 @@ def start(command: list[str], *, expected_code: int | None = 0) -> subprocess.Co
     )
     assert expected_code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def forked(script: str, *arguments: str, ranks: int = 2) -> list[tuple[object, str]]:
+    """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints.
+
+    Ranks of a pool have imported torch already. Of each script, ``start`` runs one job at least.
+    """
+    pool = RankPool(ranks, init=False)
+    try:
+        return pool.run(_run_here, str(ROOT / "examples" / script), arguments, deadline_s=LIMIT_SECONDS)
+    finally:
+        pool.close()
+
+
+def _run_here(path: str, arguments: tuple[str, ...]) -> tuple[object, str]:
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code, printed.getvalue()
+    return 0, printed.getvalue()

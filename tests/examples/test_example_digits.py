@@ -8,7 +8,7 @@ import runpy
 import sys
 
 import pytest
-from example_runs import ROOT, launcher, start
+from example_runs import ROOT, forked, launcher, start
 
 SCRIPT = str(ROOT / "examples" / "digits.py")
 
@@ -49,13 +49,13 @@ def test_bad_argument_is_named(
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:
-    done = start([sys.executable, SCRIPT, "--batch-size", "5000"], expected_code=1)
-    assert "--batch-size 5000 is more than the 1437 training images" in done.stderr
+    ((end, _),) = forked("digits.py", "--batch-size", "5000", ranks=1)
+    assert end == "digits.py: --batch-size 5000 is more than the 1437 training images"
 
 
 def test_batch_that_ranks_cannot_share_is_refused() -> None:
-    done = start([*launcher("hororun", 2), SCRIPT, "--batch-size", "97"], expected_code=1)
-    assert "--batch-size 97 is not a multiple of the 2 ranks" in done.stderr
+    ends = [end for end, _ in forked("digits.py", "--batch-size", "97")]
+    assert ends == ["digits.py: --batch-size 97 is not a multiple of the 2 ranks"] * 2
 
 
 def test_missing_scikit_learn_is_one_sentence() -> None:

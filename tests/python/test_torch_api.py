@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import IMPORT_TORCH_SILENTLY
+from jobs import IMPORT_TORCH_SILENTLY, as_users_start
 
 import horo.torch as hvd
 from horo.errors import NotInitializedError, UsageError
@@ -201,7 +201,8 @@ def test_a_process_that_does_not_call_shutdown_ends_well() -> None:
     code = IMPORT_TORCH_SILENTLY + (
         "import horo.torch as hvd; hvd.init(); h = hvd.allreduce_async(torch.ones(5)); print(hvd.size())"
     )
-    result = subprocess.run([sys.executable, "-c", code], check=False, timeout=250, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, check=False, timeout=250, capture_output=True, text=True, env=as_users_start())
     assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
 
 

@@ -20,8 +20,11 @@ FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source archive made from a clean copy, and the wheel made from that archive."""
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive and the wheel of ``--built``; without it, those made from a clean copy."""
+    built = request.config.getoption("--built", default=None)
+    if built is not None:
+        return _only(built.resolve(), "*.tar.gz"), _only(built.resolve(), "*.whl")
     if reason := no_compiler():
         pytest.skip(reason)
     clean = tmp_path_factory.mktemp("clean")
@@ -32,11 +35,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     out = tmp_path_factory.mktemp("out")
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     _run([sys.executable, "-c", build, str(out)], clean)
-    (archive,) = out.glob("*.tar.gz")
+    archive = _only(out, "*.tar.gz")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
     _run([*pip, "--wheel-dir", str(out), str(archive)], out)
-    (wheel,) = out.glob("*.whl")
-    return archive, wheel
+    return archive, _only(out, "*.whl")
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, f"{pattern} in {folder}: {found}"
+    return found[0]
 
 
 def _run(command: list[str], folder: Path) -> str:
