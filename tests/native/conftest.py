@@ -12,7 +12,7 @@ from typing import Any
 
 import native_build
 import pytest
-from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, spread
+from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, pairs, same_layout, spread
 from doubles import CUDA, NCCL, build_double
 from pytest import Config, Function, Item
 
@@ -24,6 +24,7 @@ from device_group import Gpu, Nccl
 from ranks import wait_for
 from skips import no_compiler
 
+FOLDER = Path(__file__).resolve().parent
 _names = count()
 
 
@@ -37,24 +38,34 @@ def native() -> ModuleType:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
-    """A sanitizer's run takes some cases of tests that have many; `HORO_SANITIZE_ALL=1` takes all."""
-    if not native_build.FLAVOUR or os.environ.get("HORO_SANITIZE_ALL") == "1" or config.option.keyword:
+    """Of tests with many cases a run takes some, a sanitizer's run fewer; `HORO_ALL_CASES=1` takes all."""
+    if os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword:
         return
     of_test: dict[str, list[Function]] = {}
     for item in items:
-        if isinstance(item, Function) and hasattr(item, "callspec"):
+        if isinstance(item, Function) and hasattr(item, "callspec") and item.path.is_relative_to(FOLDER):
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: set[Item] = set()
-    same = alike(native_build.FLAVOUR)
     for cases in of_test.values():
-        # The cases of a test have the objects of its lists of values in common.
-        values = [(case.name, {n: id(v) for n, v in case.callspec.params.items() if n not in same}) for case in cases]
-        most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0].callspec.params else CASES_UNDER_A_SANITIZER
-        chosen = spread(values, most, native_build.FLAVOUR)
+        chosen = _some_of(cases)
         left_out |= {case for case in cases if case.name not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def _some_of(cases: list[Function]) -> set[str]:
+    """Names of those that a run takes of the cases of one test."""
+    # The cases of a test have the objects of its lists of values in common.
+    if not native_build.FLAVOUR:
+        return pairs([(case.name, {n: id(v) for n, v in case.callspec.params.items()}) for case in cases])
+    same = alike(native_build.FLAVOUR)
+    values = [
+        (case.name, {n: same_layout(n, v) or id(v) for n, v in case.callspec.params.items() if n not in same})
+        for case in cases
+    ]
+    most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0].callspec.params else CASES_UNDER_A_SANITIZER
+    return spread(values, most, native_build.FLAVOUR)
 
 
 @pytest.fixture

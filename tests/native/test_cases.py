@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from cases import spread
+from cases import pairs, same_layout, spread
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,), (5, 1, 5)], ids=str)
@@ -39,3 +39,46 @@ def test_two_runs_take_different_cases() -> None:
     cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
     assert len(spread(cases, 4, "address") | spread(cases, 4, "thread")) > len(spread(cases, 4, "address"))
     assert spread(cases, 4, "thread") == spread(cases[::-1], 4, "thread")
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 7), (5, 1, 5), (2, 2, 2, 2), (3, 4)], ids=str)
+def test_every_pair_of_values_occurs(sizes: tuple[int, ...]) -> None:
+    combinations = list(itertools.product(*map(range, sizes)))
+    cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+    chosen = pairs(cases)
+    taken = [values for name, values in cases if name in chosen]
+    for (i, of_one), (k, of_other) in itertools.combinations(enumerate(sizes), 2):
+        found = {(values[f"p{i}"], values[f"p{k}"]) for values in taken}
+        assert found == set(itertools.product(range(of_one), range(of_other)))
+    assert chosen == pairs(cases[::-1])
+
+
+def test_pairs_take_a_part_of_a_product_of_three_and_all_of_one_of_two() -> None:
+    for sizes, most in {(4, 4, 4): 24, (2, 2, 2, 2): 8, (9, 9): 81, (9,): 9}.items():
+        combinations = list(itertools.product(*map(range, sizes)))
+        cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+        assert len(pairs(cases)) <= most
+        if len(sizes) < 3:
+            assert len(pairs(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        [("hosts", [1]), ("host_of_rank", [0])],
+        [("hosts", [2]), ("hosts", (3,)), ("host_of_rank", [0, 0])],
+        [("hosts", [1, 1]), ("hosts", [1] * 7), ("host_of_rank", [0, 1, 2])],
+        [("hosts", [2, 2]), ("hosts", (3, 3, 3)), ("host_of_rank", [0, 1, 0, 1])],
+        [("hosts", [2, 1]), ("hosts", (1, 3, 1)), ("host_of_rank", [0, 1, 0])],
+    ],
+    ids=str,
+)
+def test_layouts_are_alike_within_their_kind_and_unlike_others(kind: list[tuple[str, object]]) -> None:
+    (found,) = {same_layout(name, value) for name, value in kind}
+    others = [[1], [2], [1, 1], [2, 2], [2, 1]]
+    assert sum(same_layout("hosts", other) == found for other in others) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("hosts", 3), ("hosts", [[1, 1], [2]]), ("hosts", []), ("count", [1, 2])])
+def test_what_is_no_layout_is_like_nothing_else(name: str, value: object) -> None:
+    assert same_layout(name, value) is None

@@ -45,8 +45,11 @@ def immediate(kind: str, rank: int) -> RequestBuffer:
 
 def await_all(rank: Rank, handles: Sequence[int], timeout_s: float, gone: threading.Event) -> None:
     """Polls, so that nobody but the background threads drives; ends early when another rank has given up."""
-    end = time.monotonic() + timeout_s
-    while not all(rank.context.poll(handle) for handle in handles):
+    end, done = time.monotonic() + timeout_s, 0
+    while done < len(handles):
+        if rank.context.poll(handles[done]):
+            done += 1
+            continue
         if time.monotonic() > end or gone.is_set():
             gone.set()
             pending = [place for place, handle in enumerate(handles) if not rank.context.poll(handle)]

@@ -28,7 +28,7 @@ LOST = f"an error on GPU 0 that lost the values of allreduce 'x': {REASON}; {HIN
 
 
 def values(rank: int, length: int = LENGTH) -> np.ndarray:
-    return np.arange(length, dtype=np.float32) % 1000 + rank
+    return np.resize(np.arange(1000, dtype=np.float32), length) + rank
 
 
 def total(size: int, length: int = LENGTH) -> np.ndarray:

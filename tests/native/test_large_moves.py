@@ -17,7 +17,7 @@ over_hosts = pytest.mark.parametrize("hosts", [[1], [2], [3], [2, 1]], ids=str)
 
 def numbers(rank: int, count: int = COUNT) -> np.ndarray:
     """Small whole numbers, whose sums are exact."""
-    return ((np.arange(count) * 7 + rank * 31) % 1001).astype(np.float32)
+    return np.resize((np.arange(1001) * 7 + rank * 31) % 1001, count).astype(np.float32)
 
 
 @over_hosts

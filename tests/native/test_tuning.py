@@ -26,7 +26,7 @@ from horo._core_setup import KNOBS, Autotune
 from horo.errors import HoroError, PeerLostError, UsageError
 
 HOSTS = [[1], [2], [3], [1, 1], [2, 2], [3, 1, 2], [1, 1, 1, 1, 1]]
-STEPS = 30 if native_build.FLAVOUR else 60
+STEPS = 20 if native_build.FLAVOUR else 60
 SLOT = 1 << 16
 SEED = random.SystemRandom().getrandbits(31) | 1
 
