@@ -12,7 +12,7 @@ from typing import Any
 
 import native_build
 import pytest
-from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, pairs, same_layout, spread
+from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, same_layout, spread
 from doubles import CUDA, NCCL, build_double
 from pytest import Config, Function, Item
 
@@ -38,8 +38,8 @@ def native() -> ModuleType:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
-    """Of tests with many cases a run takes some, a sanitizer's run fewer; `HORO_ALL_CASES=1` takes all."""
-    if os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword:
+    """A sanitizer's run takes some cases of tests that have many; `HORO_ALL_CASES=1` takes all."""
+    if not native_build.FLAVOUR or os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword:
         return
     of_test: dict[str, list[Function]] = {}
     for item in items:
@@ -57,8 +57,6 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
 def _some_of(cases: list[Function]) -> set[str]:
     """Names of those that a run takes of the cases of one test."""
     # The cases of a test have the objects of its lists of values in common.
-    if not native_build.FLAVOUR:
-        return pairs([(case.name, {n: id(v) for n, v in case.callspec.params.items()}) for case in cases])
     same = alike(native_build.FLAVOUR)
     values = [
         (case.name, {n: same_layout(n, v) or id(v) for n, v in case.callspec.params.items() if n not in same})

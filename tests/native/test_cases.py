@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from cases import pairs, same_layout, spread
+from cases import same_layout, spread
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,), (5, 1, 5)], ids=str)
@@ -39,27 +39,6 @@ def test_two_runs_take_different_cases() -> None:
     cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
     assert len(spread(cases, 4, "address") | spread(cases, 4, "thread")) > len(spread(cases, 4, "address"))
     assert spread(cases, 4, "thread") == spread(cases[::-1], 4, "thread")
-
-
-@pytest.mark.parametrize("sizes", [(2, 3, 7), (5, 1, 5), (2, 2, 2, 2), (3, 4)], ids=str)
-def test_every_pair_of_values_occurs(sizes: tuple[int, ...]) -> None:
-    combinations = list(itertools.product(*map(range, sizes)))
-    cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
-    chosen = pairs(cases)
-    taken = [values for name, values in cases if name in chosen]
-    for (i, of_one), (k, of_other) in itertools.combinations(enumerate(sizes), 2):
-        found = {(values[f"p{i}"], values[f"p{k}"]) for values in taken}
-        assert found == set(itertools.product(range(of_one), range(of_other)))
-    assert chosen == pairs(cases[::-1])
-
-
-def test_pairs_take_a_part_of_a_product_of_three_and_all_of_one_of_two() -> None:
-    for sizes, most in {(4, 4, 4): 24, (2, 2, 2, 2): 8, (9, 9): 81, (9,): 9}.items():
-        combinations = list(itertools.product(*map(range, sizes)))
-        cases = [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
-        assert len(pairs(cases)) <= most
-        if len(sizes) < 3:
-            assert len(pairs(cases)) == len(cases)
 
 
 @pytest.mark.parametrize(
