@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +43,7 @@ def check_turns(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.DEFAULT), rounds: int = 11) -> None:
-    """Adds --np, --peers, --rounds, --turn-ms, --turn-limit-s, --hosts, --rate and --json."""
+    """Adds --np, --peers, --rounds, --turn-ms, --turn-limit-s, --hosts, --rate, --beside and --json."""
     parser.add_argument("--np", type=int, default=2, help="ranks of every contestant (default: %(default)s)")
     parser.add_argument(
         "--peers", type=parse_peers, default=contestants, metavar="NAMES", help="who takes part (default: %(default)s)"
@@ -52,23 +55,49 @@ def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.DE
     parser.add_argument(
         "--rate", type=spaces.parse_rate, default="10gbit", help="of the hosts' links (default: %(default)s)"
     )
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="so many other programs that compute (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all values there")
+
+
+_COMPUTING = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+@contextlib.contextmanager
+def busy_programs(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many that compute all the time; they end with this process, too, however it ends."""
+    command = [sys.executable, "-S", "-c", _COMPUTING, str(os.getpid())]
+    programs = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield programs
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 @contextlib.contextmanager
 def hosts(arguments: argparse.Namespace) -> Iterator[spaces.Spaces | None]:
-    """The hosts to give to a contest; None: this one."""
-    if arguments.hosts == 1:
-        yield None
-        return
-    with spaces.Spaces(arguments.hosts) as made:
-        made.limit(arguments.rate)
+    """The hosts to give to a contest, with what runs there besides; None: this one."""
+    with contextlib.ExitStack() as stack:
+        made = None
+        if arguments.hosts > 1:
+            made = stack.enter_context(spaces.Spaces(arguments.hosts))
+            made.limit(arguments.rate)
+        stack.enter_context(busy_programs(arguments.beside))
         yield made
 
 
 def where(arguments: argparse.Namespace) -> str:
     """For the title of a table."""
-    return f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts > 1 else ""
+    on_hosts = f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts > 1 else ""
+    return on_hosts + (f" beside {arguments.beside} programs that compute" if arguments.beside > 0 else "")
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
@@ -81,6 +110,8 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         parser.error(
             f"--hosts {arguments.hosts}: 1 to {spaces.COUNT_MAX}, with equal parts of the {arguments.np} ranks (--np)"
         )
+    if arguments.beside < 0:
+        parser.error(f"--beside {arguments.beside}: not below 0")
     if arguments.hosts > 1 and (reason := spaces.why_not()):
         parser.error(f"--hosts {arguments.hosts}: {reason}")
     return arguments

@@ -152,6 +152,7 @@ class Setup:
     peer_timeout_ms: int = 30_000
     log_level: int = 3
     leaves_crowded_cores: bool = False
+    sleeps_under_contention: bool = True
     sockets_per_peer: int = 1
     arena_memory: int = 0
     arena_memory_bytes: int = 0

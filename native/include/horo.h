@@ -263,6 +263,7 @@ typedef struct {
     int32_t log_level;                    /* enum horo_log_level */
     int32_t leaves_crowded_cores; /* 1: a thread that waits on a core which other ranks use moves to one that fewer use,
                                      by sched_setaffinity, and has its affinity back at once; 0: it stays */
+    int32_t sleeps_under_contention; /* 1: where other programs want the cores, waits soon sleep; 0: they spin */
     const horo_mpi *mpi;                  /* NULL: none */
     const horo_autotune *autotune;        /* NULL: what is set above and the core's own values are kept */
 } horo_setup;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from example_runs import ROOT, start, why_gloo_cannot
+from jobs import wait_until
 
 FOLDER = ROOT / "benchmarks"
 SCRIPT = str(FOLDER / "allreduce.py")
@@ -19,6 +21,7 @@ SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--pe
 
 sys.path.insert(0, str(FOLDER))
 import allreduce  # noqa: E402  (benchmarks/allreduce.py)
+import options  # noqa: E402  (benchmarks/options.py)
 import report  # noqa: E402  (benchmarks/report.py)
 import sizes  # noqa: E402  (benchmarks/sizes.py)
 import spaces  # noqa: E402  (benchmarks/spaces.py)
@@ -56,6 +59,41 @@ def test_contestants_are_spread_over_hosts(tmp_path: Path) -> None:
     assert done.stdout.startswith("allreduce, in-place sum of float32, 2 ranks on 2 hosts, links of 1gbit; ")
     assert done.stdout.count(" ok\n") == 6
     assert json.loads(file.read_text())["options"]["hosts"] == 2
+
+
+def cpu_ticks(process: int) -> int:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11])
+
+
+def test_programs_compute_beside_and_end() -> None:
+    with options.busy_programs(2) as programs:
+        for program in programs:
+            wait_until(lambda program=program: cpu_ticks(program.pid) > 2, "a program that computes")
+    assert all(program.returncode is not None for program in programs)
+    assert options.where(argparse.Namespace(hosts=1, beside=2)) == " beside 2 programs that compute"
+
+
+def test_programs_that_compute_end_with_a_benchmark_that_is_killed() -> None:
+    code = "import options\nwith options.busy_programs(1) as (one,):\n    print(one.pid, flush=True), one.wait(60)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        program = int(benchmark.stdout.readline())
+        benchmark.kill()
+    wait_until(lambda: not has_process(program), "its end")
+
+
+def has_process(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_fewer_programs_than_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        allreduce.parse_arguments(["--beside", "-1"])
+    assert "--beside -1: not below 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dtype", "ranks"), [("bfloat16", 2), ("int64", 4)])

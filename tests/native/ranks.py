@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,7 +28,16 @@ from horo._core import Context, Tensor
 from horo._core_setup import Setup
 from horo.errors import HoroError, PeerLostError
 
-__all__ = ["Group", "Rank", "dies_in_the_middle", "recorded_stderr", "run_ranks", "sockets_of", "wait_for"]
+__all__ = [
+    "Group",
+    "Rank",
+    "context_of",
+    "dies_in_the_middle",
+    "recorded_stderr",
+    "run_ranks",
+    "sockets_of",
+    "wait_for",
+]
 
 T = TypeVar("T")
 
@@ -363,6 +373,11 @@ def recorded_stderr() -> Iterator[Callable[[], str]]:
             os.dup2(kept, 2)
             os.close(kept)
             sys.stderr.write(Path(file.name).read_text("utf-8", "replace"))
+
+
+def context_of(native: ModuleType, rank: Rank) -> Any:
+    """A rank's context as the shims of ``native`` take it."""
+    return native.ffi.cast("void *", int(_core.ffi.cast("uintptr_t", rank.context._context)))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, captured_by_rank_0
-from ranks import NUMPY_OF_DTYPE, Group, Rank, describe, recorded_stderr, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, context_of, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
 from horo import _core
@@ -556,13 +556,10 @@ def test_a_segment_that_has_waited_for_a_piece_says_nothing_about_stores(native:
     """Of four segments of a piece each, the first two are filled before the measuring begins."""
     are_there = threading.Event()
 
-    def context_of(rank: Rank) -> Any:
-        return native.ffi.cast("void *", int(_core.ffi.cast("uintptr_t", rank.context._context)))
-
     def body(rank: Rank) -> int:
         array = np.ones(4 * FRONT, np.float32)
         rank.allreduce(array, "first")
-        before = native.lib.shim_stores_passes(context_of(rank))
+        before = native.lib.shim_stores_passes(context_of(native, rank))
         if rank.rank == 0 and is_late:
             own = OnGpu(rank, gpu)
             gpu.let_copies(2)
@@ -570,14 +567,14 @@ def test_a_segment_that_has_waited_for_a_piece_says_nothing_about_stores(native:
             wait_for(lambda: gpu.calls() == 2)
             are_there.set()
             for waits in (1, 3):
-                wait_for(lambda waits=waits: native.lib.shim_stores_input_waits(context_of(rank)) == waits)
+                wait_for(lambda waits=waits: native.lib.shim_stores_input_waits(context_of(native, rank)) == waits)
                 gpu.let_copies(1)
             own.finish(handle)
             own.close()
         else:
             assert not is_late or are_there.wait(60)
             rank.allreduce(array)
-        return int(native.lib.shim_stores_passes(context_of(rank))) - int(before)
+        return int(native.lib.shim_stores_passes(context_of(native, rank))) - int(before)
 
     with Group((2,), segment_bytes=PIECE) as group:
         found = group.run(body)

@@ -356,7 +356,8 @@ def test_a_rank_spins_before_it_sleeps_also_in_the_middle_of_an_operation() -> N
             rank.allreduce(np.ones(1 << 20, np.float32), f"long{call}", sync=True)
         return rank.context.counters()["sleeps"]
 
-    assert run_ranks(body, [2], spin_us=20_000_000, segment_bytes=1 << 16) == [0, 0]
+    spinning = {"spin_us": 20_000_000, "sleeps_under_contention": False}
+    assert run_ranks(body, [2], segment_bytes=1 << 16, **spinning) == [0, 0]
 
 
 def test_nothing_happens_while_idle() -> None:

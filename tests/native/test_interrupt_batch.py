@@ -38,7 +38,7 @@ def await_stop(process):
 SPINNING = """
 # Spins of 0.4 s instead of a millisecond, so that the signal surely comes in one. The first call makes links and life
 # lines be watched, after which no wait ends by itself any more.
-rank, child = make_rank(spin_us=400_000)
+rank, child = make_rank(spin_us=400_000, sleeps_under_contention=False)
 data = np.ones(16 << 20, np.float32)
 if rank.rank == 1:
     for _ in range(2):

@@ -50,6 +50,11 @@ struct hr_ring_head {
     _Alignas(HR_LINE) _Atomic uint64_t written; /* total bytes; writer: release, readers: acquire */
 };
 
+/* Of a host, see node/contention.h: until when waits do without yields, and for how long that is; 0: never. */
+struct hr_contention {
+    _Atomic int64_t until_ns, while_ns;
+};
+
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
     /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
@@ -66,6 +71,7 @@ struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];
     /* how often the partition has been left by all and cleaned */
     _Atomic uint32_t cleanings[HR_TEAMS_MAX];
+    _Alignas(HR_LINE) struct hr_contention contention;
 };
 
 /* Written by its rank unless a comment says otherwise. */

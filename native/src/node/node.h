@@ -21,6 +21,7 @@
 #include "base/recorder.h"
 #include "kernel/kernel.h"
 #include "mpi/mpi.h"
+#include "node/contention.h"
 #include "node/core_choice.h"
 #include "transport/transport.h"
 
@@ -55,6 +56,8 @@ struct hr_node {
     unsigned looks; /* of hr_node_progress */
     int looks_at_all; /* before a sleep */
     int is_core_wanted; /* the last yield of a wait has let somebody else run */
+    int sleeps_under_contention; /* see contention.h */
+    struct hr_losses losses;
     uint64_t proof[HR_PROOF_WORDS]; /* see peer_memory.h */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;

@@ -211,6 +211,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
         .sockets_per_peer = setup->sockets_per_peer == 0 ? 1 : setup->sockets_per_peer,
         .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
+        .sleeps_under_contention = setup->sleeps_under_contention != 0,
         .log = {.level = setup->log_level, .rank = setup->rank},
     };
     if (node->sockets_per_peer < 1 || node->sockets_per_peer > HORO_SOCKETS_PER_PEER_MAX) {

@@ -118,9 +118,32 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
     return events == 0 && sleep->look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
-/* Spins until ready, 1, or until end_ns, 0; looks once where that is 0. */
-static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns) {
-    int64_t before_ns = 0;
+static int is_contended(const struct hr_node *node, int64_t now_ns) {
+    return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
+}
+
+static int64_t shorter_end(struct hr_node *node, int64_t now_ns, int64_t end_ns) {
+    const int64_t soon_ns = now_ns + hr_contention_spin_ns(node, now_ns);
+    return soon_ns < end_ns ? soon_ns : end_ns;
+}
+
+/* Gives way to whoever wants this core: the rank waited for may have been put on it. */
+static void yield(struct hr_node *node, int64_t now_ns) {
+    (void)sched_yield();
+    const int64_t back_ns = hr_now_ns();
+    node->is_core_wanted = back_ns - now_ns > YIELD_ALONE_NS;
+    if (node->sleeps_under_contention) {
+        hr_contention_note(&node->arena.header->contention, &node->losses, back_ns - now_ns, back_ns);
+    }
+}
+
+/*
+ * Spins until ready, 1, or until end_ns, 0; looks once where that is 0. It gives way after every few looks; under
+ * contention it does not, and ends soon.
+ */
+static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t end_ns) {
+    const int gives_way = end_ns == 0 || !is_contended(node, now_ns);
+    end_ns = gives_way ? end_ns : shorter_end(node, now_ns, end_ns);
     for (int looks = node->is_core_wanted ? HR_LOOKS_PER_YIELD : FIRST_LOOKS;; looks = HR_LOOKS_PER_YIELD) {
         for (int i = 0; i < looks; i++) {
             int moved;
@@ -135,23 +158,21 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t end_ns)
             }
             hr_cpu_relax();
         }
-        const int64_t now_ns = hr_now_ns();
-        if (now_ns >= end_ns) {
+        now_ns = hr_now_ns();
+        if (now_ns >= end_ns || (gives_way && is_contended(node, now_ns))) {
             return 0;
         }
-        if (before_ns != 0) {
-            node->is_core_wanted = now_ns - before_ns > YIELD_ALONE_NS;
+        if (gives_way) {
+            hr_core_look(node, now_ns);
+            yield(node, now_ns);
         }
-        before_ns = now_ns;
-        hr_core_look(node, now_ns);
-        (void)sched_yield(); /* the one waited for may have been put on this very core */
     }
 }
 
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns,
                  int64_t deadline_ns) {
     for (int64_t end_ns = spin_ns > 0 ? now_ns + spin_ns : 0;;) {
-        if (spin(node, ready, arg, end_ns)) {
+        if (spin(node, ready, arg, now_ns, end_ns)) {
             return HORO_OK;
         }
         if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
@@ -162,13 +183,14 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
             return HORO_IN_PROGRESS;
         }
         /* one look: spinning has been tried */
-        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : hr_now_ns() + spin_ns;
+        now_ns = hr_now_ns();
+        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : now_ns + spin_ns;
     }
 }
 
 int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep,
                           int64_t deadline_ns) {
-    if (spin(node, ready, arg, 0) || !set_mark(node, ready, arg)) {
+    if (spin(node, ready, arg, 0, 0) || !set_mark(node, ready, arg)) {
         return 1;
     }
     (void)hr_sleep_reserve(sleep, node->poll_count + 1);

@@ -1,0 +1,63 @@
+#include "node/contention.h"
+
+#include "node/node.h"
+
+/* A yield to ranks that wait never takes so long; one to a program that computes always does. */
+#define SLICE_NS 300000ll
+/* Two to four times what it takes to sleep and be woken. */
+#define SPIN_NS 20000ll
+/* So much lost within so long: a single one is chance, or a rank that has something to compute. */
+#define LOST_NS 10000000ll
+#define WITHIN_NS 50000000ll
+#define WHILE_MIN_NS 100000000ll
+#define WHILE_MAX_NS 1000000000ll
+
+static int64_t next_while_ns(int64_t last_ns) {
+    const int64_t twice_ns = 2 * last_ns;
+    return twice_ns < WHILE_MIN_NS ? WHILE_MIN_NS : twice_ns > WHILE_MAX_NS ? WHILE_MAX_NS : twice_ns;
+}
+
+/* Whether it is enough now. */
+static int lose(struct hr_losses *losses, int64_t yield_ns, int64_t now_ns) {
+    if (now_ns - losses->since_ns > WITHIN_NS) {
+        *losses = (struct hr_losses){.since_ns = now_ns - yield_ns};
+    }
+    losses->lost_ns += yield_ns;
+    return losses->lost_ns >= LOST_NS;
+}
+
+/* One of both counts where two ranks note something at once. */
+void hr_contention_note(struct hr_contention *contention, struct hr_losses *losses, int64_t yield_ns, int64_t now_ns) {
+    const int64_t while_ns = atomic_load_explicit(&contention->while_ns, memory_order_relaxed);
+    const int is_long = yield_ns >= SLICE_NS;
+    if (!is_long && while_ns == 0) {
+        return;
+    }
+    const int64_t until_ns = atomic_load_explicit(&contention->until_ns, memory_order_relaxed);
+    if (is_long && now_ns >= until_ns && lose(losses, yield_ns, now_ns)) {
+        *losses = (struct hr_losses){0};
+        atomic_store_explicit(&contention->while_ns, next_while_ns(while_ns), memory_order_relaxed);
+        atomic_store_explicit(&contention->until_ns, now_ns + next_while_ns(while_ns), memory_order_relaxed);
+    } else if (!is_long && now_ns >= until_ns + while_ns) { /* for as long, too little was lost */
+        atomic_store_explicit(&contention->while_ns, 0, memory_order_relaxed);
+    }
+}
+
+int hr_contention_is_on(const struct hr_contention *contention, int64_t now_ns) {
+    return now_ns < atomic_load_explicit(&contention->until_ns, memory_order_relaxed);
+}
+
+int64_t hr_contention_spin_ns(struct hr_node *node, int64_t now_ns) {
+    hr_core_look(node, now_ns);
+    hr_core_publish(node);
+    const struct hr_arena_block *blocks = node->arena.blocks;
+    const int32_t mine = atomic_load_explicit(&blocks[node->local_rank].core, memory_order_relaxed);
+    for (int i = 0; i < node->local_size && mine != 0; i++) { /* 0: ranks do not tell */
+        const int is_here = atomic_load_explicit(&blocks[i].core, memory_order_relaxed) == mine;
+        if (i != node->local_rank && is_here &&
+            atomic_load_explicit(&blocks[i].sleeping, memory_order_relaxed) == 0) {
+            return 0;
+        }
+    }
+    return SPIN_NS;
+}

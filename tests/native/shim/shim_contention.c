@@ -1,0 +1,28 @@
+#include "shim_contention.h"
+
+#include "node/contention.h"
+#include "node/node.h"
+
+void shim_contention_note(const int64_t *yield_ns, const int64_t *now_ns, int count, int64_t *until_ns) {
+    struct hr_contention contention = {0};
+    struct hr_losses losses = {0};
+    for (int i = 0; i < count; i++) {
+        hr_contention_note(&contention, &losses, yield_ns[i], now_ns[i]);
+        until_ns[i] = atomic_load(&contention.until_ns);
+    }
+}
+
+/* A context begins with its node. */
+static struct hr_contention *of_context(void *context) {
+    struct hr_node *node = context;
+    return &node->arena.header->contention;
+}
+
+void shim_contention_yielded(void *context, int64_t yield_ns) {
+    struct hr_losses losses = {0}; /* not the rank's, which its driver writes */
+    hr_contention_note(of_context(context), &losses, yield_ns, hr_now_ns());
+}
+
+int shim_contention_is_on(void *context) {
+    return hr_contention_is_on(of_context(context), hr_now_ns());
+}
