@@ -15,11 +15,13 @@ MS = 1_000_000
 SHORT, SLICE, LONG = 10_000, 3 * MS, 12 * MS  # one that takes long is enough by itself
 
 
-def sleeping_until(native: ModuleType, yields: list[tuple[int, int]]) -> list[int]:
+def sleeping_until(
+    native: ModuleType, yields: list[tuple[int, int]], begin_until: int = 0, begin_while: int = 0
+) -> list[int]:
     """Until when waits sleep, after each yield: of how many ns, at which time."""
     until = native.ffi.new("int64_t[]", len(yields))
     took, now = ([each[i] for each in yields] for i in (0, 1))
-    native.lib.shim_contention_note(took, now, len(yields), until)
+    native.lib.shim_contention_note(begin_until, begin_while, took, now, len(yields), until)
     return list(until)
 
 
@@ -66,17 +68,59 @@ def test_no_history_lets_waits_sleep_for_more_than_a_second(native: ModuleType, 
         assert until <= at + 1000 * MS
 
 
+def test_a_clock_that_is_hours_ahead_lets_no_wait_sleep_for_hours(native: ModuleType) -> None:
+    """Ranks of one host in two time namespaces have two clocks."""
+    hour = 3_600_000 * MS
+    (ahead, own) = sleeping_until(native, [(LONG, hour), (LONG, MS)])
+    assert not native.lib.shim_contention_is_on(ahead, MS)
+    assert MS < own <= 1001 * MS
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(INT64, INT64, st.integers(0, 2**62))
+def test_whatever_stands_in_the_hosts_memory_lets_waits_sleep_for_a_second_at_most(
+    native: ModuleType, begin_until: int, begin_while: int, now: int
+) -> None:
+    is_on = native.lib.shim_contention_is_on
+    assert is_on(begin_until, now) == (0 < begin_until - now <= 1000 * MS)
+    for took in (SHORT, LONG):
+        (until,) = sleeping_until(native, [(took, now)], begin_until, begin_while)
+        assert until == begin_until or 100 * MS <= until - now <= 1000 * MS
+    assert is_on(until, now)
+
+
+@pytest.mark.parametrize(
+    ("core_of", "asleep", "expected"),
+    [
+        ([3, 3], [0, 0], 0),
+        ([3, 4, 3], [0, 0, 0], 0),
+        ([3, 3], [0, 1], 20_000),
+        ([3, 3], [1, 0], 0),
+        ([3, 4], [0, 0], 20_000),
+        ([3], [0], 20_000),
+        ([0, 0], [0, 0], 20_000),  # ranks do not tell
+    ],
+)
+def test_a_wait_looks_before_it_sleeps_unless_another_rank_is_at_work_on_its_core(
+    native: ModuleType, core_of: list[int], asleep: list[int], expected: int
+) -> None:
+    assert native.lib.shim_contention_spin_ns(core_of, asleep, len(core_of)) == expected
+
+
 @pytest.mark.parametrize("is_heeded", [True, False])
 def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded: bool) -> None:
     """Else it would spin for twenty seconds."""
     waits = threading.Event()
+    before: dict[int, int] = {}
 
     def note(rank: Rank) -> None:
         native.lib.shim_contention_yielded(context_of(native, rank), LONG)
 
     def body(rank: Rank) -> int:
         rank.run("barrier", "first", [])
-        before = rank.context.counters()["sleeps"]
+        before[rank.rank] = rank.context.counters()["sleeps"]
         note(rank)
         if rank.rank == 0:
             waits.set()
@@ -86,12 +130,12 @@ def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded
 
             def is_over() -> bool:
                 note(rank)  # it lasts
-                slept = group.contexts[0].counters()["sleeps"] > 0
+                slept = group.contexts[0].counters()["sleeps"] > before[0]
                 return slept if is_heeded else time.monotonic() > until
 
             wait_for(is_over)
         rank.run("barrier", "second", [])
-        return rank.context.counters()["sleeps"] - before
+        return rank.context.counters()["sleeps"] - before[rank.rank]
 
     with Group([2], spin_us=20_000_000, sleeps_under_contention=is_heeded) as group:
         sleeps = group.run(body)

@@ -13,8 +13,18 @@
 #define WHILE_MAX_NS 1000000000ll
 
 static int64_t next_while_ns(int64_t last_ns) {
-    const int64_t twice_ns = 2 * last_ns;
-    return twice_ns < WHILE_MIN_NS ? WHILE_MIN_NS : twice_ns > WHILE_MAX_NS ? WHILE_MAX_NS : twice_ns;
+    return last_ns < WHILE_MIN_NS / 2 ? WHILE_MIN_NS : last_ns > WHILE_MAX_NS / 2 ? WHILE_MAX_NS : 2 * last_ns;
+}
+
+/* Time for which waits do without yields from now on. Ranks in two time namespaces have two clocks: it may be hours. */
+static int64_t left_ns(const struct hr_contention *contention, int64_t now_ns) {
+    const int64_t until_ns = atomic_load_explicit(&contention->until_ns, memory_order_relaxed);
+    return (int64_t)((uint64_t)until_ns - (uint64_t)now_ns); /* whatever stands there */
+}
+
+/* Nobody notes more than the longest while. */
+static int is_while(int64_t ns) {
+    return ns > 0 && ns <= WHILE_MAX_NS;
 }
 
 /* Whether it is enough now. */
@@ -33,18 +43,18 @@ void hr_contention_note(struct hr_contention *contention, struct hr_losses *loss
     if (!is_long && while_ns == 0) {
         return;
     }
-    const int64_t until_ns = atomic_load_explicit(&contention->until_ns, memory_order_relaxed);
-    if (is_long && now_ns >= until_ns && lose(losses, yield_ns, now_ns)) {
+    const int64_t left = left_ns(contention, now_ns);
+    if (is_long && !is_while(left) && lose(losses, yield_ns, now_ns)) {
         *losses = (struct hr_losses){0};
         atomic_store_explicit(&contention->while_ns, next_while_ns(while_ns), memory_order_relaxed);
         atomic_store_explicit(&contention->until_ns, now_ns + next_while_ns(while_ns), memory_order_relaxed);
-    } else if (!is_long && now_ns >= until_ns + while_ns) { /* for as long, too little was lost */
+    } else if (!is_long && (!is_while(while_ns) || left <= -while_ns)) { /* for as long, too little was lost */
         atomic_store_explicit(&contention->while_ns, 0, memory_order_relaxed);
     }
 }
 
 int hr_contention_is_on(const struct hr_contention *contention, int64_t now_ns) {
-    return now_ns < atomic_load_explicit(&contention->until_ns, memory_order_relaxed);
+    return is_while(left_ns(contention, now_ns));
 }
 
 int64_t hr_contention_spin_ns(struct hr_node *node, int64_t now_ns) {

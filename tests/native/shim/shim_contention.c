@@ -1,10 +1,14 @@
 #include "shim_contention.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "node/contention.h"
 #include "node/node.h"
 
-void shim_contention_note(const int64_t *yield_ns, const int64_t *now_ns, int count, int64_t *until_ns) {
-    struct hr_contention contention = {0};
+void shim_contention_note(int64_t begin_until_ns, int64_t begin_while_ns, const int64_t *yield_ns,
+                          const int64_t *now_ns, int count, int64_t *until_ns) {
+    struct hr_contention contention = {begin_until_ns, begin_while_ns};
     struct hr_losses losses = {0};
     for (int i = 0; i < count; i++) {
         hr_contention_note(&contention, &losses, yield_ns[i], now_ns[i]);
@@ -23,6 +27,24 @@ void shim_contention_yielded(void *context, int64_t yield_ns) {
     hr_contention_note(of_context(context), &losses, yield_ns, hr_now_ns());
 }
 
-int shim_contention_is_on(void *context) {
-    return hr_contention_is_on(of_context(context), hr_now_ns());
+int shim_contention_is_on(int64_t until_ns, int64_t now_ns) {
+    const struct hr_contention contention = {.until_ns = until_ns};
+    return hr_contention_is_on(&contention, now_ns);
+}
+
+int64_t shim_contention_spin_ns(const int32_t *core_of, const uint32_t *sleeping, int count) {
+    const size_t bytes = (size_t)count * sizeof(struct hr_arena_block);
+    struct hr_arena_block *blocks = aligned_alloc(HR_LINE, bytes);
+    if (blocks == NULL) {
+        return -1;
+    }
+    memset(blocks, 0, bytes);
+    for (int i = 0; i < count; i++) {
+        atomic_store(&blocks[i].core, core_of[i]);
+        atomic_store(&blocks[i].sleeping, sleeping[i]);
+    }
+    struct hr_node node = {.local_size = count, .arena.blocks = blocks}; /* it tells no core by itself */
+    const int64_t spin_ns = hr_contention_spin_ns(&node, 1);
+    free(blocks);
+    return spin_ns;
 }

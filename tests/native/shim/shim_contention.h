@@ -6,13 +6,22 @@
 #include <stdint.h>
 /* cffi: end */
 
-/* Notes yields where nothing is known yet, which took yield_ns[i] until now_ns[i]; until when waits then sleep. */
-void shim_contention_note(const int64_t *yield_ns, const int64_t *now_ns, int count, int64_t *until_ns);
+/*
+ * Notes yields that took yield_ns[i] until now_ns[i]; until when waits then sleep. The words of the host begin as given,
+ * 0 where nothing is known yet.
+ */
+void shim_contention_note(int64_t begin_until_ns, int64_t begin_while_ns, const int64_t *yield_ns,
+                          const int64_t *now_ns, int count, int64_t *until_ns);
 
 /* Notes a yield that ends now on the host of a context. */
 void shim_contention_yielded(void *context, int64_t yield_ns);
 
-/* Whether waits there sleep now. */
-int shim_contention_is_on(void *context);
+int shim_contention_is_on(int64_t until_ns, int64_t now_ns);
+
+/*
+ * How long rank 0 of a host looks before it sleeps, whose ranks run on these cores, counted from 1, or do not tell: 0;
+ * -1: no memory.
+ */
+int64_t shim_contention_spin_ns(const int32_t *core_of, const uint32_t *sleeping, int count);
 
 #endif
