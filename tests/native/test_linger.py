@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
-from ranks import Group, Rank
+from ranks import Group, Rank, context_of
 
 from horo import _core
 
@@ -28,11 +30,12 @@ def wakes(rank: Rank) -> int:
     return rank.context.counters()["wakes"]
 
 
-def submit_until_woken(rank: Rank, times: int) -> None:
+def submit_until_woken(rank: Rank, times: int, before_each: Callable[[], object] = lambda: None) -> None:
     """Ends when the thread has been found parked so often."""
     before, end = wakes(rank), time.monotonic() + 20
     while wakes(rank) < before + times:
         assert time.monotonic() < end
+        before_each()
         submit_and_poll(rank)
 
 
@@ -44,7 +47,7 @@ def test_a_stream_of_requests_wakes_the_thread_once() -> None:
             submit_and_poll(rank)
         assert wakes(rank) == before
 
-    with Group([1], spin_us=FOREVER_US) as group:
+    with Group([1], spin_us=FOREVER_US, sleeps_under_contention=False) as group:
         group.run(body)
 
 
@@ -59,13 +62,25 @@ def test_a_caller_that_waits_drives_while_the_thread_lingers() -> None:
             submit_and_poll(rank)
         assert wakes(rank) == before
 
-    with Group([1], spin_us=FOREVER_US) as group:
+    with Group([1], spin_us=FOREVER_US, sleeps_under_contention=False) as group:
         group.run(body)
 
 
 def test_without_spinning_the_thread_parks_every_time() -> None:
     with Group([1], spin_us=0) as group:
         group.run(lambda rank: submit_until_woken(rank, 20))
+
+
+def test_where_other_programs_want_the_cores_the_thread_parks_every_time(native: ModuleType) -> None:
+    """A yield of one that lingers would give them a slice of time, in which no request is looked at."""
+    slices_ns = 12_000_000
+
+    def body(rank: Rank) -> None:
+        context = context_of(native, rank)
+        submit_until_woken(rank, 20, lambda: native.lib.shim_contention_yielded(context, slices_ns))
+
+    with Group([1], spin_us=FOREVER_US) as group:
+        group.run(body)
 
 
 def test_the_thread_parks_beside_a_stream_of_calls_that_drive() -> None:

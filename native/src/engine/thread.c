@@ -68,7 +68,7 @@ static void park(struct hr_engine *engine) {
  * Until needed, with the lock held, which it lets go meanwhile. Parking costs the caller a system call that wakes a
  * thread, two microseconds and more, for each request of a stream; lingering costs time of a core that nobody else
  * wants. So it lingers only after it has been woken so soon that lingering would have caught the call, and no longer
- * than its waits spin.
+ * than its waits spin; and not where a yield would give another program a slice of time.
  */
 static void sleep_until_needed(struct hr_engine *engine, int lingers) {
     struct hr_driver *driver = &engine->driver;
@@ -89,11 +89,15 @@ static void sleep_until_needed(struct hr_engine *engine, int lingers) {
     atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
 }
 
+static int may_linger(const struct hr_engine *engine) {
+    return engine->driver.woken_soon && !hr_node_is_contended(engine->node, hr_now_ns());
+}
+
 /* Rests, where nothing but a call or a death concerns the thread. */
 static void rest_parked(struct hr_engine *engine) {
     prepare_to_park(engine, -1);
     name_kick(engine);
-    sleep_until_needed(engine, engine->driver.woken_soon);
+    sleep_until_needed(engine, may_linger(engine));
 }
 
 /*
@@ -103,7 +107,7 @@ static void rest_parked(struct hr_engine *engine) {
 static void rest_watching(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     name_kick(engine);
-    sleep_until_needed(engine, driver->woken_soon);
+    sleep_until_needed(engine, may_linger(engine));
     if (driver->who == HR_DRIVER_NONE) {
         hr_node_end_sleep(engine->node, &driver->sleep);
         driver->must_look = 1;

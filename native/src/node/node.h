@@ -80,6 +80,11 @@ struct hr_node {
     _Atomic uint64_t sleeps, wakes, moves; /* counters */
 };
 
+/* Whether nobody here yields now, since other programs want the cores. Any thread. */
+static inline int hr_node_is_contended(const struct hr_node *node, int64_t now_ns) {
+    return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
+}
+
 /* The condition of a wait: looks, may advance state of its own, never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 

@@ -118,10 +118,6 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
     return events == 0 && sleep->look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
-static int is_contended(const struct hr_node *node, int64_t now_ns) {
-    return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
-}
-
 static int64_t shorter_end(struct hr_node *node, int64_t now_ns, int64_t end_ns) {
     const int64_t soon_ns = now_ns + hr_contention_spin_ns(node, now_ns);
     return soon_ns < end_ns ? soon_ns : end_ns;
@@ -142,7 +138,7 @@ static void yield(struct hr_node *node, int64_t now_ns) {
  * contention it does not, and ends soon.
  */
 static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t end_ns) {
-    const int gives_way = end_ns == 0 || !is_contended(node, now_ns);
+    const int gives_way = end_ns == 0 || !hr_node_is_contended(node, now_ns);
     end_ns = gives_way ? end_ns : shorter_end(node, now_ns, end_ns);
     for (int looks = node->is_core_wanted ? HR_LOOKS_PER_YIELD : FIRST_LOOKS;; looks = HR_LOOKS_PER_YIELD) {
         for (int i = 0; i < looks; i++) {
@@ -159,7 +155,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns,
             hr_cpu_relax();
         }
         now_ns = hr_now_ns();
-        if (now_ns >= end_ns || (gives_way && is_contended(node, now_ns))) {
+        if (now_ns >= end_ns || (gives_way && hr_node_is_contended(node, now_ns))) {
             return 0;
         }
         if (gives_way) {
