@@ -62,7 +62,8 @@ def add(parser: argparse.ArgumentParser, *, contestants: str = ",".join(peers.DE
 
 
 _COMPUTING = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C comes to it, too, and ends it without a traceback
 while os.getppid() == int(sys.argv[1]):
     for _ in range(1_000_000):
         pass
@@ -97,7 +98,8 @@ def hosts(arguments: argparse.Namespace) -> Iterator[spaces.Spaces | None]:
 def where(arguments: argparse.Namespace) -> str:
     """For the title of a table."""
     on_hosts = f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts > 1 else ""
-    return on_hosts + (f" beside {arguments.beside} programs that compute" if arguments.beside > 0 else "")
+    programs = "1 program that computes" if arguments.beside == 1 else f"{arguments.beside} programs that compute"
+    return on_hosts + (f" beside {programs}" if arguments.beside > 0 else "")
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:

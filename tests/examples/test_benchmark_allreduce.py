@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,19 @@ def test_programs_compute_beside_and_end() -> None:
         for program in programs:
             wait_until(lambda program=program: cpu_ticks(program.pid) > 2, "a program that computes")
     assert all(program.returncode is not None for program in programs)
-    assert options.where(argparse.Namespace(hosts=1, beside=2)) == " beside 2 programs that compute"
+
+
+def test_programs_that_compute_end_by_ctrl_c_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    with options.busy_programs(1) as (program,):
+        wait_until(lambda: cpu_ticks(program.pid) > 10, "a program that computes")
+        program.send_signal(signal.SIGINT)
+        assert program.wait(60) == -signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+def test_a_title_says_beside_how_many_programs() -> None:
+    titles = [options.where(argparse.Namespace(hosts=1, beside=count)) for count in range(3)]
+    assert titles == ["", " beside 1 program that computes", " beside 2 programs that compute"]
 
 
 def test_programs_that_compute_end_with_a_benchmark_that_is_killed() -> None:
