@@ -73,6 +73,7 @@ static void fill_setup(struct fabric *fabric, int rank) {
         .fusion_bytes = schedule->fusion_bytes,
         .cache_capacity = schedule->cache_capacity,
         .spin_us = schedule->spin_us,
+        .sleeps_under_contention = 1,
         .cycle_time_us = schedule->cycle_time_us,
         .peer_timeout_ms = 30000,
         .log_level = HORO_LOG_OFF,
