@@ -9,6 +9,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,14 +50,16 @@ def launcher(name: str, ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
-def start(command: list[str], *, expected_code: int | None = 0) -> subprocess.CompletedProcess[str]:
+def start(
+    command: list[str], *, expected_code: int | None = 0, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code.
 
     ``expected_code``: None for any.
     """
     kept = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in environment.items()
         if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     done = subprocess.run(

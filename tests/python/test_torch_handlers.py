@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from jobs import as_users_start
 
 INTERRUPTED = """
 import atexit, signal
@@ -58,9 +59,9 @@ INTERRUPTIONS = {
 }
 
 
-def run(handler: str, program: str) -> tuple[int, str, str]:
-    code = INTERRUPTED.format(handler=handler, program=program)
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True)
+def run(handler: str, program: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", INTERRUPTED.format(handler=handler, program=program)]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -77,7 +78,7 @@ runtime, stop = _runtime.current(), _answers.Answers.stop
 _answers.Answers.stop = lambda self: (interrupt(), stop(self))
 hvd.shutdown()
 """
-    assert run("pass", program) == (1, "True\n", "left\n")
+    assert run("pass", program, as_users_start()) == (1, "True\n", "left\n")
 
 
 @pytest.mark.parametrize("place", ["horo_counters *", "forked"])
