@@ -7,8 +7,8 @@
 /* cffi: end */
 
 /*
- * Notes yields that took yield_ns[i] until now_ns[i]; until when waits then sleep. The words of the host begin as given,
- * 0 where nothing is known yet.
+ * Notes yields that took yield_ns[i] until now_ns[i]; until when waits then sleep. The words of the host begin as
+ * given; 0: nothing is known yet.
  */
 void shim_contention_note(int64_t begin_until_ns, int64_t begin_while_ns, const int64_t *yield_ns,
                           const int64_t *now_ns, int count, int64_t *until_ns);
