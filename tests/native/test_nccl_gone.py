@@ -120,3 +120,19 @@ def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, membe
     for own in owners:
         gpu.synchronize(own.stream)
         own.close()
+
+
+@pytest.mark.parametrize("hosts", HOSTS[:2], ids=str)
+def test_a_rank_that_leaves_long_before_others_has_lost_nothing(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """The others come to the end of their communicator when they leave."""
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        assert own.allreduce(ONES, "first").tolist() == [2.0] * 5
+        own.close()
+
+    with recorded_stderr() as written:
+        with Group(hosts) as group:
+            group.run(body)
+            group.run(lambda rank: rank.context.destroy(), ranks=[0])
+        assert written() == ""

@@ -346,18 +346,20 @@ static void await_ends(struct hr_by_nccl *by) {
     }
 }
 
-/* Tells of what is aborted as it does not end: results that callers have been told are on their way. */
+/*
+ * Tells of what is aborted as it does not end: results that callers have been told are on their way. Not where only
+ * other ranks have not come to the end of a communicator (ENDING): they may leave much later, and nothing is lost here.
+ */
 static void warn_of(const struct hr_engine *engine, const struct hr_nccl_team *team, const char *name) {
-    const int is_mine = team->comm.is_in_flight || team->comm.state == HR_NCCL_LAUNCHING;
+    const int is_late = team->comm.is_in_flight || team->comm.state == HR_NCCL_LAUNCHING;
     char last[HR_NCCL_LAST_BYTES];
-    if (team->comm.handle == NULL || team->last_name[0] == '\0' || team->comm.state == HR_NCCL_BROKEN) {
+    if (team->comm.handle == NULL || !is_late || team->comm.state == HR_NCCL_BROKEN) {
         return;
     }
     hr_log(&engine->node->log, HORO_LOG_WARNING,
-           "leaving, this rank has waited %d s for NCCL, and ends it: operations of %s up to %s have not ended on %s",
-           CLOSE_MS / 1000, name, hr_nccl_name_last(team, last),
-           is_mine ? "this rank's GPU, or on one that it waits for, and their results are lost"
-                   : "the GPUs of other ranks");
+           "leaving, this rank has waited %d s for NCCL, and ends it: operations of %s up to %s have not ended on "
+           "this rank's GPU, or on one that it waits for, and their results are lost",
+           CLOSE_MS / 1000, name, hr_nccl_name_last(team, last));
 }
 
 static void warn_of_late(const struct hr_engine *engine, const struct hr_by_nccl *by) {
