@@ -293,8 +293,10 @@ def test_a_stall_for_lack_of_room_blames_no_other_rank(gpu: Gpu, nccl: Nccl, hos
         rank.barrier()
         if rank.rank == 0:
             gates.append(gpu.hold(own.stream))
-        begun = [begin(own, f"x{n}")[0] for n in range(CALLS)]
+        begun: list[int] = []
         with pytest.raises(StalledError) as caught:
+            for n in range(CALLS):  # which on a busy machine takes longer than the stall
+                begun.append(begin(own, f"x{n}")[0])
             own.context.wait(begun[-1])
         assert "rank 0 (" not in str(caught.value), str(caught.value)
         assert "rank 1 (" not in str(caught.value), str(caught.value)
