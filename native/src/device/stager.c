@@ -9,9 +9,8 @@
 
 enum {
     IDLE_BYTES_MAX = 256 << 20, /* idle memory stays pinned up to this: to pin new memory takes milliseconds */
-    LOOK_NS = 100000,           /* at what runs on a device still, at the end, */
-    RARE_LOOK_NS = 900000000,   /* at most; between, */
-    RARER = 32,                 /* so small a part of the time that it has taken already */
+    LOOK_NS = 100000,           /* at what runs on a device still, at the end: time between two at least, */
+    RARE_LOOK_NS = 900000000,   /* and at most */
     LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
 };
 
@@ -104,9 +103,7 @@ static int await_event(const struct hr_device *device, void *event, int64_t unti
         if (now_ns >= until_ns) {
             return 0;
         }
-        const int64_t part_ns = (now_ns - since_ns) / RARER;
-        const int64_t rest_ns = part_ns < LOOK_NS ? LOOK_NS : part_ns > RARE_LOOK_NS ? RARE_LOOK_NS : part_ns;
-        const struct timespec rest = {.tv_nsec = (long)rest_ns};
+        const struct timespec rest = {.tv_nsec = (long)hr_next_look_ns(now_ns - since_ns, LOOK_NS, RARE_LOOK_NS)};
         (void)nanosleep(&rest, NULL);
     }
     return 1;

@@ -6,15 +6,10 @@
 #include "base/op.h"
 #include "engine/by_nccl.h"
 
-enum { RARER = 32 }; /* a team that is gone is looked at in such a part of the time that it has taken already */
-
 #define CONFIRM_NS 250000000ll /* other ranks may tell of the cause meanwhile: a rank that is gone */
 
 int64_t hr_nccl_gone_within_ns(const struct hr_nccl_team *team, int64_t now_ns) {
-    const int64_t part_ns = (now_ns - team->gone_ns) / RARER;
-    return part_ns < HR_NCCL_LOOK_NS        ? HR_NCCL_LOOK_NS
-           : part_ns > HR_NCCL_RARE_LOOK_NS ? HR_NCCL_RARE_LOOK_NS
-                                            : part_ns;
+    return hr_next_look_ns(now_ns - team->gone_ns, HR_NCCL_LOOK_NS, HR_NCCL_RARE_LOOK_NS);
 }
 
 /* A wait that spins comes here all the time, for all teams; of what runs on the GPU nobody here waits for the end. */
