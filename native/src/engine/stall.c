@@ -185,7 +185,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
-        (void)snprintf(name, sizeof name,
+        (void)snprintf(name, sizeof name, "%s",
                        held_by != NULL              ? held_by
                        : is_late_here               ? "its own GPU"
                        : lane->team->host_count > 1 ? "another host"
