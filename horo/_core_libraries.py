@@ -29,11 +29,11 @@ class Library(NamedTuple):
 
 
 def find_library(kind: str, paths: Sequence[str], *, initializes: bool = False) -> Library:
-    """Takes the library that this process has loaded, or loads the first of ``paths`` that can be used.
+    """Takes the first of ``paths`` that can be used, and loads it.
 
     Args:
         kind: ``"cuda"`` or ``"nccl"``.
-        paths: files, or names for the system's loader.
+        paths: files, names for the system's loader, or "" for the library that this process has loaded already.
         initializes: initialize the CUDA driver, too; children that this process forks cannot use CUDA then.
 
     Raises:

@@ -27,7 +27,9 @@ __all__ = [
     "tell_difference",
 ]
 
+_LOADED = ""  # by torch, mostly: two of a kind in one process do not know each other's handles
 CUDA_PLACES = (
+    _LOADED,
     "libcuda.so.1",
     "/usr/local/nvidia/lib64/libcuda.so.1",  # containers of Kubernetes mount the driver there
     "/usr/lib/wsl/lib/libcuda.so.1",  # Windows Subsystem for Linux
@@ -68,12 +70,12 @@ def find_nccl() -> Library:
 
 
 def nccl_places() -> list[str]:
-    """The places to look for NCCL: the package nvidia-nccl, torch's own folder, the system."""
+    """The places to look for NCCL: this process, the package nvidia-nccl, torch's own folder, the system."""
     # Python sees one folder only where a package that is a part of nvidia has brought an __init__.py, as some do.
     parts = [*_folders("nvidia"), *(Path(folder, "nvidia") for folder in sys.path)]
     folders = [*(part / "nccl" / "lib" for part in parts), *(folder / "lib" for folder in _folders("torch"))]
     files = dict.fromkeys(str(folder / _NCCL) for folder in folders)
-    return [*(file for file in files if Path(file).exists()), _NCCL]
+    return [_LOADED, *(file for file in files if Path(file).exists()), _NCCL]
 
 
 def find_gpu_libraries() -> GpuLibraries:

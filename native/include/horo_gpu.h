@@ -23,8 +23,9 @@ typedef struct {
 } horo_library;
 
 /*
- * Finds a library (enum horo_library_kind) that is loaded in this process already, or else loads the first of `paths`
- * that can be used: it has all functions that horo calls, and is new enough. It stays loaded until the process ends.
+ * Finds a library (enum horo_library_kind): the first of `paths` that can be used, since it has all functions that
+ * horo calls, and is new enough. An empty path is the one that is loaded in this process already. It stays loaded until
+ * the process ends.
  * `initializes`: the driver is initialized, too; children that this process forks cannot use CUDA then. Blocks for as
  * long as that takes. HORO_OK, or HORO_ERR_RESOURCE with a sentence that says of every place why it is of no use.
  */

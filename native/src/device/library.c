@@ -83,9 +83,11 @@ static int try_library(const struct hr_library_kind *kind, const char *name, int
 int hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
                     horo_library *found, struct hr_error *error) {
     struct reasons reasons = {.length = 0};
-    int status = try_library(kind, kind->soname, RTLD_NOLOAD, table, found, &reasons);
+    int status = HORO_ERR_RESOURCE;
     for (size_t i = 0; i < path_count && status != HORO_OK; i++) {
-        status = try_library(kind, paths[i], 0, table, found, &reasons);
+        const int is_loaded = paths[i][0] == '\0';
+        status = is_loaded ? try_library(kind, kind->soname, RTLD_NOLOAD, table, found, &reasons)
+                           : try_library(kind, paths[i], 0, table, found, &reasons);
     }
     if (status != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "no usable %s: %s", kind->what,

@@ -29,10 +29,11 @@ struct hr_library_kind {
 };
 
 /*
- * Takes the library of the process, or else the first of `paths` that can be used, fills in the table and *found; the
- * library stays loaded until the process ends. Paths without a slash are looked for by the loader of the system. The
- * table is written also where this fails. Blocks for as long as loading takes. HORO_OK, or HORO_ERR_RESOURCE with a
- * sentence that says of every place why it is of no use. Any thread.
+ * Takes the first of `paths` that can be used, fills in the table and *found; the library stays loaded until the
+ * process ends. An empty path is the library that the process has loaded already, by whatever path; one without a
+ * slash is looked for by the loader of the system. The table is written also where this fails. Blocks for as long as
+ * loading takes. HORO_OK, or HORO_ERR_RESOURCE with a sentence that says of every place why it is of no use. Any
+ * thread.
  */
 int hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
                     horo_library *found, struct hr_error *error);
