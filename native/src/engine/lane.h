@@ -74,7 +74,7 @@ struct hr_executor {
     uint64_t moves;         /* stages of tasks and records of the log done */
     uint64_t record_bytes;  /* of the record that is being executed */
     int has_executed_leave; /* the last record of the log */
-    struct hr_batch *batch; /* scratch of execute.c */
+    struct hr_batch *batch; /* see batch.h */
     struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
 };
 
