@@ -1,8 +1,10 @@
 #include "engine/batch.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/dtype.h"
+#include "base/little_endian.h"
 #include "base/op.h"
 #include "device/staging.h"
 #include "engine/engine.h"
@@ -131,4 +133,38 @@ int hr_batch_begin(struct hr_lane *lane) {
     lane->executor.backend = backend;
     HR_TRY(backend->ops->begin(backend, &work));
     return HR_TASK_MOVED;
+}
+
+/* ---- Ahead of the agreement ---- */
+
+struct hr_wire_message hr_batch_record(const struct hr_request *request, uint8_t *item) {
+    memset(item, 0, HR_BATCH_ITEM_BYTES);
+    (void)hr_store_u32(item, request->announced_id);
+    return (struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = item};
+}
+
+/* What the request has been announced by stands for it again. */
+static void put_back(struct hr_lane *lane, struct hr_request *request) {
+    lane->announcer.known_slots[request->announced_id % lane->announcer.capacity]->pending = request;
+}
+
+int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
+    uint8_t item[HR_BATCH_ITEM_BYTES];
+    const struct hr_wire_message record = hr_batch_record(request, item);
+    if (hr_batch_load(lane, &record) != HORO_OK) {
+        put_back(lane, request);
+        return 0;
+    }
+    lane->executor.batch->segment_before = lane->team->segment;
+    if (hr_batch_begin(lane) == HR_TASK_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
+        return 1;
+    }
+    hr_batch_take_back(lane, request);
+    return 0;
+}
+
+void hr_batch_take_back(struct hr_lane *lane, struct hr_request *request) {
+    lane->backend->ops->cancel(lane->backend);
+    lane->team->segment = lane->executor.batch->segment_before;
+    put_back(lane, request);
 }

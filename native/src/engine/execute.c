@@ -16,7 +16,7 @@ static void end_record(struct hr_lane *lane) {
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
     /* partner: hr_arena_has_closed */
-    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed);
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], hr_lane_place(lane));
     /* the leaders of team and host may wait for this before they leave */
     if (atomic_load(&arena->header->leave_at[number]) != 0) {
         hr_team_wake_leader(lane->team);
@@ -178,6 +178,24 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     return HORO_OK;
 }
 
+int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows) {
+    const int is_begun = hr_op_has_tensors(request->call.op) && !hr_op_tells_rows(request->call.op);
+    lane->executor.record_bytes = 0;
+    lane->executor.moves++;
+    if (!is_begun) {
+        uint8_t item[HR_BATCH_ITEM_BYTES];
+        struct hr_wire_message record = hr_batch_record(request, item);
+        record.rows = rows;
+        return execute_batch(lane, &record);
+    }
+    const struct hr_batch *batch = lane->executor.batch;
+    hr_lane_note_record(lane, 1, 0);
+    hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
+    lane->backend->ops->show_ahead(lane->backend);
+    lane->executor.state = HR_EXECUTION_RUNNING;
+    return HORO_OK;
+}
+
 /* A batch of one tensor whose result has come with the record. */
 static int execute_result(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_request *request = NULL;
@@ -291,6 +309,9 @@ int hr_lane_execute(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_CHANGING) {
         return change_teams(lane);
     }
+    if (lane->lone.request != NULL) {
+        return hr_lone_go_on(lane);
+    }
     HR_TRY(take_log(lane));
     const uint8_t *data;
     size_t bytes;
@@ -316,6 +337,7 @@ void hr_lane_cancel(struct hr_lane *lane) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
+    hr_lone_drop(lane);
 }
 
 int hr_lane_are_flows_back(const struct hr_lane *lane) {

@@ -8,6 +8,7 @@
 
 #include "engine/agree.h"
 #include "engine/deadlock.h"
+#include "engine/lone.h"
 #include "engine/request.h"
 #include "node/team.h"
 
@@ -164,6 +165,7 @@ struct hr_lane {
     struct hr_executor executor;
     struct hr_leader leader;
     struct hr_stall stall;
+    struct hr_lone lone;
 };
 
 /*
@@ -184,10 +186,20 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
     return lane->executor.moves + lane->team->pieces;
 }
 
+/*
+ * How far this rank is in the order of what the team does: the bytes of the log executed, and the batches that have no
+ * record there (lone.h). It grows with each of both, on all ranks alike.
+ */
+static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
+    return lane->executor.log_executed + lane->lone.rounds;
+}
+
 /* ---- announce.c ---- */
 
 /* Announces what has been taken from the queue, but for what the next flush takes to the leader. */
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request);
+/* By an id that stands for what the request is. */
+int hr_lane_announce_id(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
 /* Ends a row of such calls. */
 int hr_lane_write_ids(struct hr_lane *lane);
 /* In full; the next flush takes it to the leader. */
@@ -396,6 +408,8 @@ static inline int hr_lane_awaits_copy(const struct hr_lane *lane) {
 
 /* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
 int hr_lane_execute(struct hr_lane *lane);
+/* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
+int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
 /* After the end of the group: gives the current batch up. */
 void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
