@@ -273,6 +273,7 @@ typedef struct {
     uint64_t requests;         /* submitted */
     uint64_t cache_hits;       /* announced by id */
     uint64_t batches;          /* executed */
+    uint64_t counted;          /* of these, agreed on by counting, without a leader: operations that were alone */
     uint64_t tensors;          /* executed */
     uint64_t bytes;            /* of tensors executed */
     uint64_t messages_sent;    /* control messages to other hosts */

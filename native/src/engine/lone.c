@@ -215,6 +215,7 @@ static int execute(struct hr_lane *lane) {
     struct hr_wire_rows rows = {0};
     HR_TRY(hr_op_tells_rows(request->call.op) ? collect_rows(lane, request, &rows) : HORO_OK);
     lane->lone.rounds++;
+    atomic_fetch_add_explicit(&lane->engine->counts.counted, 1, memory_order_relaxed);
     return hr_lane_execute_lone(lane, request, rows);
 }
 
