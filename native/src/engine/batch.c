@@ -143,7 +143,7 @@ struct hr_wire_message hr_batch_record(const struct hr_request *request, uint8_t
     return (struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = item};
 }
 
-/* What the request has been announced by stands for it again. */
+/* Its id stands for the request again. */
 static void put_back(struct hr_lane *lane, struct hr_request *request) {
     lane->announcer.known_slots[request->announced_id % lane->announcer.capacity]->pending = request;
 }

@@ -187,8 +187,8 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
 }
 
 /*
- * How far this rank is in the order of what the team does: the bytes of the log executed, and the batches that have no
- * record there (lone.h). It grows with each of both, on all ranks alike.
+ * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
+ * no record there (lone.h). It grows with each of both, on all ranks alike.
  */
 static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
     return lane->executor.log_executed + lane->lone.rounds;

@@ -404,7 +404,7 @@ static int flush_log(struct hr_lane *lane) {
 
 /* ---- The step ---- */
 
-/* What all have counted themselves in for comes before any record: 1, or 0 where it has to be executed first. */
+/* A batch that all have counted themselves in for comes before any record: 1, or 0 where it is to be executed first. */
 static int close_lone(struct hr_lane *lane) {
     int64_t due_ns;
     const int agrees = lane->leader.agree.active > 0 || may_collect(lane) || hr_leader_may_tell_joined(lane) ||

@@ -112,7 +112,7 @@ static int show_rows(struct hr_lane *lane, const struct hr_request *request, uin
     return 1;
 }
 
-/* What the other ranks read in the round must be there before. 1, or 0 where that is not possible. */
+/* Puts what the other ranks read in the round where they do: 1, or 0 where that is not possible. */
 static int prepare(struct hr_lane *lane, struct hr_request *request, uint32_t id) {
     if (hr_op_tells_rows(request->call.op)) {
         return show_rows(lane, request, id);

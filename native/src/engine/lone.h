@@ -45,7 +45,7 @@ int hr_lone_enter(struct hr_lane *lane, struct hr_request *request, uint32_t id)
 /* Whether there is something to do about it. And: does it; 1 if something moved, 0, or a status. */
 int hr_lone_has_work(struct hr_lane *lane);
 int hr_lone_go_on(struct hr_lane *lane);
-/* Before what must come behind the request: announces it, unless all have counted themselves in. HORO_OK or a status. */
+/* Before what must come behind the request: announces it, unless all are counted in. HORO_OK or a status. */
 int hr_lone_give_up(struct hr_lane *lane);
 /* The time when this rank gives it up, which this does if that has come; 0: it is counted in for none. */
 int64_t hr_lone_due_ns(struct hr_lane *lane, int64_t now_ns);
@@ -53,7 +53,7 @@ int64_t hr_lone_due_ns(struct hr_lane *lane, int64_t now_ns);
 void hr_lone_drop(struct hr_lane *lane);
 void hr_lone_fini(struct hr_lane *lane);
 
-/* The leader, before a record is made: 1; 0 where a batch that all have counted themselves in for comes first; a status. */
+/* The leader, before a record is made: 1; 0 where a batch that all are counted in for comes first; a status. */
 int hr_lone_close(struct hr_lane *lane);
 /* The leader, when all that it has made is in the log. */
 void hr_lone_reopen(struct hr_lane *lane);
