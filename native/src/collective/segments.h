@@ -78,7 +78,8 @@ void hr_segments_begin(struct hr_segments *segments, size_t count);
 
 /*
  * On one host, before anybody knows that the other ranks do the same: fills the first segment. 1, or 0 where that
- * cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and team->segment is what it was.
+ * cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and team->segment is what
+ * it was.
  */
 int hr_segments_fill_ahead(struct hr_segments *segments);
 void hr_segments_show_ahead(struct hr_segments *segments);
