@@ -18,6 +18,25 @@ def run(rank: Rank, name: str, array: np.ndarray) -> None:
     rank.run("allreduce", name, [array], reduce_op=SUM)
 
 
+def test_a_name_in_use_keeps_its_id_while_others_come_and_go() -> None:
+    """There are two places for names. One name is used all the time, and each of the others once."""
+    steps = 400
+
+    def body(rank: Rank) -> int:
+        for name in ("used", "idle"):
+            rank.allreduce(np.ones(1, np.float32), name)
+        hits = 0
+        for step in range(steps):
+            rank.allreduce(np.ones(1, np.float32), f"newcomer {step}")
+            before = rank.context.counters()["cache_hits"]
+            run(rank, "used", np.ones(1, np.float32))
+            hits += rank.context.counters()["cache_hits"] - before
+        return hits
+
+    with Group((2,), cache_capacity=2, **ALONE) as group:
+        assert group.run(body) == [steps, steps]
+
+
 def test_what_comes_up_during_an_operation_that_is_alone_becomes_one_batch() -> None:
     """Where that operation is over before all of it has come up, nothing can be said."""
     large, count, wanted = 1 << 22, 12, 5

@@ -215,6 +215,9 @@ static int execute(struct hr_lane *lane) {
     struct hr_wire_rows rows = {0};
     HR_TRY(hr_op_tells_rows(request->call.op) ? collect_rows(lane, request, &rows) : HORO_OK);
     lane->lone.rounds++;
+    if (lane->is_leader) {
+        hr_agree_note_use(&lane->leader.agree, request->announced_id);
+    }
     return hr_lane_execute_lone(lane, request, rows);
 }
 
