@@ -15,6 +15,7 @@ static void end_record(struct hr_lane *lane) {
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
+    lane->executor.place += hr_lane_step(lane);
     /* partner: hr_arena_has_closed */
     atomic_store(&arena->blocks[arena->local_rank].log_executed[number], hr_lane_place(lane));
     /* the leaders of team and host may wait for this before they leave */

@@ -72,8 +72,9 @@ struct hr_executor {
     uint64_t log_position;  /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
+    uint64_t place;         /* see hr_lane_place */
     uint64_t moves;         /* stages of tasks and records of the log done */
-    uint64_t record_bytes;  /* of the record that is being executed */
+    uint64_t record_bytes;  /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave; /* the last record of the log */
     struct hr_batch *batch; /* see batch.h */
     struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
@@ -188,10 +189,15 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
 
 /*
  * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
- * no record there (lone.h). It grows with each of both, on all ranks alike.
+ * no record there (lone.h) and are over. It grows with each of both, on all ranks alike.
  */
 static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
-    return lane->executor.log_executed + lane->lone.rounds;
+    return lane->executor.place;
+}
+
+/* Its growth at the end of what is executed. */
+static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
+    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
 }
 
 /* ---- announce.c ---- */

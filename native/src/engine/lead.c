@@ -272,7 +272,7 @@ int hr_leader_collect(struct hr_lane *lane) {
 static int log_runs_out(const struct hr_lane *lane) {
     /* by me */
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    const uint64_t left = written - lane->executor.log_executed;
+    const uint64_t left = written + lane->lone.rounds - hr_lane_place(lane);
     return hr_buffer_size(&lane->leader.log_out) == 0 &&
            (left == 0 ||
             (lane->team->host_count > 1 && left == lane->executor.record_bytes && hr_lane_is_ending_batch(lane)));

@@ -216,6 +216,9 @@ static int execute(struct hr_lane *lane) {
     HR_TRY(hr_op_tells_rows(request->call.op) ? collect_rows(lane, request, &rows) : HORO_OK);
     lane->lone.rounds++;
     atomic_fetch_add_explicit(&lane->engine->counts.counted, 1, memory_order_relaxed);
+    if (lane->is_leader) {
+        hr_agree_note_use(&lane->leader.agree, request->announced_id);
+    }
     return hr_lane_execute_lone(lane, request, rows);
 }
 

@@ -35,7 +35,7 @@ struct hr_request;
 /* The driver's. */
 struct hr_lone {
     struct hr_request *request; /* that this rank is counted in for; NULL: none */
-    uint64_t rounds;            /* completed in the team */
+    uint64_t rounds;            /* completed in the team; this rank executes the last one, or has */
     int is_given_up;            /* the round is to be closed */
     struct hr_buffer out, rows; /* scratch */
 };
