@@ -126,28 +126,37 @@ static void take_back(struct hr_lane *lane, struct hr_request *request) {
     }
 }
 
-static int count_in(const struct hr_lane *lane, uint32_t id) {
-    _Atomic uint64_t *at = word_of(lane);
+/* The word with this rank counted in, or closed by it; 0: it is to be left as it is. */
+static uint64_t word_behind(const struct hr_lane *lane, uint64_t word, uint32_t id) {
     const uint64_t mine = position(lane->executor.log_executed, lane->lone.rounds);
     const uint64_t last = position(lane->executor.log_executed, lane->lone.rounds - 1);
-    uint64_t word = atomic_load(at);
+    if (position_of(word) == last && is_complete(lane, word)) {
+        return first_of(mine, id);
+    }
+    if (position_of(word) != mine || (word & CLOSED) != 0) {
+        return 0;
+    }
+    if ((word & MASK(COUNT_BITS)) == 0) {
+        return first_of(mine, id);
+    }
+    return word >> ID_SHIFT == id ? word + 1 : word | CLOSED;
+}
+
+static int count_in(const struct hr_lane *lane, uint32_t id) {
+    uint64_t word = atomic_load(word_of(lane));
     uint64_t next;
     do {
-        if (position_of(word) == last && is_complete(lane, word)) {
-            next = first_of(mine, id);
-        } else if (position_of(word) != mine || (word & CLOSED) != 0) {
+        next = word_behind(lane, word, id);
+        if (next == 0) {
             return 0;
-        } else if ((word & MASK(COUNT_BITS)) == 0) {
-            next = first_of(mine, id);
-        } else {
-            next = word >> ID_SHIFT == id ? word + 1 : word | CLOSED;
         }
-    } while (!atomic_compare_exchange_weak(at, &word, next)); /* partner: hr_lone_has_work, hr_lone_go_on */
+    } while (!atomic_compare_exchange_weak(word_of(lane), &word, next)); /* partner: hr_lone_has_work, hr_lone_go_on */
     return (next & CLOSED) == 0;
 }
 
 int hr_lone_enter(struct hr_lane *lane, struct hr_request *request, uint32_t id) {
-    if (!may_enter(lane, request, id) || !prepare(lane, request, id)) {
+    const int is_open = may_enter(lane, request, id) && word_behind(lane, atomic_load(word_of(lane)), id) != 0;
+    if (!is_open || !prepare(lane, request, id)) {
         return 0;
     }
     if (!count_in(lane, id)) {
