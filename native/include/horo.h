@@ -273,6 +273,7 @@ typedef struct {
     uint64_t requests;         /* submitted */
     uint64_t cache_hits;       /* announced by id */
     uint64_t batches;          /* executed */
+    uint64_t counted;          /* of these, agreed on by counting, without a leader: operations that were alone */
     uint64_t tensors;          /* executed */
     uint64_t bytes;            /* of tensors executed */
     uint64_t messages_sent;    /* control messages to other hosts */
@@ -472,7 +473,6 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 
 /* Reads what the next operation of all ranks runs with, by enum horo_knob; all 0: as ever. *is_final: it stays so. */
 HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final);
-
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
 /*

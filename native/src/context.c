@@ -458,6 +458,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
     *counters = (horo_counters){
         .requests = atomic_load(&engine->counts.requests),
         .cache_hits = atomic_load(&engine->counts.cache_hits),
+        .counted = atomic_load(&engine->counts.counted),
         .batches = atomic_load(&engine->counts.batches),
         .tensors = atomic_load(&engine->counts.tensors),
         .bytes = atomic_load(&engine->counts.bytes),

@@ -30,6 +30,8 @@ enum {
     HR_PHASE_COUNT = 6,
     HR_LAST_WORDS_MAX = 895, /* bytes */
     HR_PROOF_WORDS = 2,
+    HR_LONE_ROWS_KEPT = 2,
+    HR_LONE_MESSAGE_MAX = 124,
 };
 
 /* The reason why the group ended; kept in one word so that it can be set once by compare-and-swap. */
@@ -63,7 +65,7 @@ struct hr_arena_header {
     _Atomic uint64_t wants_leave;
     /* the last question whether the ranks here are still blocked; written by the leader, see engine/deadlock.h */
     _Atomic uint32_t blocked_question;
-    /* 1 + where the LEAVE record begins in the log; written by the leader with it; 0: none */
+    /* 1 + the place where the LEAVE record begins, see hr_lane_place; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at[HR_TEAMS_MAX];
     /* when the last report of a stall in the team was made here */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];
@@ -86,7 +88,7 @@ struct hr_arena_block {
     _Atomic uint64_t moves;
     _Atomic uint64_t held_moves; /* how many of them say only that its own GPU holds it up */
     _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
-    _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* bytes of the log executed */
+    _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
     /* names pending that found no place: while there are any, absence proves nothing */
     _Atomic uint32_t pending_hidden;
@@ -110,8 +112,15 @@ struct hr_partition_header {
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
+    _Alignas(HR_LINE) _Atomic uint64_t lone; /* the ranks counted in for an operation, see engine/lone.h */
     struct hr_ring_head log;
     _Atomic uint32_t log_wants_room; /* written by the leader: the log was full, readers wake it */
+};
+
+/* A ROWS message of an operation that is alone; written before its rank counts itself in, read when all have. */
+struct hr_lone_rows {
+    uint32_t bytes;
+    uint8_t message[HR_LONE_MESSAGE_MAX];
 };
 
 /* Written by its rank unless a comment says otherwise. */
@@ -122,6 +131,7 @@ struct hr_partition_block {
     _Atomic uint64_t input_waits; /* see hr_team_note_input_wait */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read; /* written by the leader */
+    _Alignas(HR_LINE) struct hr_lone_rows lone_rows[HR_LONE_ROWS_KEPT]; /* of rounds in turn */
 };
 
 /* One team's part of the arena, as this process sees it. */

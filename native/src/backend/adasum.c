@@ -349,6 +349,16 @@ static void adasum_cancel(struct hr_backend *backend) {
     free_memory(self);
 }
 
+static int adasum_begin_ahead(struct hr_backend *backend) {
+    const struct adasum *self = (const struct adasum *)backend;
+    return !self->runs && self->inner->ops->begin_ahead(self->inner);
+}
+
+static void adasum_show_ahead(struct hr_backend *backend) {
+    const struct adasum *self = (const struct adasum *)backend;
+    self->inner->ops->show_ahead(self->inner);
+}
+
 static int adasum_is_ending(const struct hr_backend *backend) {
     const struct adasum *self = (const struct adasum *)backend;
     if (self->runs && (self->stage != HR_ADASUM_GATHER || self->fused.count < self->work.count)) {
@@ -376,6 +386,8 @@ struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inn
         .carries = inner->ops->carries,
         .flows = inner->ops->flows,
         .begin = adasum_begin,
+        .begin_ahead = inner->ops->begin_ahead == NULL ? NULL : adasum_begin_ahead,
+        .show_ahead = inner->ops->show_ahead == NULL ? NULL : adasum_show_ahead,
         .progress = adasum_progress,
         .cancel = adasum_cancel,
         .is_ending = adasum_is_ending,

@@ -62,6 +62,12 @@ struct hr_backend_ops {
      * vector.
      */
     int (*begin)(struct hr_backend *backend, const struct hr_work *work);
+    /*
+     * Behind begin, while other ranks may not do the same: does what needs nothing of them. 1, or 0 where that is
+     * nothing. Then, when all ranks have done so, lets the work go on; or it is cancelled. Both NULL: never.
+     */
+    int (*begin_ahead)(struct hr_backend *backend);
+    void (*show_ahead)(struct hr_backend *backend);
     /* As in struct hr_task, for the work begun last. */
     int (*progress)(struct hr_backend *backend);
     void (*cancel)(struct hr_backend *backend);

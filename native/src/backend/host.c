@@ -270,6 +270,32 @@ static int begin_next(struct host_backend *host) {
     return HR_TASK_DONE;
 }
 
+/* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
+static struct hr_segments *segments_ahead(struct host_backend *host) {
+    switch (host->way == WAY_SLOTS && host->task != NULL ? host->work.op : HORO_BARRIER) {
+    case HORO_ALLREDUCE: return &host->run.allreduce.segments;
+    case HORO_BROADCAST: return &host->run.broadcast.segments;
+    case HORO_REDUCESCATTER: return &host->run.reducescatter.segments;
+    default: return NULL;
+    }
+}
+
+static int host_begin_ahead(struct hr_backend *backend) {
+    struct host_backend *host = host_of(backend);
+    struct hr_segments *segments = segments_ahead(host);
+    return host->way == WAY_READ ? hr_direct_fill_ahead(&host->run.direct)
+                                 : segments != NULL && hr_segments_fill_ahead(segments);
+}
+
+static void host_show_ahead(struct hr_backend *backend) {
+    struct host_backend *host = host_of(backend);
+    if (host->way == WAY_READ) {
+        hr_direct_show_ahead(&host->run.direct);
+    } else {
+        hr_segments_show_ahead(segments_ahead(host));
+    }
+}
+
 static int host_progress(struct hr_backend *backend) {
     struct host_backend *host = host_of(backend);
     const int moved = host->task == NULL ? HR_TASK_DONE : host->task->progress(host->task);
@@ -307,6 +333,8 @@ static const struct hr_backend_ops host_ops = {
     .carries = 1,
     .flows = 1,
     .begin = host_begin,
+    .begin_ahead = host_begin_ahead,
+    .show_ahead = host_show_ahead,
     .progress = host_progress,
     .cancel = host_cancel,
     .is_ending = host_is_ending,

@@ -92,6 +92,7 @@ struct hr_reducescatter {
     struct hr_scale postscale;
     enum hr_store store;
     size_t total_bytes;
+    int64_t fill_ns;     /* one host: how long the filling of the first segment took */
     int64_t measured_ns; /* one host: when the measuring of the current segment began */
     size_t unit;         /* of shares */
     int owners;

@@ -327,6 +327,11 @@ static int may_be_untrue(const struct hr_team *team) {
     return hr_arena_aborted(&team->node->arena).code != 0;
 }
 
+static void end_showing(struct hr_direct *run) {
+    hr_team_arrive(run->team, HR_PHASE_FILLED, run->parity);
+    run->stage = run->move.sum == NULL ? STAGE_KEEP : STAGE_READ;
+}
+
 static int progress(struct hr_task *task) {
     struct hr_direct *run = (struct hr_direct *)task; /* its first member */
     struct hr_team *team = run->team;
@@ -336,15 +341,14 @@ static int progress(struct hr_task *task) {
             return HR_TASK_BLOCKED;
         }
         show(run);
-        hr_team_arrive(team, HR_PHASE_FILLED, run->parity);
-        run->stage = run->move.sum == NULL ? STAGE_KEEP : STAGE_READ;
+        end_showing(run);
         return HR_TASK_MOVED;
     case STAGE_KEEP:
         keep(run);
         run->stage = STAGE_READ;
         return HR_TASK_MOVED;
     case STAGE_READ:
-        if (!hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
+        if (!run->is_shown_ahead && !hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
             return HR_TASK_BLOCKED;
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
@@ -373,4 +377,17 @@ void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct h
         run->sum = *move->sum;
     }
     team->segment++; /* its addresses take the place of one segment */
+}
+
+int hr_direct_fill_ahead(struct hr_direct *run) {
+    if (!hr_team_reached(run->team, HR_PHASE_DRAINED, run->parity)) {
+        return 0;
+    }
+    show(run);
+    return 1;
+}
+
+void hr_direct_show_ahead(struct hr_direct *run) {
+    run->is_shown_ahead = 1;
+    end_showing(run);
 }

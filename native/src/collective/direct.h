@@ -50,6 +50,7 @@ struct hr_direct {
     struct hr_move move;
     int stage;
     unsigned parity;
+    int is_shown_ahead; /* all have shown their addresses, see hr_direct_show_ahead */
     int peer;           /* how many peers' parts are read */
     size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
     struct hr_sum sum;
@@ -61,5 +62,8 @@ struct hr_direct {
  * way.
  */
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move);
+/* As hr_segments_fill_ahead and hr_segments_show_ahead, of the addresses. */
+int hr_direct_fill_ahead(struct hr_direct *run);
+void hr_direct_show_ahead(struct hr_direct *run);
 
 #endif

@@ -104,15 +104,24 @@ static void fill(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = run_of(segments);
     struct hr_team *team = segments->team;
     struct walk walk = walk_begin(run, k, 0);
-    if (k == 0) {
-        run->measured_ns = hr_now_ns();
-    }
+    const int64_t begun_ns = k == 0 ? hr_now_ns() : 0;
     while (walk_on(&walk)) {
         if (walk.rank != team->rank || packs_own(run)) {
             pack(run, &walk, slot_of(run, team->local_rank, k));
         }
     }
+    if (k == 0) {
+        run->fill_ns = hr_now_ns() - begun_ns;
+    }
     hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+}
+
+/* All have filled the segment: a rank that was late to do so has cost no store anything. */
+static void begin_to_measure(struct hr_segments *segments, size_t k) {
+    struct hr_reducescatter *run = run_of(segments);
+    if (k == 0) {
+        run->measured_ns = hr_now_ns() - run->fill_ns;
+    }
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -227,7 +236,8 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 
 static int begin_next_run(struct hr_segments *segments);
 
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
+static const struct hr_segments_ops one_host = {
+    .fill = fill, .reduce = begin_to_measure, .drain = drain, .follow = begin_next_run};
 static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
                                                      .reduce = reduce_region,
                                                      .begin = begin,

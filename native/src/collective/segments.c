@@ -65,7 +65,8 @@ static int fill(struct hr_segments *segments) {
 }
 
 static int make_ready(struct hr_segments *segments) {
-    if (!segments->begins_alone && !phase_reached(segments, HR_PHASE_FILLED, segments->ready)) {
+    const int is_filled = segments->begins_alone || (segments->is_filled_ahead && segments->ready == 0);
+    if (!is_filled && !phase_reached(segments, HR_PHASE_FILLED, segments->ready)) {
         return HR_TASK_BLOCKED;
     }
     if (segments->ops->reduce != NULL) {
@@ -209,4 +210,21 @@ void hr_segments_begin(struct hr_segments *segments, size_t count) {
     segments->count = count;
     segments->first = segments->team->segment;
     segments->team->segment += count;
+}
+
+int hr_segments_fill_ahead(struct hr_segments *segments) {
+    struct hr_team *team = segments->team;
+    if (segments->count == 0 || segments->ops->begin != NULL || segments->flowing != NULL ||
+        !phase_reached(segments, HR_PHASE_DRAINED, 0)) {
+        return 0;
+    }
+    team->is_ahead = 1;
+    segments->ops->fill(segments, segments->filled++);
+    team->is_ahead = 0;
+    return 1;
+}
+
+void hr_segments_show_ahead(struct hr_segments *segments) {
+    segments->is_filled_ahead = 1;
+    hr_team_arrive(segments->team, HR_PHASE_FILLED, hr_segments_parity(segments, 0));
 }

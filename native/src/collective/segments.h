@@ -60,6 +60,7 @@ struct hr_segments {
     const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
     size_t flowing_bytes;           /* then: of every segment but the last */
     int awaits_input;               /* then: those of the next segment to be filled have been found missing */
+    int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */
@@ -74,6 +75,14 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
  * set stay.
  */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
+
+/*
+ * On one host, before anybody knows that the other ranks do the same: fills the first segment. 1, or 0 where that
+ * cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and team->segment is what
+ * it was.
+ */
+int hr_segments_fill_ahead(struct hr_segments *segments);
+void hr_segments_show_ahead(struct hr_segments *segments);
 
 /* A call between the hosts of a team, with what all such calls have in common. */
 static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {

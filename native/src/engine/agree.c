@@ -172,6 +172,13 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
     return HORO_OK;
 }
 
+void hr_agree_note_use(struct hr_agree *agree, uint32_t id) {
+    struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
+    if (entry != NULL && entry->state == HR_AGREE_IDLE) {
+        hr_agree_move(agree, entry, HR_AGREE_IDLE);
+    }
+}
+
 /*
  * True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the
  * same names.

@@ -120,6 +120,8 @@ void hr_agree_take_lone(struct hr_agree *agree);
  */
 uint32_t hr_agree_lacks_only(const struct hr_agree *agree, int member);
 void hr_agree_take(struct hr_agree *agree, uint32_t id);
+/* The tensor of this id is in use, though nobody has announced it: it is not the next to lose its id. */
+void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
 /* Not the root: whether something has been reported of which no record has come. */
 static inline int hr_agree_is_reported(const struct hr_agree *agree) {
     return agree->lists[HR_AGREE_REPORTED].first != NULL;

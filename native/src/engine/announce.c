@@ -90,25 +90,29 @@ static int announce_rows(struct hr_lane *lane, const struct hr_request *request,
     return HORO_OK;
 }
 
-static int announce_id(struct hr_lane *lane, struct hr_request *request, struct hr_known *known) {
-    request->announced_id = known->id;
-    known->pending = request;
-    atomic_fetch_add_explicit(&lane->engine->counts.cache_hits, 1, memory_order_relaxed);
+int hr_lane_announce_id(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     const size_t carried = hr_lane_carries(lane, request);
     if (lane->is_leader) {
         if (carried > 0) {
-            hr_carry_add_own(lane, request, known->id, carried);
+            hr_carry_add_own(lane, request, id, carried);
         }
-        return hr_lane_announce_own(lane, request, known->id);
+        return hr_lane_announce_own(lane, request, id);
     }
     if (carried > 0) {
-        return announce_data(lane, request, known->id, carried);
+        return announce_data(lane, request, id, carried);
     }
     if (request->rows.count > 0) {
-        return announce_rows(lane, request, known->id);
+        return announce_rows(lane, request, id);
     }
-    lane->announcer.ids[lane->announcer.id_count++] = known->id;
+    lane->announcer.ids[lane->announcer.id_count++] = id;
     return lane->announcer.id_count == HR_IDS_MAX ? hr_lane_write_ids(lane) : HORO_OK;
+}
+
+static int announce_known(struct hr_lane *lane, struct hr_request *request, struct hr_known *known) {
+    request->announced_id = known->id;
+    known->pending = request;
+    atomic_fetch_add_explicit(&lane->engine->counts.cache_hits, 1, memory_order_relaxed);
+    return hr_lone_enter(lane, request, known->id) ? HORO_OK : hr_lane_announce_id(lane, request, known->id);
 }
 
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request) {
@@ -123,7 +127,7 @@ int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request) {
         hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
     const int same = known != NULL && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
-    HR_TRY(same ? announce_id(lane, request, known) : hr_lane_announce_full(lane, request));
+    HR_TRY(same ? announce_known(lane, request, known) : hr_lane_announce_full(lane, request));
     return hr_buffer_size(&lane->announcer.request_out) < FLUSH_BYTES ? HORO_OK : hr_lane_flush_requests(lane);
 }
 
@@ -165,6 +169,7 @@ int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver) {
     if (lane->announcer.has_asked_to_leave) {
         return HORO_OK;
     }
+    HR_TRY(hr_lone_give_up(lane));
     lane->announcer.has_asked_to_leave = 1;
     if (lane->is_leader) {
         return hr_leader_note_leaver(lane, leaver);

@@ -144,7 +144,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
     const struct hr_wire_lane head = {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
-        .executed = lane->executor.log_executed,
+        .executed = hr_lane_place(lane),
         .count = (uint32_t)lane->in_flight.count + (lane->is_joining != 0),
     };
     HR_TRY(hr_wire_put_lane(out, &head));

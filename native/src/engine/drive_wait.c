@@ -38,7 +38,7 @@ static int task_moves(struct hr_lane *lane) {
 }
 
 static int lane_has_work(struct hr_lane *lane) {
-    return task_moves(lane) || log_waits(lane) || ring_has_room(lane) ||
+    return task_moves(lane) || hr_lone_has_work(lane) || log_waits(lane) || ring_has_room(lane) ||
            (lane->is_leader && hr_lane_has_lead_work(lane));
 }
 
@@ -112,7 +112,7 @@ static int64_t supervise_due_ns(struct hr_engine *engine, int64_t now_ns) {
 }
 
 static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
-    int64_t deadline_ns = hr_lane_check_stall(lane, now_ns);
+    int64_t deadline_ns = earlier(hr_lane_check_stall(lane, now_ns), hr_lone_due_ns(lane, now_ns));
     if (lane->executor.state == HR_EXECUTION_LOST) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }

@@ -140,7 +140,7 @@ struct hr_driver {
 };
 
 struct hr_counts {
-    _Atomic uint64_t requests, cache_hits, batches, tensors, bytes, messages_sent;
+    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
 };
 
 /* The knowledge of a rank of each team, also of those that it is no member of. */

@@ -81,7 +81,7 @@ void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl
                                       .op = -1,
                                       .team = lane->team->number,
                                       .number = by_nccl ? HR_VIA_NCCL : via(lane, moves_data),
-                                      .bytes = (int64_t)(lane->executor.log_executed + lane->executor.record_bytes),
+                                      .bytes = (int64_t)(hr_lane_place(lane) + hr_lane_step(lane)),
                                   });
     }
 }

@@ -1,161 +1,23 @@
 /* Taking records out of the log and running them. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "backend/carried.h"
-#include "base/dtype.h"
 #include "base/op.h"
 #include "device/staging.h"
+#include "engine/batch.h"
 #include "engine/engine.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
-
-/* The requests and operands of one batch; grows, is never shrunk. */
-struct hr_batch {
-    struct hr_request **requests;
-    size_t request_count, request_capacity;
-    struct hr_operand *operands;
-    size_t *row_bytes;
-    size_t operand_count, operand_capacity;
-    uint64_t bytes;
-    int flows; /* some of its requests do */
-};
-
-void hr_lane_free_batch(struct hr_lane *lane) {
-    if (lane->executor.batch != NULL) {
-        free((void *)lane->executor.batch->requests);
-        free(lane->executor.batch->operands);
-        free(lane->executor.batch->row_bytes);
-        free(lane->executor.batch);
-        lane->executor.batch = NULL;
-    }
-}
-
-static int grow(void **array, size_t count, size_t element_bytes) {
-    void *larger = realloc(*array, count * element_bytes);
-    if (larger == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *array = larger;
-    return HORO_OK;
-}
-
-static int reserve_requests(struct hr_batch *batch, size_t count) {
-    if (count > batch->request_capacity) {
-        HR_TRY(grow((void **)&batch->requests, count, sizeof *batch->requests));
-        batch->request_capacity = count;
-    }
-    return HORO_OK;
-}
-
-static int reserve_operands(struct hr_batch *batch, size_t count) {
-    if (count > batch->operand_capacity) {
-        HR_TRY(grow((void **)&batch->operands, count, sizeof *batch->operands));
-        HR_TRY(grow((void **)&batch->row_bytes, count, sizeof *batch->row_bytes));
-        batch->operand_capacity = count;
-    }
-    return HORO_OK;
-}
-
-static void add_operand(struct hr_batch *batch, const horo_request *call, int t, struct hr_flow *flow) {
-    const horo_tensor *tensor = &call->tensors[t];
-    const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
-    int64_t bytes = 0;
-    /* stays so where it does not fit: an allgather of such rows has been refused, others do not look at it */
-    int64_t row_bytes = 0;
-    const int rows = tensor->ndim > 0;
-    /* it was checked when it was submitted */
-    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
-    (void)hr_wire_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
-    const size_t i = batch->operand_count++;
-    batch->operands[i] = (struct hr_operand){
-        .input = tensor->input,
-        .output = tensor->output,
-        .bytes = (size_t)bytes,
-        .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
-        .wire_dtype = tensor->wire_dtype,
-        .flow = flow,
-    };
-    batch->row_bytes[i] = (size_t)row_bytes;
-    batch->bytes += (uint64_t)bytes;
-}
-
-static int load_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
-    if (lane->executor.batch == NULL && (lane->executor.batch = calloc(1, sizeof *lane->executor.batch)) == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    struct hr_batch *batch = lane->executor.batch;
-    batch->request_count = 0;
-    batch->operand_count = 0;
-    batch->bytes = 0;
-    batch->flows = 0;
-    HR_TRY(reserve_requests(batch, record->count));
-    const uint8_t *cursor = record->items;
-    size_t operands = 0;
-    for (uint32_t i = 0; i < record->count; i++) {
-        struct hr_wire_ref ref;
-        hr_wire_next_ref(&cursor, &ref);
-        HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
-        hr_lane_settle_nccl(lane, batch->requests[i]);
-        batch->request_count++;
-        operands += (size_t)batch->requests[i]->call.tensor_count;
-    }
-    HR_TRY(reserve_operands(batch, operands));
-    HR_TRY(hr_engine_place_stand_ins(lane->engine, batch->requests, batch->request_count));
-    for (size_t i = 0; i < batch->request_count; i++) {
-        const horo_request *call = &batch->requests[i]->call;
-        struct hr_flow *flow = batch->requests[i]->flows ? &batch->requests[i]->staging->flow : NULL;
-        batch->flows |= flow != NULL;
-        for (int t = 0; t < call->tensor_count; t++) {
-            add_operand(batch, call, t, flow);
-        }
-    }
-    return HORO_OK;
-}
-
-/* HR_TASK_DONE where that all have agreed is all there is to it, else HR_TASK_MOVED or a status. */
-static int begin_batch(struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    if (batch->request_count == 0) {
-        return HORO_ERR_INTERNAL;
-    }
-    /* requests that may share a batch agree in all that is looked at here */
-    const horo_request *call = &batch->requests[0]->call;
-    if (!hr_op_has_tensors(call->op)) {
-        return HR_TASK_DONE;
-    }
-    const struct hr_work work = {
-        .op = call->op,
-        .reduce_op = call->reduce_op,
-        .root_rank = call->op == HORO_BROADCAST ? hr_team_member(lane->team, call->root_rank) : 0,
-        .prescale = call->prescale,
-        .postscale = call->postscale,
-        .operands = batch->operands,
-        .count = batch->operand_count,
-        .row_bytes = batch->row_bytes,
-        .results = batch->requests[0]->gathered,
-        .splits = batch->requests[0]->splits,
-    };
-    struct hr_backend *backend = lane->backend;
-    if (hr_request_is_by_nccl(batch->requests[0])) {
-        backend = hr_engine_nccl_backend(lane->engine, batch->requests, batch->request_count);
-    }
-    if (backend == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    lane->executor.backend = backend;
-    HR_TRY(backend->ops->begin(backend, &work));
-    return HR_TASK_MOVED;
-}
 
 /* The record that was begun last is over. */
 static void end_record(struct hr_lane *lane) {
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
+    lane->executor.place += hr_lane_step(lane);
     /* partner: hr_arena_has_closed */
-    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.log_executed);
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], hr_lane_place(lane));
     /* the leaders of team and host may wait for this before they leave */
     if (atomic_load(&arena->header->leave_at[number]) != 0) {
         hr_team_wake_leader(lane->team);
@@ -282,7 +144,7 @@ static int note_last(struct hr_lane *lane, const struct hr_wire_message *record)
 }
 
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
-    HR_TRY(load_batch(lane, record));
+    HR_TRY(hr_batch_load(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
     hr_lane_note_record(lane, batch->operand_count > 0,
                         batch->request_count > 0 && hr_request_is_by_nccl(batch->requests[0]));
@@ -307,13 +169,31 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
         }
         HR_TRY(status);
     }
-    const int begun = begin_batch(lane);
+    const int begun = hr_batch_begin(lane);
     HR_TRY(begun);
     if (begun == HR_TASK_DONE) {
         end_batch(lane);
     } else {
         lane->executor.state = HR_EXECUTION_RUNNING;
     }
+    return HORO_OK;
+}
+
+int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows) {
+    const int is_begun = hr_op_has_tensors(request->call.op) && !hr_op_tells_rows(request->call.op);
+    lane->executor.record_bytes = 0;
+    lane->executor.moves++;
+    if (!is_begun) {
+        uint8_t item[HR_BATCH_ITEM_BYTES];
+        struct hr_wire_message record = hr_batch_record(request, item);
+        record.rows = rows;
+        return execute_batch(lane, &record);
+    }
+    const struct hr_batch *batch = lane->executor.batch;
+    hr_lane_note_record(lane, 1, 0);
+    hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
+    lane->backend->ops->show_ahead(lane->backend);
+    lane->executor.state = HR_EXECUTION_RUNNING;
     return HORO_OK;
 }
 
@@ -430,6 +310,9 @@ int hr_lane_execute(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_CHANGING) {
         return change_teams(lane);
     }
+    if (lane->lone.request != NULL) {
+        return hr_lone_go_on(lane);
+    }
     HR_TRY(take_log(lane));
     const uint8_t *data;
     size_t bytes;
@@ -455,6 +338,7 @@ void hr_lane_cancel(struct hr_lane *lane) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
+    hr_lone_drop(lane);
 }
 
 int hr_lane_are_flows_back(const struct hr_lane *lane) {

@@ -87,7 +87,8 @@ static int has_to_announce(const struct hr_lane *lane) {
 }
 
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
-    HR_TRY(hr_lane_write_ids(lane)); /* requests from before the call are announced before */
+    HR_TRY(hr_lone_give_up(lane)); /* requests from before the call are announced before */
+    HR_TRY(hr_lane_write_ids(lane));
     lane->announcer.join = (struct hr_joining){.held = request};
     HR_TRY(tell_of_joining(lane));
     const int announced = hr_lane_go_on_joining(lane);

@@ -10,6 +10,7 @@ static void free_parts(struct hr_lane *lane) {
         hr_lane_fini_leader(lane);
     }
     hr_lane_free_known(lane);
+    hr_lone_fini(lane);
     hr_lane_free_batch(lane);
     hr_lane_free_stand_ins(lane);
     hr_buffer_fini(&lane->announcer.request_out);

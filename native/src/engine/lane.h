@@ -8,6 +8,7 @@
 
 #include "engine/agree.h"
 #include "engine/deadlock.h"
+#include "engine/lone.h"
 #include "engine/request.h"
 #include "node/team.h"
 
@@ -71,10 +72,11 @@ struct hr_executor {
     uint64_t log_position;  /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
+    uint64_t place;         /* see hr_lane_place */
     uint64_t moves;         /* stages of tasks and records of the log done */
-    uint64_t record_bytes;  /* of the record that is being executed */
+    uint64_t record_bytes;  /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave; /* the last record of the log */
-    struct hr_batch *batch; /* scratch of execute.c */
+    struct hr_batch *batch; /* see batch.h */
     struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
 };
 
@@ -164,6 +166,7 @@ struct hr_lane {
     struct hr_executor executor;
     struct hr_leader leader;
     struct hr_stall stall;
+    struct hr_lone lone;
 };
 
 /*
@@ -184,10 +187,25 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
     return lane->executor.moves + lane->team->pieces;
 }
 
+/*
+ * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
+ * no record there (lone.h) and are over. It grows with each of both, on all ranks alike.
+ */
+static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
+    return lane->executor.place;
+}
+
+/* Its growth at the end of what is executed. */
+static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
+    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
+}
+
 /* ---- announce.c ---- */
 
 /* Announces what has been taken from the queue, but for what the next flush takes to the leader. */
 int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request);
+/* By an id that stands for what the request is. */
+int hr_lane_announce_id(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
 /* Ends a row of such calls. */
 int hr_lane_write_ids(struct hr_lane *lane);
 /* In full; the next flush takes it to the leader. */
@@ -396,6 +414,8 @@ static inline int hr_lane_awaits_copy(const struct hr_lane *lane) {
 
 /* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
 int hr_lane_execute(struct hr_lane *lane);
+/* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
+int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
 /* After the end of the group: gives the current batch up. */
 void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */

@@ -272,7 +272,7 @@ int hr_leader_collect(struct hr_lane *lane) {
 static int log_runs_out(const struct hr_lane *lane) {
     /* by me */
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    const uint64_t left = written - lane->executor.log_executed;
+    const uint64_t left = written + lane->lone.rounds - hr_lane_place(lane);
     return hr_buffer_size(&lane->leader.log_out) == 0 &&
            (left == 0 ||
             (lane->team->host_count > 1 && left == lane->executor.record_bytes && hr_lane_is_ending_batch(lane)));
@@ -326,7 +326,8 @@ void hr_leader_close_log(struct hr_lane *lane) {
     const int number = lane->team->number;
     /* by me */
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    atomic_store(&lane->node->arena.header->leave_at[number], written + hr_buffer_size(&lane->leader.log_out) + 1);
+    atomic_store(&lane->node->arena.header->leave_at[number],
+                 written + hr_buffer_size(&lane->leader.log_out) + lane->lone.rounds + 1);
     lane->leader.log_closed = 1;
     if (number == 0) {
         hr_node_call(lane->node); /* a leader that has nothing to do closes the logs of its other teams too */
@@ -393,12 +394,23 @@ static int flush_log(struct hr_lane *lane) {
         atomic_store(&partition->header->log_wants_room, 0);
     }
     if (written > 0) {
+        if (hr_buffer_size(out) == 0) {
+            hr_lone_reopen(lane);
+        }
         hr_team_wake_all(lane->team);
     }
     return written > 0;
 }
 
 /* ---- The step ---- */
+
+/* A batch that all have counted themselves in for comes before any record: 1, or 0 where it is to be executed first. */
+static int close_lone(struct hr_lane *lane) {
+    int64_t due_ns;
+    const int agrees = lane->leader.agree.active > 0 || may_collect(lane) || hr_leader_may_tell_joined(lane) ||
+                       may_close(lane) || may_form_batch(lane, &due_ns);
+    return agrees && lane->team->host_count == 1 ? hr_lone_close(lane) : 1;
+}
 
 /*
  * Sends what was just written, before this rank executes it, and before a caller that then has what it waits for stops
@@ -414,14 +426,17 @@ static int send_at_once(struct hr_lane *lane) {
 }
 
 int hr_lane_lead(struct hr_lane *lane) {
-    static int (*const parts[])(struct hr_lane *) = {collect_local, hr_leader_progress_links, hr_leader_collect,
-                                                     hr_ahead_go,   form_batches,             flush_log};
-    int moved = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    static int (*const parts[])(struct hr_lane *) = {hr_leader_collect, hr_ahead_go, form_batches, flush_log};
+    int moved = collect_local(lane);
+    HR_TRY(moved);
+    const int linked = hr_leader_progress_links(lane);
+    HR_TRY(linked);
+    moved |= linked;
+    const int may_agree = close_lone(lane);
+    HR_TRY(may_agree);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts && may_agree; i++) {
         const int status = parts[i](lane);
-        if (status < 0) {
-            return status;
-        }
+        HR_TRY(status);
         moved |= status;
     }
     return moved && lane->leader.link_count > 0 ? send_at_once(lane) : moved;

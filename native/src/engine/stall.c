@@ -150,7 +150,7 @@ static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
         const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
         if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
             atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
-                lane->executor.log_executed) {
+                hr_lane_place(lane)) {
             return team->job_rank[team->rank_of_local[i]];
         }
     }

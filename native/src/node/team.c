@@ -201,6 +201,9 @@ void hr_team_destroy(struct hr_team *team) {
 
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) {
     const unsigned index = (unsigned)phase + parity;
+    if (team->is_ahead) {
+        return;
+    }
     team->arrivals[index]++;
     hr_core_publish(team->node);
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */

@@ -84,6 +84,7 @@ struct hr_team {
     /* The state that its collectives keep from one to the next. */
     uint64_t segment;                  /* segments begun; its parity chooses the slot */
     uint64_t arrivals[HR_PHASE_COUNT]; /* mine, per phase and parity */
+    int is_ahead;                      /* this rank works on what is not agreed on: it arrives nowhere */
     struct hr_abort suspect;           /* the rank that a task has lost; see struct hr_task */
     /* travelled, so far, between hosts: whoever wants to know whether time passes idly compares it */
     uint64_t pieces;

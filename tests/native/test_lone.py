@@ -1,0 +1,325 @@
+"""Operations that are alone in their team are agreed on by counting, and mix with all else."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, describe, run_ranks, wait_for
+
+from horo import _core
+from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError
+
+SUM = _core.REDUCE_OPS["sum"]
+PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
+"""Ranks that are threads of one interpreter are late for each other: they are to spin until the others come."""
+TIMES = 300
+"""More than the number of rounds that the word of a team can tell apart."""
+
+
+def counted(rank: Rank) -> int:
+    return rank.context.counters()["counted"]
+
+
+def gather(rank: Rank, op: str, name: str, array: np.ndarray, **options: Any) -> np.ndarray:
+    """An allgather or alltoall of one tensor, as a caller that waits for it at once."""
+    tensor = describe([array], [array])[0]
+    if op == "alltoall":
+        tensor = tensor._replace(splits=options.pop("splits"), output=0, output_bytes=0)
+    buffer = _core.RequestBuffer.of(_core.OPS[op], name, [tensor], sync=True, **options)
+    handle = rank.context.submit(buffer)
+    try:
+        rank.context.wait(handle)
+        data, first_dims = rank.context.take_result(handle, 0)
+    finally:
+        rank.context.release(handle)
+    return np.frombuffer(data, array.dtype).reshape(sum(first_dims), *array.shape[1:])
+
+
+def allreduce(rank: Rank, step: int, count: int, name: str = "s", **options: Any) -> None:
+    array = np.full(count, rank.rank + step % 5, np.float32)
+    rank.run("allreduce", name, [array], reduce_op=SUM, **options)
+    assert (array == sum(r + step % 5 for r in range(rank.size))).all()
+
+
+def broadcast(rank: Rank, step: int, count: int) -> None:
+    root = step % rank.size
+    array = np.full(count, 100 * rank.rank + step, np.int64)
+    rank.run("broadcast", f"b{root}", [array], root_rank=root)
+    assert (array == 100 * root + step).all()
+
+
+def reducescatter(rank: Rank, step: int, count: int) -> None:
+    array = np.full((rank.size, count), rank.rank + step, np.int32)
+    output = np.zeros((1, count), np.int32)
+    request = _core.RequestBuffer.of(
+        _core.OPS["reducescatter"], "r", describe([array], [output]), sync=True, reduce_op=SUM
+    )
+    rank.context.run(request)
+    assert (output == sum(r + step for r in range(rank.size))).all()
+
+
+def allgather(rank: Rank, step: int, count: int) -> None:
+    rows = (rank.rank + step) % 3 + count
+    got = gather(rank, "allgather", "g", np.full((rows, 2), rank.rank, np.int16))
+    wanted = [r for r in range(rank.size) for _ in range((r + step) % 3 + count)]
+    assert got[:, 0].tolist() == wanted
+
+
+def alltoall(rank: Rank, step: int, count: int) -> None:
+    splits = [(rank.rank + other + step) % 3 + count for other in range(rank.size)]
+    values = np.repeat(np.arange(rank.size) * 10 + rank.rank, splits)
+    got = gather(rank, "alltoall", "a", values, splits=splits)
+    wanted = [rank.rank * 10 + r for r in range(rank.size) for _ in range((r + rank.rank + step) % 3 + count)]
+    assert got.tolist() == wanted
+
+
+def barrier(rank: Rank, step: int, count: int) -> None:
+    del step, count
+    rank.run("barrier", "barrier", [])
+
+
+OPERATIONS: list[Callable[[Rank, int, int], None]] = [
+    allreduce,
+    broadcast,
+    reducescatter,
+    allgather,
+    alltoall,
+    barrier,
+]
+
+
+@pytest.mark.parametrize("count", [1, 1500, 40_000])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_operation_is_counted_and_right(operation: Callable[..., None], ranks: int, count: int) -> None:
+    times = TIMES if count < 40_000 else 20
+
+    def body(rank: Rank) -> int:
+        for step in range(times):
+            operation(rank, step, count)
+        return counted(rank)
+
+    counts = run_ranks(body, (ranks,), **PATIENT)
+    assert len(set(counts)) == 1
+    assert 0 < counts[0] < times
+
+
+def test_the_first_use_of_a_name_is_agreed_on_by_the_leader() -> None:
+    def body(rank: Rank) -> int:
+        for step in range(20):
+            allreduce(rank, 0, 4, f"name {step}")
+        return counted(rank)
+
+    assert run_ranks(body, **PATIENT) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [((1, 1), PATIENT), ((2,), PATIENT | {"spin_us": 0}), ((2,), PATIENT | {"cycle_time_us": 100}), ((1,), PATIENT)],
+    ids=["hosts", "no spinning", "cycles", "one rank"],
+)
+def test_where_nobody_counts_all_is_as_ever(hosts: Sequence[int], options: dict[str, Any]) -> None:
+    def body(rank: Rank) -> int:
+        for step in range(20):
+            allreduce(rank, step, 10)
+        return counted(rank)
+
+    assert set(run_ranks(body, hosts, **options)) == {0}
+
+
+def test_a_rank_that_is_late_is_waited_for_asleep() -> None:
+    with Group((3,), spin_us=200) as group:
+
+        def sleeps(rank: Rank) -> list[int]:
+            """Of the other ranks."""
+            return [c.counters()["sleeps"] for r, c in enumerate(group.contexts) if r != rank.rank]
+
+        def body(rank: Rank) -> None:
+            for step in range(10):
+                if rank.rank == step % 3:
+                    before = sleeps(rank)
+                    assert asleep[step].wait(20)
+                    wait_for(lambda b=before: all(now > n for now, n in zip(sleeps(rank), b, strict=True)))
+                else:
+                    asleep[step].set()
+                allreduce(rank, step, 10)
+
+        asleep = [threading.Event() for _ in range(10)]
+        group.run(body)
+
+
+def test_those_who_wait_and_those_who_do_not_agree_through_the_leader() -> None:
+    def body(rank: Rank) -> None:
+        for step in range(TIMES):
+            if rank.rank == step % 3:
+                array = np.full(5, 1, np.float32)
+                rank.allreduce(array, "s")
+                assert (array == 3).all()
+            else:
+                array = np.full(5, 1, np.float32)
+                rank.run("allreduce", "s", [array], reduce_op=SUM)
+                assert (array == 3).all()
+
+    run_ranks(body, (3,), **PATIENT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_mix_of_all(seed: int) -> None:
+    print("seed", seed)
+
+    def body(rank: Rank) -> int:
+        chance = random.Random(seed)
+        for step in range(400):
+            operation = chance.choice(OPERATIONS)
+            count = chance.choice([1, 3, 700, 5000])
+            if chance.random() < 0.3:
+                handle = rank.submit("allreduce", f"free {step % 3}", [np.ones(3, np.float32)], reduce_op=SUM)
+                operation(rank, step, count)
+                rank.finish(handle)
+            else:
+                operation(rank, step, count)
+        return counted(rank)
+
+    counts = run_ranks(body, (2 + seed % 3,), **PATIENT)
+    assert len(set(counts)) == 1
+    assert counts[0] > 0
+
+
+def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_room_for() -> None:
+    def body(rank: Rank) -> int:
+        for step in range(2600):
+            rank.allreduce(np.ones(1, np.float32), f"{step} ".ljust(1000, "x"))
+            if step % 100 == 0:
+                for again in range(3):
+                    allreduce(rank, again, 4)
+        return counted(rank)
+
+    counts = run_ranks(body, **PATIENT)
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_rank_with_another_shape_fails_the_operation_for_all_and_the_job_goes_on() -> None:
+    def body(rank: Rank) -> int:
+        for step in range(30):
+            allreduce(rank, step, 8)
+            if step % 10 == 9:
+                with pytest.raises(MismatchError, match="'s'"):
+                    rank.run("allreduce", "s", [np.ones(8 + rank.rank, np.float32)], reduce_op=SUM)
+        return counted(rank)
+
+    counts = run_ranks(body, (3,), **PATIENT)
+    assert counts[0] > 0
+
+
+def test_teams_count_by_themselves() -> None:
+    def body(rank: Rank) -> int:
+        low = rank.context.add_team([0, 1])
+        high = rank.context.add_team([1, 2])
+        for step in range(100):
+            allreduce(rank, step, 4, "all")
+            for team, members in ((low, (0, 1)), (high, (1, 2))):
+                if rank.rank in members:
+                    array = np.full(3, rank.rank, np.float32)
+                    rank.run("allreduce", "some", [array], reduce_op=SUM, team=team)
+                    assert (array == sum(members)).all()
+        return counted(rank)
+
+    counts = run_ranks(body, (3,), **PATIENT)
+    assert min(counts) > 0
+    assert counts[1] > max(counts[0], counts[2])
+
+
+def test_who_waits_for_a_rank_that_leaves_is_told() -> None:
+    with Group((3,), **PATIENT) as group:
+
+        def body(rank: Rank) -> None:
+            for step in range(20):
+                allreduce(rank, step, 4)
+            if rank.rank == 2:
+                group.leave(2)
+                return
+            with pytest.raises(AbortedError, match="rank 2"):
+                allreduce(rank, 20, 4)
+
+        group.run(body)
+
+
+def go_on(rank: Rank, stops: int, stop: Callable[[], object]) -> None:
+    """Rank ``stops`` does something after a while; the others go on until they are told."""
+    for step in range(50 if rank.rank == stops else 10_000):
+        allreduce(rank, step, 4)
+    stop()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_named(victim: int) -> None:
+    with Group((3,), **PATIENT) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == victim:
+                go_on(rank, victim, lambda: group.kill(victim))
+                return
+            with pytest.raises(PeerLostError, match=f"rank {victim}"):
+                go_on(rank, victim, pytest.fail)
+
+        group.run(body)
+
+
+def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
+    with Group((2,), **PATIENT) as group:
+        late = threading.Event()
+
+        def body(rank: Rank) -> None:
+            for step in range(10):
+                allreduce(rank, step, 4)
+            array = np.ones(4, np.float32)
+            if rank.rank == 1:
+                assert late.wait(20)
+                rank.run("allreduce", "s", [array], reduce_op=SUM)
+            else:
+                request = _core.RequestBuffer.of(
+                    _core.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
+                )
+                handle = rank.context.submit(request)
+                assert _core.lib.horo_wait(rank.context._context, handle, 2) == _core.lib.HORO_IN_PROGRESS
+                late.set()
+                rank.context.wait(handle)
+                rank.context.release(handle)
+            assert (array == 2).all()
+            allreduce(rank, 3, 4)
+
+        group.run(body)
+
+
+def test_joined_ranks_are_counted_on_no_more() -> None:
+    def body(rank: Rank) -> None:
+        for step in range(10):
+            allreduce(rank, step, 4)
+        if rank.rank < 2:
+            for _ in range(10):
+                array = np.full(4, 1, np.float32)
+                rank.run("allreduce", "s", [array], reduce_op=SUM)
+                assert (array == 2).all()
+        rank.context.finish(rank.context.start_join(0))
+        for step in range(10):
+            allreduce(rank, step, 4)
+
+    run_ranks(body, (3,), **PATIENT)
+
+
+def test_an_end_while_ranks_are_counted_in_is_told_to_all() -> None:
+    with Group((3,), **PATIENT) as group:
+
+        def body(rank: Rank) -> None:
+            if rank.rank == 1:
+                go_on(rank, 1, lambda: rank.context.end("it is over"))
+                return
+            with pytest.raises(HoroError, match="rank 1"):
+                go_on(rank, 1, pytest.fail)
+
+        group.run(body)
