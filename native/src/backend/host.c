@@ -272,7 +272,10 @@ static int begin_next(struct host_backend *host) {
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
 static struct hr_segments *segments_ahead(struct host_backend *host) {
-    switch (host->way == WAY_SLOTS && host->task != NULL ? host->work.op : HORO_BARRIER) {
+    if (host->way != WAY_SLOTS || host->task == NULL) {
+        return NULL;
+    }
+    switch (host->work.op) {
     case HORO_ALLREDUCE: return &host->run.allreduce.segments;
     case HORO_BROADCAST: return &host->run.broadcast.segments;
     case HORO_REDUCESCATTER: return &host->run.reducescatter.segments;

@@ -60,7 +60,7 @@ struct hr_segments {
     const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
     size_t flowing_bytes;           /* then: of every segment but the last */
     int awaits_input;               /* then: those of the next segment to be filled have been found missing */
-    int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
+    int is_filled_ahead;            /* the first segment is, on all ranks, see hr_segments_fill_ahead */
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */

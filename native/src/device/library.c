@@ -86,8 +86,8 @@ int hr_library_load(const struct hr_library_kind *kind, const char *const *paths
     int status = HORO_ERR_RESOURCE;
     for (size_t i = 0; i < path_count && status != HORO_OK; i++) {
         const int is_loaded = paths[i][0] == '\0';
-        status = is_loaded ? try_library(kind, kind->soname, RTLD_NOLOAD, table, found, &reasons)
-                           : try_library(kind, paths[i], 0, table, found, &reasons);
+        status = try_library(kind, is_loaded ? kind->soname : paths[i], is_loaded ? RTLD_NOLOAD : 0, table, found,
+                             &reasons);
     }
     if (status != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "no usable %s: %s", kind->what,

@@ -180,10 +180,9 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
 }
 
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows) {
-    const int is_begun = hr_op_has_tensors(request->call.op) && !hr_op_tells_rows(request->call.op);
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
-    if (!is_begun) {
+    if (!hr_batch_is_begun_ahead(request->call.op)) {
         uint8_t item[HR_BATCH_ITEM_BYTES];
         struct hr_wire_message record = hr_batch_record(request, item);
         record.rows = rows;

@@ -117,11 +117,11 @@ static int prepare(struct hr_lane *lane, struct hr_request *request, uint32_t id
     if (hr_op_tells_rows(request->call.op)) {
         return show_rows(lane, request, id);
     }
-    return request->call.op == HORO_BARRIER || hr_batch_begin_ahead(lane, request);
+    return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
 }
 
 static void take_back(struct hr_lane *lane, struct hr_request *request) {
-    if (!hr_op_tells_rows(request->call.op) && request->call.op != HORO_BARRIER) {
+    if (hr_batch_is_begun_ahead(request->call.op)) {
         hr_batch_take_back(lane, request);
     }
 }
@@ -274,6 +274,13 @@ void hr_lone_fini(struct hr_lane *lane) {
 
 /* ---- The leader ---- */
 
+/* The position behind all that this leader has written. */
+static uint64_t position_of_end(const struct hr_lane *lane) {
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
+    return position(written, lane->lone.rounds);
+}
+
 int hr_lone_close(struct hr_lane *lane) {
     if (lane->lone.request != NULL) {
         if (close_mine(lane) == ROUND_COMPLETE) {
@@ -281,9 +288,7 @@ int hr_lone_close(struct hr_lane *lane) {
         }
         HR_TRY(announce(lane));
     }
-    /* by me */
-    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    const uint64_t closed = position(written, lane->lone.rounds) | CLOSED;
+    const uint64_t closed = position_of_end(lane) | CLOSED;
     uint64_t word = atomic_load(word_of(lane));
     while ((word & CLOSED) == 0 && !atomic_compare_exchange_weak(word_of(lane), &word, closed)) {
     }
@@ -291,7 +296,5 @@ int hr_lone_close(struct hr_lane *lane) {
 }
 
 void hr_lone_reopen(struct hr_lane *lane) {
-    /* by me */
-    const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    atomic_store(word_of(lane), position(written, lane->lone.rounds)); /* partner: count_in */
+    atomic_store(word_of(lane), position_of_end(lane)); /* partner: count_in */
 }
