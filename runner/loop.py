@@ -1,7 +1,8 @@
 """One thread that waits for files, signals and timers.
 
 Timers count the time in which this process could run: a job that is stopped as a whole (SIGSTOP, a frozen control
-group) and continued later has missed no deadline. So a loop that has timers looks at the clock every second.
+group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. What callbacks take
+counts in full: a flood of output on a busy host makes them slow, and must not hold up a deadline.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class Loop:
         self._on_wake: Callable[[], None] = _nothing
         self._on_stopped: Callable[[], None] = _nothing
         self._stopped_s = 0.0
-        self._seen_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -113,6 +113,12 @@ class Loop:
         """The clock of the timers, in seconds: it stands still while this process is stopped."""
         return time.monotonic() - self._stopped_s
 
+    def stop_process(self) -> None:
+        """Stops this process until it gets SIGCONT; that time does not count."""
+        began_s = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._not_counted(time.monotonic() - began_s)
+
     def wake(self) -> None:
         """Makes the loop call, from any thread, the function that ``on_wake`` was given."""
         try:
@@ -134,16 +140,19 @@ class Loop:
 
     def _round(self) -> None:
         timeout_s = self._timeout_s()
+        began_s = time.monotonic()
         ready = self._selector.select(timeout_s)
-        self._look_at_clock(timeout_s)
+        woke_s = time.monotonic()
+        if timeout_s is not None and woke_s - began_s > timeout_s + _LATE_S:
+            self._not_counted(woke_s - began_s - timeout_s)
         for key, events in ready:
             # An earlier call of this round may have closed or changed this descriptor.
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:
                 key.data(events)
-        # By the clock as it was read: a process that is stopped right here notices it in the next turn.
-        seen_s = self._seen_s - self._stopped_s
-        while self._timers and self._timers[0].due_s <= seen_s:
+        # By the clock after the sleep: what is ready by then has its turn before the deadlines.
+        woke_s -= self._stopped_s
+        while self._timers and self._timers[0].due_s <= woke_s:
             timer = heapq.heappop(self._timers)
             if timer.call is not None:
                 timer.call()
@@ -153,12 +162,9 @@ class Loop:
             heapq.heappop(self._timers)
         return min(_TICK_S, max(0.0, self._timers[0].due_s - self.now_s)) if self._timers else None
 
-    def _look_at_clock(self, timeout_s: float | None) -> None:
-        before_s, self._seen_s = self._seen_s, time.monotonic()
-        late_s = 0.0 if timeout_s is None else self._seen_s - before_s - timeout_s
-        if late_s > _LATE_S:
-            self._stopped_s += late_s
-            self._on_stopped()
+    def _not_counted(self, stopped_s: float) -> None:
+        self._stopped_s += stopped_s
+        self._on_stopped()
 
     def _woken(self, _events: int) -> None:
         try:

@@ -409,7 +409,7 @@ class _Supervisor:
                 )
             return
         self._signals.to_all(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        self._loop.stop_process()
         self._signals.to_all(signal.SIGCONT)  # this process runs again
 
     def _say_what_is_awaited(self) -> None:
