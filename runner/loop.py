@@ -1,8 +1,8 @@
 """One thread that waits for files, signals and timers.
 
 Timers count the time in which this process could run: a job that is stopped as a whole (SIGSTOP, a frozen control
-group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. What callbacks take
-counts in full: a flood of output on a busy host makes them slow, and must not hold up a deadline.
+group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. What callbacks
+take counts in full: a flood of output on a busy host makes them slow, and must not hold up a deadline.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Loop:
         self._timers_made = 0
         self._signals: dict[int, Callable[[int], None]] = {}
         self._before: dict[int, object] = {}
+        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._on_wake: Callable[[], None] = _nothing
         self._on_stopped: Callable[[], None] = _nothing
         self._stopped_s = 0.0
@@ -63,6 +64,7 @@ class Loop:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -91,7 +93,8 @@ class Loop:
     def on_signal(self, number: int, call: Callable[[int], None]) -> None:
         """Calls ``call`` with the number when the signal has come.
 
-        A signal that was ignored stays ignored, and a handler of a library, such as a profiler's, stays.
+        A signal that was ignored stays ignored, and a handler of a library, such as a profiler's, stays. One that was
+        blocked comes: a mask survives ``exec``, and batch systems and MPIs start programs with theirs.
 
         Children start with the default action again, because a handler (unlike *ignore*) does not survive ``exec``.
         """
@@ -99,6 +102,7 @@ class Loop:
             return
         self._signals[number] = call
         self._before.setdefault(number, signal.signal(number, _nothing_for_signal))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
     def on_wake(self, call: Callable[[], None]) -> None:
         """Calls ``call`` after ``wake``."""

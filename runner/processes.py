@@ -115,6 +115,8 @@ def occupy_standard_streams() -> None:
 def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
     """The output of a program, on stdout and stderr together, whatever its exit code.
 
+    It starts with signals as ``spawn`` gives them.
+
     Raises:
         OSError: it cannot be started.
         TimeoutError: it has not ended in time, and was killed.
@@ -128,6 +130,7 @@ def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -
             stderr=subprocess.STDOUT,
             timeout=timeout_s,
             check=False,
+            preexec_fn=_with_plain_signals,
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{argv[0]} has not answered within {timeout_s:g} s") from None
@@ -152,6 +155,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, with pipes for its output.
 
+    No signal is blocked in it, and SIGCHLD is not ignored, whatever this process has inherited: else its own children
+    would never seem to end. Other signals that are ignored here, as by ``nohup``, stay ignored.
+
     The kernel sends it ``last_signal`` when this process dies. The caller reaps it with ``os.waitpid``. ``cpus``: it is
     bound to these; none: it may run where this process may.
 
@@ -166,7 +172,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_before_exec(last_signal, cpus),  # noqa: PLW1509 - two calls into the kernel, no lock
+        preexec_fn=_before_exec(last_signal, cpus),  # noqa: PLW1509 - a few calls into the kernel, no lock
         bufsize=0,
         pass_fds=pass_fds,
     )
@@ -195,6 +201,7 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
     parent = os.getpid()
 
     def in_child() -> None:
+        _with_plain_signals()
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(128 + signal.SIGKILL)
@@ -204,6 +211,11 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
             resource.setrlimit(resource.RLIMIT_NOFILE, _own_limits)
 
     return in_child
+
+
+def _with_plain_signals() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 @dataclass

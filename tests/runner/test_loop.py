@@ -38,7 +38,6 @@ def loop(clock: Clock) -> Iterator[Loop]:
         yield one
 
 
-
 @pytest.mark.parametrize("slow_s", [0.3, 0.6, 1.0, 30.0])
 def test_slow_callbacks_do_not_hold_up_a_deadline(loop: Loop, clock: Clock, slow_s: float) -> None:
     read_fd, write_fd = os.pipe()
