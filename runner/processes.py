@@ -36,6 +36,7 @@ __all__ = [
     "ask",
     "become_subreaper",
     "children_of_this_process",
+    "describe_process",
     "end_all",
     "occupy_standard_streams",
     "raise_descriptor_limit",
@@ -261,7 +262,13 @@ class _Process:
 
 
 def _list_processes() -> dict[int, _Process]:
-    seen = {}
+    """Empty where ``/proc`` is that of another PID namespace: its numbers are those of strangers here."""
+    seen: dict[int, _Process] = {}
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - a name, not a path
+            return seen
+    except OSError:
+        return seen
     for name in os.listdir("/proc"):  # noqa: PTH208 - no Path object per process
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -277,11 +284,33 @@ def _has_mark(pid: int, entry: bytes) -> bool:
         return False
 
 
-def send_signal(pids: Collection[int], number: int) -> None:
-    """Signals processes; those that are gone or not ours are passed over."""
+def describe_process(pid: int) -> str:
+    """``4711 (sleep, user 65534)``: its name, its user if that is another, ``state D`` while the kernel holds it."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        user = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return str(pid)
+    name = head.partition(b"(")[2].decode("utf-8", "replace")
+    other = f", user {user}" if user != os.geteuid() else ""
+    return f"{pid} ({name}{other}{', state D' if rest.split()[:1] == [b'D'] else ''})"
+
+
+def send_signal(pids: Collection[int], number: int) -> set[int]:
+    """Signals processes; those that are gone are passed over.
+
+    Returns:
+        Those that this process may not signal: another user's.
+    """
+    refused = set()
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            refused.add(pid)
+    return refused
 
 
 def end_all(tree: Tree, grace_s: float) -> bool:

@@ -34,6 +34,7 @@ class Kind(IntEnum):
     LISTENING = 8  # agent: JSON, the port that LISTEN has opened, or why there is none
     REACHED = 9  # agent: JSON, the peers of REACH that do not answer
     SIGNALLED = 10  # agent: JSON, the number of a signal that came to it, and that its ranks have got
+    REMAINED = 11  # agent: JSON, the processes of the job that it cannot end
     JOB = 16  # launcher: JSON, the job; once, first
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now

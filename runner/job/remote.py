@@ -12,7 +12,7 @@ from typing import Any
 from horo import __version__
 from horo.runner.agent import checks
 from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Noted, Wrote
+from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.loop import Loop, Timer
@@ -262,6 +262,8 @@ class RemoteHost:
             self._emit(exited)
         elif message.kind == Kind.SIGNALLED:
             self._signalled(self, checks.signalled(message))
+        elif message.kind == Kind.REMAINED:
+            self._emit(Remained(self.host.name, checks.remained(message)))
         elif message.kind in self._asked:
             self.answers[message.kind] = _CHECKS[message.kind](message)
             self._changed()
