@@ -269,8 +269,8 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
     )  # fmt: skip
     group.add_argument(
-        "--host-timeout", type=_positive_seconds, default=30.0, metavar="S",
-        help="a remote host silent for so long is lost; default: 30",
+        "--host-timeout", type=_positive_seconds, default=45.0, metavar="S",
+        help="a remote host silent for so long is lost; default: 45",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from horo import __version__
 from horo.runner.agent import checks
-from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.messages import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import HostSpec
@@ -99,7 +99,7 @@ class RemoteHost:
             ) from error
         self._launcher = launcher
         self.connected = True
-        self._ping_interval_s = host_timeout_s / 3
+        self._ping_interval_s = min(PING_S, host_timeout_s / 3)
         self._loop.watch(self._stdout, read=self._read_messages)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
         self._open = {self._stdout, self._stderr_fd}
@@ -262,6 +262,8 @@ class RemoteHost:
             self._emit(exited)
         elif message.kind == Kind.SIGNALLED:
             self._signalled(self, checks.signalled(message))
+        elif message.kind == Kind.PING:
+            return
         elif message.kind == Kind.REMAINED:
             self._emit(Remained(self.host.name, checks.remained(message)))
         elif message.kind in self._asked:

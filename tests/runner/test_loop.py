@@ -1,15 +1,21 @@
-"""The loop's clock and signals. The clock is the test's: what a callback takes, it takes by that."""
+"""The loop's clock, and what goes by it. The clock is the test's: what a callback takes, it takes by that."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from horo.runner import loop as under_test
+from horo.runner.agent.messages import Kind, MessageReader
+from horo.runner.config import Ssh
+from horo.runner.hosts import HostSpec
+from horo.runner.job.remote import RemoteHost
 from horo.runner.loop import Loop
+from horo.runner.start.ssh import SshLauncher
 
 
 class Clock:
@@ -86,3 +92,30 @@ def test_the_time_until_ctrl_z_is_undone_does_not_count(
     before_s = loop.now_s
     loop.stop_process()
     assert loop.now_s == before_s
+
+
+@pytest.mark.parametrize("host_timeout_s", [45.0, 3000.0, 0.9])
+def test_an_agent_gets_a_sign_of_life_every_one_to_two_seconds(
+    loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host_timeout_s: float
+) -> None:
+    # An outage that begins long after the last sign has been silent for as long when it is over.
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\nexec cat > {tmp_path}/sent\n")
+    shell.chmod(0o755)
+
+    def select(timeout: float | None) -> list[object]:
+        assert timeout is not None
+        clock.passes(timeout)
+        return []
+
+    monkeypatch.setattr(loop._selector, "select", select)
+    remote = RemoteHost(loop, HostSpec("h1"), lambda _event: None, lambda: None)
+    remote.connect(SshLauncher(Ssh(program=str(shell)), "python", 60, host_timeout_s), host_timeout_s=host_timeout_s)
+    loop.run_until(lambda: clock.now_s > 1040)
+    for pipe in (remote._process.stdin, remote._process.stdout, remote._process.stderr):
+        assert pipe is not None
+        pipe.close()
+    remote._process.wait(30)
+    sent = MessageReader(magic=False).feed((tmp_path / "sent").read_bytes())
+    assert {message.kind for message in sent} == {Kind.PING}
+    assert len(sent) >= 40 / min(2.0, host_timeout_s / 3) - 1
