@@ -96,6 +96,24 @@ def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("way", [[], ["--mpi"]])
+@pytest.mark.parametrize("name", ["HORO_CYCLE_TIME", "HOROVOD_CYCLE_TIME"])
+def test_a_wrong_value_in_the_environment_is_one_line_before_any_rank_starts(
+    name: str, way: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "soon")
+    assert main([*way, "-np", "2", "-H", "h1:2", "no-such-command"]) == 2
+    assert capsys.readouterr() == ("", f"hororun: {name}='soon' is not a number from 0 to 1000 ms\n")
+
+
+def test_a_wrong_value_in_the_environment_that_an_option_replaces_is_none() -> None:
+    environment = {"HORO_CYCLE_TIME": "soon", "HOROVOD_CACHE_CAPACITY": "much"}
+    words = ["-np", "2", "--cycle-time-ms", "3", "-x", "HORO_CACHE_CAPACITY=7", "true"]
+    job = parse(words, environment=environment)
+    assert job is not None
+    assert job.exports["HORO_CYCLE_TIME"] == "3"
+
+
 def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "horo", *words]
     return subprocess.run(
