@@ -204,7 +204,8 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
         if host.slots is None:
             raise JobError(f"--launcher mpi: how many ranks may host {host.name} have? say it like {host.name}:4")
     counted = [host.slots or 0 for host in hosts]
-    placements = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+    most = [host.max_slots for host in hosts]
+    placements = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe, most=most)
     counts = Counter(hosts[each.host].name for each in placements)
     mpirun = _find_mpirun(job, environment)
     told = _environment(job, environment, max(counts.values())) | mpirun_variables(job, mpirun.family)

@@ -213,6 +213,7 @@ class _Supervisor:
             self._job.size or sum(slots),
             evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
+            most=[host.max_slots for host in hosts],
         )
         used = {placement.host for placement in placements}
         for index in self._remotes.keys() - used:
