@@ -12,6 +12,7 @@ from jobs import Hororun
 
 from horo._passed_over import misspelt
 from horo.runner.cli import main, parse
+from horo.runner.cli.check_build import why_not
 from horo.runner.job.environment import outer_rank
 
 
@@ -135,6 +136,20 @@ def test_check_build_fails_where_init_would() -> None:
     assert done.stdout.splitlines()[-1].startswith("init() fails here: HORO_SPIN_US='x' is not an integer")
     inside = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "RANK": "1"}
     assert show("--check-build", **inside).returncode == 0
+
+
+NOT_THERE = "cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("tries", "shown"),
+    [
+        (["libcuda.so.1: " + NOT_THERE, "/usr/lib/wsl/lib/libcuda.so.1: " + NOT_THERE], "not found"),
+        (["libcuda.so.1: " + NOT_THERE, "/x/libcuda.so.1: invalid ELF header"], "/x/libcuda.so.1: invalid ELF header"),
+    ],
+)
+def test_check_build_passes_over_places_without_a_library(tries: list[str], shown: str) -> None:
+    assert why_not("no usable CUDA driver: " + "; ".join(tries)) == shown
 
 
 SHOWS = [["--help"], ["--version"], ["--check-build"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]
