@@ -16,7 +16,7 @@ from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.loop import Loop, Timer
-from horo.runner.processes import read_what_is_there, spawn
+from horo.runner.processes import describe_process, read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
 
 __all__ = ["RemoteHost", "explain_absence"]
@@ -24,6 +24,7 @@ __all__ = ["RemoteHost", "explain_absence"]
 _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
 _END_TIMEOUT_S = 2.0
+_KILLED_S = 5.0
 _ANSWERS = {Kind.LISTEN: Kind.LISTENING, Kind.REACH: Kind.REACHED}
 _CHECKS = {Kind.LISTENING: checks.listening, Kind.REACHED: checks.reached}
 
@@ -152,11 +153,24 @@ class RemoteHost:
             self._loop.call_later(_END_TIMEOUT_S, lambda: self._signal(signal.SIGKILL))
         else:
             self._signal(signal.SIGKILL)
+        self._loop.call_later(_KILLED_S, self._give_up)
 
     def _signal(self, number: int) -> None:
+        if self._code is not None:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+        except PermissionError:  # it has taken another user's identity
+            self._loop.call_later(0, self._give_up)
+
+    def _give_up(self) -> None:
+        """Leaves the program that connects us, which cannot be ended; its end of our pipes ends its agent."""
         if self._code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            self._emit(Remained("this host", (describe_process(self.pid),)))
+            self._code = 128 + signal.SIGKILL
+            self._finish()
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
