@@ -36,7 +36,7 @@ class Timeline:
     is_torn: bool
     """The end of the file cannot be read: its writer, or the machine, was stopped in the middle of a write."""
     damaged: int
-    """How many of its events are not as horo writes them; ``events`` is without them."""
+    """Number of its events that are not as horo writes them; ``events`` is without them."""
 
 
 class Batch(NamedTuple):

@@ -181,7 +181,7 @@ def _gpu_libraries() -> list[_Part]:
 
 
 def why_not(text: str) -> str:
-    """What is in the way of a library: of all places that were tried, those in which there is one."""
+    """The reason why a library cannot be used: of all places that were tried, those that have one."""
     tries = text.partition(": ")[2].split("; ")
     return "; ".join(each for each in tries if not each.endswith(os.strerror(errno.ENOENT))) or "not found"
 

@@ -90,7 +90,7 @@ class SshLauncher:
 
 
 def _about_host_key(host: str, lines: Sequence[str]) -> str:
-    """What to do: ssh ends in the same words where it knows no key of the host and where it knows another one."""
+    """The way out: ssh ends in the same words where it knows no key of the host and where it knows another one."""
     offending = [found for found in (re.fullmatch(r"Offending .*key.* in (.+):(\d+)", line) for line in lines) if found]
     if offending:
         return (

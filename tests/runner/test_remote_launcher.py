@@ -49,8 +49,8 @@ CHANGED = b"""@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\r
 @    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r
 @@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\r
 IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!\r
-Add correct host key in /home/me/.ssh/known_hosts to get rid of this message.\r
-Offending ED25519 key in /home/me/.ssh/known_hosts:3\r
+Add correct host key in /k/.ssh/known_hosts to get rid of this message.\r
+Offending ED25519 key in /k/.ssh/known_hosts:3\r
 Host key for h has changed and you have requested strict checking.\r
 Host key verification failed.\r
 """
@@ -58,7 +58,7 @@ UNKNOWN = (
     b"No ED25519 host key is known for h and you have requested strict checking.\r\nHost key verification failed.\r\n"
 )
 FAILURES = [
-    (SSH, 255, CHANGED, 69, "has another key than line 3 of /home/me/.ssh/known_hosts says: remove that line if the"),
+    (SSH, 255, CHANGED, 69, "has another key than line 3 of /k/.ssh/known_hosts says: remove that line if the"),
     (SSH, 255, UNKNOWN, 69, "verification failed. Its key is not known here: connect once by hand, ssh h"),
     (SSH, 255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n", 69, "Connection refused"),
     (SSH, 127, b"sh: 1: exec: /p/python: not found\n", 78, "there is no /p/python"),
