@@ -19,8 +19,9 @@ __all__ = ["Loop", "Timer"]
 
 _TICK_S = 1.0
 """The longest sleep while a timer runs: of the time in which this process was stopped, at most so much counts."""
-_LATE_S = 0.5
-"""A sleep that has lasted so much longer than it should: this process was stopped."""
+_LATE_S = 2.0
+"""A sleep that has lasted so much longer than it should: this process was stopped. A crowded host holds up one that may
+run for less, and where that counted as a stop, sleeps of a moment would make hardly any way to a deadline."""
 
 
 @dataclass(order=True)

@@ -85,6 +85,22 @@ def test_a_sleep_in_which_the_process_was_stopped_does_not_count(
     assert next(sleeps, None) is None
 
 
+def test_short_sleeps_on_a_crowded_host_come_to_a_deadline(
+    loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due: list[float] = []
+    monkeypatch.setattr(loop._selector, "select", lambda _timeout: clock.passes(1.0) or [])
+    loop.call_later(5.0, lambda: due.append(clock.now_s))
+
+    def look() -> None:
+        loop.call_later(0.05, look)
+
+    look()
+    loop.run_until(lambda: bool(due) or clock.now_s > 2000)
+    assert due
+    assert 1005 <= due[0] <= 1006
+
+
 def test_the_time_until_ctrl_z_is_undone_does_not_count(
     loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
