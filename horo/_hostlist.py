@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-__all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list", "ranges"]
+__all__ = ["HOSTS_MAX", "SPECIAL_STEPS", "parse_counts", "parse_host_list", "ranges", "split_host_list"]
 
 HOSTS_MAX = 1 << 16
 """Most nodes of a Slurm cluster; a list that names more is damaged."""
@@ -32,7 +32,7 @@ def parse_host_list(text: str) -> list[str]:
         ValueError: the text is no such list, or names more than ``HOSTS_MAX`` hosts; the message names the part.
     """
     hosts: list[str] = []
-    for entry in _split(text):
+    for entry in split_host_list(text):
         pieces = _pieces(entry, text)
         count = 1
         for piece in pieces:
@@ -41,6 +41,19 @@ def parse_host_list(text: str) -> list[str]:
             raise ValueError(f"the host list {text!r} names more than {HOSTS_MAX} hosts")
         hosts += map("".join, itertools.product(*pieces))
     return hosts
+
+
+def split_host_list(text: str) -> list[str]:
+    """The entries between the commas that are outside of brackets."""
+    entries, entry, depth = [], "", 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            entries.append(entry)
+            entry = ""
+        else:
+            entry += letter
+    return [*entries, entry]
 
 
 def parse_counts(text: str) -> list[int]:
@@ -59,19 +72,6 @@ def parse_counts(text: str) -> list[int]:
             raise ValueError(f"{text!r} counts the tasks of more than {HOSTS_MAX} hosts")
         counts += [int(found[1])] * repeat
     return counts
-
-
-def _split(text: str) -> list[str]:
-    """The entries between the commas that are outside of brackets."""
-    entries, entry, depth = [], "", 0
-    for letter in text.strip():
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and not depth:
-            entries.append(entry)
-            entry = ""
-        else:
-            entry += letter
-    return [*entries, entry]
 
 
 def _pieces(entry: str, text: str) -> list[list[str]]:

@@ -163,7 +163,7 @@ class Job:
     grace_s: float = GRACE_S
     failure_s: float = 1.0
     start_timeout_s: float = 60.0
-    host_timeout_s: float = 30.0
+    host_timeout_s: float = 45.0
     interfaces: tuple[str, ...] = ()
     store_port: int = 0
     torch_env: bool = False

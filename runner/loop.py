@@ -1,7 +1,8 @@
 """One thread that waits for files, signals and timers.
 
 Timers count the time in which this process could run: a job that is stopped as a whole (SIGSTOP, a frozen control
-group) and continued later has missed no deadline. So a loop that has timers looks at the clock every second.
+group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. What callbacks
+take counts in full: a flood of output on a busy host makes them slow, and must not hold up a deadline.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ __all__ = ["Loop", "Timer"]
 
 _TICK_S = 1.0
 """The longest sleep while a timer runs: of the time in which this process was stopped, at most so much counts."""
-_LATE_S = 0.5
-"""A sleep that has lasted so much longer than it should: this process was stopped."""
+_LATE_S = 2.0
+"""A sleep that has lasted so much longer than it should: this process was stopped. A crowded host holds up one that may
+run for less, and where that counted as a stop, sleeps of a moment would make hardly any way to a deadline."""
 
 
 @dataclass(order=True)
@@ -48,10 +50,10 @@ class Loop:
         self._timers_made = 0
         self._signals: dict[int, Callable[[int], None]] = {}
         self._before: dict[int, object] = {}
+        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._on_wake: Callable[[], None] = _nothing
         self._on_stopped: Callable[[], None] = _nothing
         self._stopped_s = 0.0
-        self._seen_s = time.monotonic()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -63,6 +65,7 @@ class Loop:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -91,7 +94,8 @@ class Loop:
     def on_signal(self, number: int, call: Callable[[int], None]) -> None:
         """Calls ``call`` with the number when the signal has come.
 
-        A signal that was ignored stays ignored, and a handler of a library, such as a profiler's, stays.
+        A signal that was ignored stays ignored, and a handler of a library, such as a profiler's, stays. One that was
+        blocked comes: a mask survives ``exec``, and batch systems and MPIs start programs with theirs.
 
         Children start with the default action again, because a handler (unlike *ignore*) does not survive ``exec``.
         """
@@ -99,6 +103,7 @@ class Loop:
             return
         self._signals[number] = call
         self._before.setdefault(number, signal.signal(number, _nothing_for_signal))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
     def on_wake(self, call: Callable[[], None]) -> None:
         """Calls ``call`` after ``wake``."""
@@ -112,6 +117,12 @@ class Loop:
     def now_s(self) -> float:
         """The clock of the timers, in seconds: it stands still while this process is stopped."""
         return time.monotonic() - self._stopped_s
+
+    def stop_process(self) -> None:
+        """Stops this process until it gets SIGCONT; that time does not count."""
+        began_s = time.monotonic()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._not_counted(time.monotonic() - began_s)
 
     def wake(self) -> None:
         """Makes the loop call, from any thread, the function that ``on_wake`` was given."""
@@ -134,16 +145,19 @@ class Loop:
 
     def _round(self) -> None:
         timeout_s = self._timeout_s()
+        began_s = time.monotonic()
         ready = self._selector.select(timeout_s)
-        self._look_at_clock(timeout_s)
+        woke_s = time.monotonic()
+        if timeout_s is not None and woke_s - began_s > timeout_s + _LATE_S:
+            self._not_counted(woke_s - began_s - timeout_s)
         for key, events in ready:
             # An earlier call of this round may have closed or changed this descriptor.
             now = self._selector.get_map().get(key.fd)
             if now is not None and now.data is key.data:
                 key.data(events)
-        # By the clock as it was read: a process that is stopped right here notices it in the next turn.
-        seen_s = self._seen_s - self._stopped_s
-        while self._timers and self._timers[0].due_s <= seen_s:
+        # By the clock after the sleep: what is ready by then has its turn before the deadlines.
+        woke_s -= self._stopped_s
+        while self._timers and self._timers[0].due_s <= woke_s:
             timer = heapq.heappop(self._timers)
             if timer.call is not None:
                 timer.call()
@@ -153,12 +167,9 @@ class Loop:
             heapq.heappop(self._timers)
         return min(_TICK_S, max(0.0, self._timers[0].due_s - self.now_s)) if self._timers else None
 
-    def _look_at_clock(self, timeout_s: float | None) -> None:
-        before_s, self._seen_s = self._seen_s, time.monotonic()
-        late_s = 0.0 if timeout_s is None else self._seen_s - before_s - timeout_s
-        if late_s > _LATE_S:
-            self._stopped_s += late_s
-            self._on_stopped()
+    def _not_counted(self, stopped_s: float) -> None:
+        self._stopped_s += stopped_s
+        self._on_stopped()
 
     def _woken(self, _events: int) -> None:
         try:

@@ -36,6 +36,7 @@ __all__ = [
     "ask",
     "become_subreaper",
     "children_of_this_process",
+    "describe_process",
     "end_all",
     "occupy_standard_streams",
     "raise_descriptor_limit",
@@ -115,6 +116,8 @@ def occupy_standard_streams() -> None:
 def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
     """The output of a program, on stdout and stderr together, whatever its exit code.
 
+    It starts with signals as ``spawn`` gives them.
+
     Raises:
         OSError: it cannot be started.
         TimeoutError: it has not ended in time, and was killed.
@@ -128,6 +131,7 @@ def ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -
             stderr=subprocess.STDOUT,
             timeout=timeout_s,
             check=False,
+            preexec_fn=_with_plain_signals,
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{argv[0]} has not answered within {timeout_s:g} s") from None
@@ -152,6 +156,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a session of its own, with pipes for its output.
 
+    No signal is blocked in it, and SIGCHLD is not ignored, whatever this process has inherited: else its own children
+    would never seem to end. Other signals that are ignored here, as by ``nohup``, stay ignored.
+
     The kernel sends it ``last_signal`` when this process dies. The caller reaps it with ``os.waitpid``. ``cpus``: it is
     bound to these; none: it may run where this process may.
 
@@ -166,7 +173,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_before_exec(last_signal, cpus),  # noqa: PLW1509 - two calls into the kernel, no lock
+        preexec_fn=_before_exec(last_signal, cpus),  # noqa: PLW1509 - a few calls into the kernel, no lock
         bufsize=0,
         pass_fds=pass_fds,
     )
@@ -195,6 +202,7 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
     parent = os.getpid()
 
     def in_child() -> None:
+        _with_plain_signals()
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # it died before the line above took effect
             os._exit(128 + signal.SIGKILL)
@@ -204,6 +212,11 @@ def _before_exec(number: int, cpus: Collection[int]) -> Callable[[], None]:
             resource.setrlimit(resource.RLIMIT_NOFILE, _own_limits)
 
     return in_child
+
+
+def _with_plain_signals() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 @dataclass
@@ -249,7 +262,13 @@ class _Process:
 
 
 def _list_processes() -> dict[int, _Process]:
-    seen = {}
+    """Empty where ``/proc`` is that of another PID namespace: its numbers are those of strangers here."""
+    seen: dict[int, _Process] = {}
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - a name, not a path
+            return seen
+    except OSError:
+        return seen
     for name in os.listdir("/proc"):  # noqa: PTH208 - no Path object per process
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -265,11 +284,33 @@ def _has_mark(pid: int, entry: bytes) -> bool:
         return False
 
 
-def send_signal(pids: Collection[int], number: int) -> None:
-    """Signals processes; those that are gone or not ours are passed over."""
+def describe_process(pid: int) -> str:
+    """``4711 (sleep, user 65534)``: its name, its user if that is another, ``state D`` while the kernel holds it."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        user = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return str(pid)
+    name = head.partition(b"(")[2].decode("utf-8", "replace")
+    other = f", user {user}" if user != os.geteuid() else ""
+    return f"{pid} ({name}{other}{', state D' if rest.split()[:1] == [b'D'] else ''})"
+
+
+def send_signal(pids: Collection[int], number: int) -> set[int]:
+    """Signals processes; those that are gone are passed over.
+
+    Returns:
+        Those that this process may not signal: another user's.
+    """
+    refused = set()
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            refused.add(pid)
+    return refused
 
 
 def end_all(tree: Tree, grace_s: float) -> bool:

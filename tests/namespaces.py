@@ -127,6 +127,11 @@ class Cluster(Hororun):
         shape = ["root", "tbf", "rate", rate, "burst", "256k", "latency", "50ms"]
         _do("tc", "-n", self.switch, "qdisc", "replace", "dev", host.cable, *shape)
 
+    def deafen(self, host: ClusterHost) -> None:
+        """Drops all that is sent to a host; what it sends itself arrives."""
+        shape = ["root", "tbf", "rate", "8bit", "burst", "1", "limit", "1"]
+        _do("tc", "-n", self.switch, "qdisc", "replace", "dev", host.cable, *shape)
+
     def unlimit(self, host: ClusterHost) -> None:
         """Takes the limit away."""
         _do("tc", "-n", self.switch, "qdisc", "delete", "dev", host.cable, "root")

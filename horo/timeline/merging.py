@@ -104,6 +104,8 @@ def _timed(timeline: Timeline, alignment: Alignment, begin_us: float) -> Iterato
 
 def _remarks(timelines: Sequence[Timeline], alignments: dict[str, Alignment]) -> Iterator[str]:
     for timeline in timelines:
+        if timeline.damaged:
+            yield f"{timeline.path}: is damaged; {timeline.damaged} of its events are not in the result"
         if timeline.is_torn:
             yield f"{timeline.path}: its end was not written; what was there is in the result"
     reference = timelines[0]

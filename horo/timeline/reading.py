@@ -35,6 +35,8 @@ class Timeline:
     events: list[dict[str, Any]]
     is_torn: bool
     """The end of the file cannot be read: its writer, or the machine, was stopped in the middle of a write."""
+    damaged: int
+    """Number of its events that are not as horo writes them; ``events`` is without them."""
 
 
 class Batch(NamedTuple):
@@ -61,10 +63,11 @@ def read_timeline(path: str) -> Timeline:
     is_torn = False
     try:
         events = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         events, is_torn = list(_whole_lines(text)), True
     try:
         head = events[0]["args"]
+        well = [event for event in events if _is_well(event)]
         return Timeline(
             path=path,
             rank=int(head["rank"]),
@@ -73,10 +76,11 @@ def read_timeline(path: str) -> Timeline:
             clock=str(head["clock"]),
             began_us=int(head["monotonic_ns"]) / 1e3,
             began_epoch_us=float(head["start_time_since_epoch_in_micros"]),
-            events=events,
+            events=well,
             is_torn=is_torn,
+            damaged=len(events) - len(well),
         )
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         raise TimelineError(f"{path}: is no timeline of a rank of horo") from None
 
 
@@ -85,10 +89,32 @@ def _whole_lines(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             event = json.loads(line.rstrip(","))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             yield event
+
+
+def _is_well(event: object) -> bool:
+    """Whether it has what is read of an event, in the types that horo writes."""
+    if not isinstance(event, dict):
+        return False
+    kind, args = event.get("ph"), event.get("args", {})
+    if not isinstance(kind, str) or not isinstance(args, dict) or not _is_number(event.get("pid", 0), whole=True):
+        return False
+    if kind == "M":
+        return isinstance(event.get("name"), str) and (
+            event["name"] != "process_name" or event.get("pid", 0) == 0 or isinstance(args.get("name"), str)
+        )
+    has_place = "record" not in args or all(_is_number(args.get(name), whole=True) for name in ("team", "record"))
+    has_name = kind not in ("B", "X", "i") or isinstance(event.get("name"), str)
+    return has_place and has_name and "pid" in event and _is_number(event.get("ts"))
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < float("inf") and (isinstance(value, int) or not whole)
 
 
 def batches_of(timeline: Timeline) -> dict[tuple[int, int], Batch]:

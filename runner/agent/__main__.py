@@ -16,8 +16,8 @@ from typing import Any
 
 from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import Binding, host_facts
-from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Started, Wrote, reap
+from horo.runner.agent.messages import MAGIC, PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Started, Wrote, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
 from horo.runner.network import (
@@ -95,6 +95,13 @@ class _Agent:
             "free_port": free_port(),
         }
         self._send(MAGIC + encode_json(Kind.HOST_INFO, host_info))
+        self._loop.call_later(PING_S, self._send_ping)
+
+    def _send_ping(self) -> None:
+        if self._connected:
+            if not self._outgoing:  # else hororun does not read, or will see that we are there
+                self._send(encode(Kind.PING))
+            self._loop.call_later(PING_S, self._send_ping)
 
     def _read(self) -> None:
         try:
@@ -230,6 +237,8 @@ class _Agent:
         elif isinstance(event, Exited):
             end = {"code": event.code, "signal": event.signal, "asked": event.asked, "overdue": event.overdue}
             self._send(encode_json(Kind.EXITED, end, event.rank))
+        elif isinstance(event, Remained):
+            self._send(encode_json(Kind.REMAINED, {"processes": event.processes}))
 
     def _send(self, data: bytes) -> None:
         if self._connected:

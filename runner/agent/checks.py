@@ -12,7 +12,18 @@ from horo.runner.agent.ranks import Exited, Started
 from horo.runner.printable import printable
 from horo.runner.processes import PASSED_ON_BY_AGENTS
 
-__all__ = ["exited", "failure", "host_info", "listening", "rank_of", "reached", "signalled", "started", "version"]
+__all__ = [
+    "exited",
+    "failure",
+    "host_info",
+    "listening",
+    "rank_of",
+    "reached",
+    "remained",
+    "signalled",
+    "started",
+    "version",
+]
 
 _JSON_MAX_BYTES = 1 << 20
 _TEXT_MAX = 1 << 16
@@ -131,6 +142,16 @@ def reached(message: Message) -> dict[str, Any]:
         MessageError: one is missing or of another type.
     """
     return _values(message, {"failures": lambda value: isinstance(value, dict) and all(map(_is_text, value.values()))})
+
+
+def remained(message: Message) -> tuple[str, ...]:
+    """The processes of a REMAINED message.
+
+    Raises:
+        MessageError: they are no texts.
+    """
+    values = _values(message, {"processes": lambda value: isinstance(value, list) and all(map(_is_text, value))})
+    return tuple(map(printable, values["processes"]))
 
 
 def _values(message: Message, checks: Mapping[str, _Check]) -> dict[str, Any]:

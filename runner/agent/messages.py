@@ -12,10 +12,26 @@ import struct
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["MAGIC", "PAYLOAD_MAX_BYTES", "Kind", "Message", "MessageError", "MessageReader", "encode", "encode_json"]
+__all__ = [
+    "MAGIC",
+    "PAYLOAD_MAX_BYTES",
+    "PING_S",
+    "Kind",
+    "Message",
+    "MessageError",
+    "MessageReader",
+    "encode",
+    "encode_json",
+]
 
 MAGIC = b"\nhororun agent 1\n"
 PAYLOAD_MAX_BYTES = 64 << 20
+PING_S = 1.0
+"""The time between two signs of life of either side.
+
+TCP sends again what is lost after ever longer pauses, each as long as all before. So what was sent just before an
+outage has come when the link is there again for as long as it was gone; what a side sent long before tells nothing.
+"""
 _NOISE_MAX_BYTES = 1 << 20
 _HEADER = struct.Struct("!BII")
 _END = b"\n"
@@ -34,10 +50,11 @@ class Kind(IntEnum):
     LISTENING = 8  # agent: JSON, the port that LISTEN has opened, or why there is none
     REACHED = 9  # agent: JSON, the peers of REACH that do not answer
     SIGNALLED = 10  # agent: JSON, the number of a signal that came to it, and that its ranks have got
+    REMAINED = 11  # agent: JSON, the processes of the job that it cannot end
     JOB = 16  # launcher: JSON, the job; once, first
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now
-    PING = 19  # launcher: it is still there
+    PING = 19  # both: it is still there
     LISTEN = 22  # launcher: JSON, for --check-hosts: open a port
     REACH = 23  # launcher: JSON, the ports of other hosts to try
     SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks

@@ -25,14 +25,17 @@ from horo.runner.agent.machine import (
 )
 from horo.runner.agent.notes import PIPE_NAME, open_pipe
 from horo.runner.config import EXIT_SETUP
-from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree, read_what_is_there, send_signal, spawn
+from horo.runner.loop import Loop, Timer
+from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn
 
-__all__ = ["Event", "Exited", "HostRanks", "Noted", "Started", "Wrote", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "Noted", "Remained", "Started", "Wrote", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
 _POLL_INTERVAL_S = 0.05
+_KILLED_S = 5.0
+"""The time from SIGKILL to the end of a process with much memory; one that is there for longer hangs in the kernel."""
+_NAMED_MAX = 10
 _NOT_BOUND = Binding()
 
 
@@ -77,7 +80,25 @@ class Exited:
     overdue: bool = False
 
 
-Event = Started | Wrote | Noted | Exited
+@dataclass(frozen=True)
+class Remained:
+    """SIGKILL has not ended processes of the job on ``host``, which are given up; ``processes``: each in words."""
+
+    host: str
+    processes: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        one, more = len(self.processes) == 1, len(self.processes) - _NAMED_MAX
+        named = ", ".join(self.processes[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+        what, them = ("process", "it") if one else ("processes", "them")
+        return (
+            f"{what} {named} on {self.host}: SIGKILL has not ended {them}, and hororun leaves {them}; end {them} there"
+        )
+
+
+Event = Started | Wrote | Noted | Exited | Remained
 
 
 @dataclass
@@ -91,7 +112,7 @@ class HostRanks:
     """Runs the ranks of one host in a loop and passes each event to ``emit``.
 
     Calls in order: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs, and
-    no process that they have left behind.
+    no process that they have left behind, but those that SIGKILL does not end.
     """
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
@@ -108,6 +129,8 @@ class HostRanks:
         self._overdue: set[int] = set()  # pids
         self._kill_at_s = float("inf")
         self._told: set[int] = set()  # processes that ranks left behind and that have had their SIGTERM
+        self._next_look: Timer | None = None
+        self._host = ""
         self.finished = False
 
     def start(
@@ -133,6 +156,7 @@ class HostRanks:
         Raises:
             StartError: the first one that could not be started says why; those before it run.
         """
+        self._host = host
         self._guard.tell(self._tree, self._grace_s)
         try:
             bound = _share_cpus(binding.cpus, list(environments))
@@ -215,9 +239,8 @@ class HostRanks:
         if self.finished:
             return
         self._asked = True
-        self._kill_at_s = 0.0
+        self._kill_at_s = min(self._kill_at_s, self._loop.now_s)
         self._signal_groups(signal.SIGKILL)
-        send_signal(self._tree.find(), signal.SIGKILL)
         self._end_remaining_processes()
 
     def pause(self, paused: bool) -> None:
@@ -283,22 +306,45 @@ class HostRanks:
                 os.killpg(pid, number)
 
     def _end_remaining_processes(self) -> None:
-        """Once no rank runs, ends the processes that ranks have left behind, again until none is left."""
-        if self._ranks or self.finished:
+        """Once no rank runs, ends the processes that ranks have left behind, again until none is left.
+
+        Where ranks are to be killed, they are among them.
+        """
+        now_s = self._loop.now_s
+        if self.finished or (self._ranks and now_s < self._kill_at_s):
             return
         found = self._tree.find()
-        if not found:
-            self.close()
-            self.finished = True
+        if not found and not self._ranks:
+            self._finish()
             return
         if self._kill_at_s == float("inf"):
-            self._kill_at_s = self._loop.now_s + self._grace_s
-        if self._loop.now_s < self._kill_at_s:
+            self._kill_at_s = now_s + self._grace_s
+        if now_s < self._kill_at_s:
             send_signal(found - self._told, signal.SIGTERM)
             self._told |= found
         else:
-            send_signal(found, signal.SIGKILL)
-        self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
+            refused = send_signal(found, signal.SIGKILL)
+            if (found and found == refused) or now_s >= self._kill_at_s + _KILLED_S:
+                self._give_up(found)
+                return
+        if self._next_look is not None:
+            self._next_look.cancel()
+        self._next_look = self._loop.call_later(_POLL_INTERVAL_S, self._end_remaining_processes)
+
+    def _give_up(self, found: Collection[int]) -> None:
+        """Leaves processes that cannot be ended: the kernel holds them, or they are another user's."""
+        ranks = {pid: each.rank for pid, each in self._ranks.items()}
+        named = [f"{describe_process(pid)} of rank {rank}" for pid, rank in ranks.items()]
+        named += [describe_process(pid) for pid in sorted(set(found) - ranks.keys())]
+        self._ranks.clear()
+        for rank in ranks.values():
+            self._emit(Exited(rank, 0, signal.SIGKILL, self._asked))
+        self._emit(Remained(self._host, tuple(named)))
+        self._finish()
+
+    def _finish(self) -> None:
+        self.close()
+        self.finished = True
 
 
 def _share_cpus(how: str, ranks: Sequence[int]) -> dict[int, frozenset[int]]:

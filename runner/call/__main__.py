@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from horo._bootstrap.ending import describe_exception
 from horo._config import CallVariables, MpiVariables, drop_variables, environment, read_variables
 from horo.errors import HoroError, UnsupportedError
+from horo.runner.call.pickling import Pickler, dumps
 from horo.runner.call.values import CALL, FAILURES, Call, Outcome, connect, get, outcome_key, put, result_key
 
 if TYPE_CHECKING:
@@ -56,11 +55,11 @@ def main() -> None:
 
 
 def _call(store: StoreClient, wanted: Call, rank: int, process: int) -> Outcome:
-    func, args, kwargs = cloudpickle.loads(wanted.function)
+    func, args, kwargs = pickle.loads(wanted.function)
     result = func(*args, **kwargs)
     if os.getpid() == process:
         try:
-            put(store, result_key(rank), result, cloudpickle.Pickler)
+            put(store, result_key(rank), result, Pickler)
         except (HoroError, OSError):
             raise
         except Exception as error:
@@ -95,7 +94,7 @@ def _failure(error: BaseException, order: int) -> Outcome:
     pickled = None
     if isinstance(error, Exception):  # SystemExit would end the caller
         with contextlib.suppress(Exception):
-            pickled = cloudpickle.dumps(error)
+            pickled = dumps(error)
             pickle.loads(pickled)
     return Outcome(False, pickled, text, summary, socket.gethostname(), order)
 

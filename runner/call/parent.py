@@ -202,10 +202,10 @@ def _words(values: Mapping[str, object]) -> list[str]:
 
 
 def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415 - hororun does without
+    from horo.runner.call.pickling import dumps  # noqa: PLC0415 - hororun does without
 
     try:
-        function = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+        function = dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:
         name = getattr(func, "__qualname__", repr(func))
         raise UnsupportedError(f"horo.run: {name} or an argument of it cannot be pickled: {error}") from error

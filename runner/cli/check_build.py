@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -20,7 +21,7 @@ from horo.runner.stdout import show
 if TYPE_CHECKING:
     from horo._core_libraries import Library
 
-__all__ = ["check_build"]
+__all__ = ["check_build", "why_not"]
 
 
 class _Part(NamedTuple):
@@ -172,11 +173,17 @@ def _gpu_libraries() -> list[_Part]:
         try:
             found = find()
         except HoroError as error:
-            parts.append(_Part(False, name, str(error)))
+            parts.append(_Part(False, name, why_not(str(error))))
         else:
             devices = f", {found.device_count} devices" if found.device_count >= 0 else ""
             parts.append(_Part(True, f"{found.name}{devices}", found.path))
     return parts
+
+
+def why_not(text: str) -> str:
+    """The reason why a library cannot be used: of all places that were tried, those that have one."""
+    tries = text.partition(": ")[2].split("; ")
+    return "; ".join(each for each in tries if not each.endswith(os.strerror(errno.ENOENT))) or "not found"
 
 
 def _folder(package: str) -> str:

@@ -38,7 +38,8 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []
     if all(host.slots is not None for host in hosts):
         counts = [host.slots or 0 for host in hosts]
-        placements = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+        most = [host.max_slots for host in hosts]
+        placements = place(counts, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe, most=most)
         by_host = {index: [each.rank for each in placements if each.host == index] for index in range(len(hosts))}
     else:
         by_host = {}

@@ -300,6 +300,7 @@ def _exports(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for all ranks, and sentences about options that do nothing, as they may for Horovod's scripts."""
     from horo.runner.cli.tuning import (  # noqa: PLC0415 - --help does without
+        check_environment,
         check_exports,
         drop_replaced,
         set_all_names,
@@ -316,6 +317,7 @@ def _exports(
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
     exports = set_all_names(exports, environment)
+    check_environment({**environment, **tuning, **exports})
     useless = useless_marks(given, {**environment, **tuning, **exports})
     if useless and not given.horovod:
         raise JobError(f"{line.given['timeline_mark_cycles']} has no effect: {useless}: add that, or leave this out")

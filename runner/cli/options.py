@@ -66,6 +66,8 @@ _REFUSED |= dict.fromkeys(
 )
 _REFUSED["--num-nccl-streams"] = (1, "horo gives NCCL the tensors as one group, on one stream of its own")
 _REFUSED["--thread-affinity"] = (1, "--bind-to core gives each rank its share of the cores; see also --no-move-ranks")
+_LETTERS_MIN = 4
+_NAMES_MAX = 3
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
 _ESSENTIAL = ("an elastic job",)
@@ -269,8 +271,8 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
     )  # fmt: skip
     group.add_argument(
-        "--host-timeout", type=_positive_seconds, default=30.0, metavar="S",
-        help="a remote host silent for so long is lost; default: 30",
+        "--host-timeout", type=_positive_seconds, default=45.0, metavar="S",
+        help="a remote host silent for so long is lost; default: 45",
     )  # fmt: skip
 
 
@@ -392,9 +394,22 @@ def check_known(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None
     word = unknown[0].partition("=")[0]
     actions = [action for action in parser._actions if action.dest != "refused"]
     spellings = {name for action in actions for name in action.option_strings}
-    names = sorted(name for name in spellings if f"-{name}" not in spellings)  # Horovod's -hostfile is --hostfile
-    similar = difflib.get_close_matches(word, names, n=1)
-    parser.error(f"there is no option {word!r}" + (f": did you mean {similar[0]}?" if similar else ""))
+    similar = _similar(word, sorted(name for name in spellings if f"-{name}" not in spellings))  # -hostfile: --hostfile
+    hint = " or ".join(filter(None, (", ".join(similar[:-1]), *similar[-1:])))
+    parser.error(f"there is no option {word!r}" + (f": did you mean {hint}?" if hint else ""))
+
+
+def _similar(word: str, names: Sequence[str]) -> list[str]:
+    """The options that a word may stand for, three at most. Of two or three letters any would be similar to some."""
+    letters = sorted(word.strip("-"))
+    same = [name for name in names if sorted(name.strip("-")) == letters]
+    if same or len(letters) < _LETTERS_MIN:
+        return same[:1]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
+    begun = [name for name in names if name.startswith(word)]
+    if close or not 0 < len(begun) <= _NAMES_MAX:
+        return close or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
+    return begun
 
 
 def _one_of(words: Sequence[str]) -> Callable[[str], str]:

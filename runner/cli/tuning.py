@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import argparse
 
 __all__ = [
+    "check_environment",
     "check_exports",
     "drop_replaced",
     "set_all_names",
@@ -126,6 +127,15 @@ def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None
         if twice is not None:
             raise JobError(f"{option.name} and -x {twice} both set {variable}: leave out one of them")
     _check(exports, "")
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Checks the variables that ranks will find, whoever has set them.
+
+    Raises:
+        JobError: horo does not take a value.
+    """
+    _check(environ, "")
 
 
 def useless_marks(given: argparse.Namespace, environ: Mapping[str, str]) -> str:

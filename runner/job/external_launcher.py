@@ -22,7 +22,7 @@ from horo._sources import encode_sources
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
-from horo.runner.agent.ranks import Event, Exited, HostRanks, Wrote, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Remained, Wrote, reap
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
@@ -141,6 +141,8 @@ class _ExternalJob:
         if isinstance(event, Exited):
             self._code = 128 + event.signal if event.signal else event.code
             self._overdue = event.overdue
+        elif isinstance(event, Remained):
+            self._console.say(event.sentence)
         elif isinstance(event, Wrote):
             if self._console.full and (self._signal or self._error is not None):
                 return  # nothing reads the output, and a process that waits for a reader cannot end
@@ -202,7 +204,8 @@ def _plan_mpirun(job: Job, environment: Mapping[str, str]) -> _Plan:
         if host.slots is None:
             raise JobError(f"--launcher mpi: how many ranks may host {host.name} have? say it like {host.name}:4")
     counted = [host.slots or 0 for host in hosts]
-    placements = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe)
+    most = [host.max_slots for host in hosts]
+    placements = place(counted, job.size, evenly=job.shares_evenly, oversubscribe=job.oversubscribe, most=most)
     counts = Counter(hosts[each.host].name for each in placements)
     mpirun = _find_mpirun(job, environment)
     told = _environment(job, environment, max(counts.values())) | mpirun_variables(job, mpirun.family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from horo.runner.agent.machine import core_count, visible_gpus
 from horo.runner.config import EXIT_SETUP, Job, JobError
@@ -54,13 +55,20 @@ class Placement:
 
 
 def place(
-    slots: Sequence[int], size: int, *, evenly: bool = False, oversubscribe: bool = False, source: str = ""
+    slots: Sequence[int],
+    size: int,
+    *,
+    evenly: bool = False,
+    oversubscribe: bool = False,
+    most: Sequence[int | None] = (),
+    source: str = "",
 ) -> tuple[Placement, ...]:
     """Places ``size`` ranks on hosts that have ``slots`` each.
 
     Hosts are filled in order; ``evenly``: all get as many, as far as their slots allow, the first ones one more. With
-    ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn. Hosts that get no rank are
-    left out of every count. ``source`` says where the slots come from, for the message.
+    ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn, up to ``most`` for each (None: any
+    number). Hosts that get no rank are left out of every count. ``source`` says where the slots come from, for the
+    message.
 
     Raises:
         PlacementError: there are more ranks than slots, or no rank, or no host.
@@ -76,8 +84,10 @@ def place(
             "name more slots with -H or --hostfile, or allow it with --oversubscribe"
         )
     counts = _share_evenly(slots, size) if evenly else _fill(slots, size)
-    each, first = divmod(size - sum(counts), len(slots))
-    counts = [count + each + (index < first) for index, count in enumerate(counts)]
+    rooms = [size if limit is None else limit - count for count, limit in zip_longest(counts, most)]
+    counts = [count + more for count, more in zip(counts, _share_evenly(rooms, size - sum(counts)), strict=True)]
+    if size > sum(counts):
+        raise PlacementError(f"-np {size} asks for {size} ranks but max_slots allows {sum(counts)}: name more hosts")
     placed: list[Placement] = []
     for host, count in enumerate(counts):
         for local_rank in range(count):
@@ -190,6 +200,7 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
                 job.size,
                 evenly=job.shares_evenly,
                 oversubscribe=job.oversubscribe,
+                most=[host.max_slots for host in hosts],
                 source=source,
             )
         except PlacementError as error:

@@ -11,12 +11,12 @@ from typing import Any
 
 from horo import __version__
 from horo.runner.agent import checks
-from horo.runner.agent.messages import Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Noted, Wrote
+from horo.runner.agent.messages import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.loop import Loop, Timer
-from horo.runner.processes import read_what_is_there, spawn
+from horo.runner.processes import describe_process, read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
 
 __all__ = ["RemoteHost", "explain_absence"]
@@ -24,6 +24,7 @@ __all__ = ["RemoteHost", "explain_absence"]
 _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
 _END_TIMEOUT_S = 2.0
+_KILLED_S = 5.0
 _ANSWERS = {Kind.LISTEN: Kind.LISTENING, Kind.REACH: Kind.REACHED}
 _CHECKS = {Kind.LISTENING: checks.listening, Kind.REACHED: checks.reached}
 
@@ -99,7 +100,7 @@ class RemoteHost:
             ) from error
         self._launcher = launcher
         self.connected = True
-        self._ping_interval_s = host_timeout_s / 3
+        self._ping_interval_s = min(PING_S, host_timeout_s / 3)
         self._loop.watch(self._stdout, read=self._read_messages)
         self._loop.watch(self._stderr_fd, read=self._read_stderr)
         self._open = {self._stdout, self._stderr_fd}
@@ -152,11 +153,24 @@ class RemoteHost:
             self._loop.call_later(_END_TIMEOUT_S, lambda: self._signal(signal.SIGKILL))
         else:
             self._signal(signal.SIGKILL)
+        self._loop.call_later(_KILLED_S, self._give_up)
 
     def _signal(self, number: int) -> None:
+        if self._code is not None:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+        except PermissionError:  # it has taken another user's identity
+            self._loop.call_later(0, self._give_up)
+
+    def _give_up(self) -> None:
+        """Leaves the program that connects us, which cannot be ended; its end of our pipes ends its agent."""
         if self._code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            self._emit(Remained("this host", (describe_process(self.pid),)))
+            self._code = 128 + signal.SIGKILL
+            self._finish()
 
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
@@ -262,6 +276,10 @@ class RemoteHost:
             self._emit(exited)
         elif message.kind == Kind.SIGNALLED:
             self._signalled(self, checks.signalled(message))
+        elif message.kind == Kind.PING:
+            return
+        elif message.kind == Kind.REMAINED:
+            self._emit(Remained(self.host.name, checks.remained(message)))
         elif message.kind in self._asked:
             self.answers[message.kind] = _CHECKS[message.kind](message)
             self._changed()

@@ -18,7 +18,7 @@ from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import Binding, core_count
 from horo.runner.agent.notes import Note, NoteReader
-from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Wrote, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
 from horo.runner.job.arrivals import Arrivals, side_by_side
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["run_job"]
 
 _STDERR_TAIL_BYTES = 16384
-_REMOTE_ANSWER_TIMEOUT_S = 5.0
+_REMOTE_ANSWER_TIMEOUT_S = 8.0  # longer than an agent waits behind SIGKILL
 _SILENT_END_S = 2.0
 """The time after Ctrl-C at which the user learns that ranks still run."""
 _CAUSE_S = 2.0
@@ -213,6 +213,7 @@ class _Supervisor:
             self._job.size or sum(slots),
             evenly=self._job.shares_evenly,
             oversubscribe=self._job.oversubscribe,
+            most=[host.max_slots for host in hosts],
         )
         used = {placement.host for placement in placements}
         for index in self._remotes.keys() - used:
@@ -327,6 +328,8 @@ class _Supervisor:
             self._on_note(event)
         elif isinstance(event, Exited):
             self._on_exit(event)
+        elif isinstance(event, Remained):
+            self._console.say(event.sentence)
         else:
             bound = f", bound to {event.bound}" if event.bound else ""
             self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}{bound}")
@@ -409,7 +412,7 @@ class _Supervisor:
                 )
             return
         self._signals.to_all(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        self._loop.stop_process()
         self._signals.to_all(signal.SIGCONT)  # this process runs again
 
     def _say_what_is_awaited(self) -> None:

@@ -48,6 +48,8 @@ def run_and_merge(wanted: TimelineMerge, size: int, run: Callable[[], int], say:
     except KeyboardInterrupt:
         say(f"--timeline-merge: interrupted; later: {_command(wanted)}")
         return code
+    except Exception as error:  # the files may be anything, and the job's exit code must not be lost with them
+        say(f"--timeline-merge: failed ({type(error).__name__}: {error}); later: {_command(wanted)}")
     if missing:
         say(_explain(missing, wanted))
     return code

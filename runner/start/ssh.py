@@ -14,6 +14,7 @@ __all__ = ["SshLauncher"]
 
 _SSH_FAILED = 255
 _CONNECT_TIMEOUT_MAX_S = 10
+_KEY_REFUSED = "Host key verification failed."
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,20 @@ class SshLauncher:
 
     def explain_failure(self, host: str, code: int, stderr: bytes) -> JobError:
         """See ``RemoteLauncher``."""
-        last = self.cause(lines_of(stderr)).removeprefix("ssh: ") or f"no message, exit code {code}"
+        lines = lines_of(stderr)
+        last = self.cause(lines).removeprefix("ssh: ") or f"no message, exit code {code}"
         if code == _SSH_FAILED:
-            return JobError(f"cannot reach host {host}: ssh says: {last}", EXIT_UNREACHABLE)
+            remedy = _about_host_key(host, lines) if last == _KEY_REFUSED else ""
+            return JobError(f"cannot reach host {host}: ssh says: {last}{remedy}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, last)
+
+
+def _about_host_key(host: str, lines: Sequence[str]) -> str:
+    """The way out: ssh ends in the same words where it knows no key of the host and where it knows another one."""
+    offending = [found for found in (re.fullmatch(r"Offending .*key.* in (.+):(\d+)", line) for line in lines) if found]
+    if offending:
+        return (
+            f" The host has another key than line {offending[0][2]} of {offending[0][1]} says: remove that line if the "
+            "host was set up anew; else another machine answers in its place"
+        )
+    return f" Its key is not known here: connect once by hand, ssh {host}"

@@ -147,6 +147,33 @@ def test_a_file_whose_end_was_not_written_is_read_as_far_as_it_goes(tmp_path: Pa
     assert len(begins(parse_timeline(tmp_path / "out"), 1)) > 10
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *(7, None, [], {}, {"ph": 5}, {"ph": "B", "name": "x", "pid": 1}, {"ph": "E", "ts": 3.0}),
+        *({"ph": "B", "name": "x", "pid": 1, "ts": "now"}, {"ph": "E", "ts": 3.0, "pid": []}),
+        *({"ph": "B", "pid": 1, "ts": 2.0}, {"ph": "E", "ts": 3.0, "pid": 1, "args": {"record": 3}}),
+        *({"ph": "E", "ts": 3.0, "pid": 1, "args": 4}, {"ph": "M", "name": "process_name", "pid": 2}),
+        {"ph": "i", "name": "x", "pid": 0, "ts": float("inf")},
+    ],
+)
+def test_a_damaged_event_is_left_out(tmp_path: Path, damaged: object) -> None:
+    steps = steps_of(2, 10, 1000)
+    files = [write(tmp_path / f"{rank}", rank, "a", lambda t: t, steps[rank]) for rank in range(2)]
+    merge(str(tmp_path / "well"), files)
+    events = json.loads(Path(files[1]).read_text())
+    Path(files[1]).write_text(json.dumps([*events[:9], damaged, *events[9:]]))
+    said = merge(str(tmp_path / "out"), files)
+    assert f"{files[1]}: is damaged; 1 of its events are not in the result" in said
+    assert (tmp_path / "out").read_text() == (tmp_path / "well").read_text()
+
+
+def test_a_file_of_brackets_is_no_timeline(tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(TimelineError, match="deep: is no timeline of a rank of horo"):
+        merge(str(tmp_path / "out"), [str(tmp_path / "deep")])
+
+
 def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "0", 0, "a", lambda t: t, [])
     second = write(tmp_path / "1", 1, "a", lambda t: t, [])

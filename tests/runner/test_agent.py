@@ -149,6 +149,13 @@ def test_orders_before_a_job_and_pings_are_harmless(agent: Agent) -> None:
     assert agent.message(Kind.EXITED).json()["code"] == 0
 
 
+def test_it_sends_signs_of_life_while_its_ranks_are_silent(agent: Agent) -> None:
+    agent.job()
+    agent.message(Kind.STARTED)
+    for _ in range(2):
+        agent.message(Kind.PING)
+
+
 def test_a_login_shell_that_talks_is_borne(hororun: Hororun, tmp_path: Path) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, "echo Welcome; echo 'to this host' >&2")
     done = hororun.run("-np", "1", "echo", "x", where="one:1")

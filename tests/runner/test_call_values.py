@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import tracemalloc
+from types import CodeType
 from typing import Any, cast
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ import pytest
 
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import StoreTimeoutError
+from horo.runner.call.pickling import Pickler, dumps
 from horo.runner.call.values import get, put
 
 PIECE = 4 << 20
@@ -56,7 +58,7 @@ def test_an_object_of_any_size_comes_back(size: int) -> None:
 def test_an_object_that_cannot_be_pickled_leaves_nothing() -> None:
     store = Store()
     with pytest.raises(TypeError, match="lock"):
-        put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], cloudpickle.Pickler)
+        put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], Pickler)
     assert store.order != []
     assert store.values == {}
 
@@ -104,3 +106,21 @@ def test_neither_side_holds_a_large_object_twice() -> None:
     found: list[bytes] = []
     assert peak_of(lambda: found.append(get(client(source), "key", 0.0))) < size + 6 * PIECE
     assert found == [value]
+
+
+@pytest.mark.parametrize("without_name", [False, True], ids=["this cloudpickle", "3.1.3"])
+def test_code_keeps_the_name_of_its_file(monkeypatch: pytest.MonkeyPatch, without_name: bool) -> None:
+    table = cloudpickle.Pickler.dispatch_table.maps[0]
+    reduce_code = table[CodeType]
+
+    def reduce_without_name(code: CodeType) -> Any:
+        make, values = reduce_code(code)
+        return make, tuple("<dynamic-code>" if value == code.co_filename else value for value in values)
+
+    if without_name:
+        monkeypatch.setitem(table, CodeType, reduce_without_name)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def train():\n    return lambda: 0\n", "/k/train.py", "exec"), space)
+    train = pickle.loads(dumps(space["train"]))
+    assert train is not space["train"]
+    assert train.__code__.co_filename == train().__code__.co_filename == "/k/train.py"

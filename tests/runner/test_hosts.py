@@ -75,7 +75,15 @@ def test_a_bare_ipv6_address_is_understood_where_it_is_unambiguous() -> None:
         ("h1:1,h1", "h1 is named twice"),
         ("a@h1:1,b@h1:1", "h1 is named twice"),
         ("", "names no host"),
-        ("h 1", "'h 1'"),
+        ("h 1", "'h 1' has a space in it: write a comma between two hosts"),
+        ("h1:2 h2:2", "'h1:2 h2:2' has a space in it: write a comma between two hosts"),
+        ("ssh://h1:2", "'ssh://h1:2' is a URL: write the host without ssh://"),
+        ("fe80::1%eth0", "is a numeric IPv6 address without brackets: write [fe80::1%eth0], or with slots [fe80::1%e"),
+        ("me@::1", "write me@[::1], or with slots me@[::1]:4"),
+        ("h[1-3:2", "'h[1-3:2' is not a host"),
+        ("h[3-1]:2", "'3-1' in the host list 'h[3-1]' is no number or range"),
+        ("h[1-999999]", "names more than 65536 hosts"),
+        ("h1:3:max_slots=2", "slots of h1, 3, are more than its max_slots, 2"),
     ],
 )
 def test_a_wrong_host_is_named(text: str, fault: str) -> None:
@@ -84,7 +92,7 @@ def test_a_wrong_host_is_named(text: str, fault: str) -> None:
     assert fault in str(error.value)
 
 
-@pytest.mark.parametrize("line", ["h2 slots", "h2 max_slots=4", "h2 slots=x", "h2 4", "slots=4", "h!"])
+@pytest.mark.parametrize("line", ["h2 slots", "h2 max=4", "h2 slots=x", "h2 4", "slots=4", "h!", "h2,h3", "h[3-1]"])
 def test_a_wrong_line_is_named_with_its_number_and_text(line: str) -> None:
     with pytest.raises(HostsError) as error:
         parse_host_file(f"h1 slots=4\n\n{line}  # wrong\n", "some/file")
@@ -95,3 +103,22 @@ def test_a_wrong_line_is_named_with_its_number_and_text(line: str) -> None:
 def test_a_file_without_hosts_is_an_error() -> None:
     with pytest.raises(HostsError, match="names no host"):
         parse_host_file("# nothing\n\n", "f")
+
+
+def test_slurms_brackets_name_several_hosts() -> None:
+    pair = (HostSpec("n09", "me", 22, 2), HostSpec("n10", "me", 22, 2))
+    assert parse_hosts("me@n[09-10]:2:port=22") == pair
+    assert parse_hosts("n[1,3]x,b") == (HostSpec("n1x"), HostSpec("n3x"), HostSpec("b"))
+    assert parse_host_file("me@n[09-10] slots=2 port=22\n", "f") == pair
+
+
+def test_a_file_of_pbs_has_a_line_for_each_slot() -> None:
+    assert parse_host_file("h1\nh1\nh2\nh1\n", "f") == (HostSpec("h1", slots=3), HostSpec("h2", slots=1))
+    assert parse_host_file("h1\nh2\n", "f") == (HostSpec("h1"), HostSpec("h2"))
+    with pytest.raises(HostsError, match="f, line 2, 'h1': h1 is named twice: say its slots each time"):
+        parse_host_file("h1 slots=2\nh1\n", "f")
+
+
+def test_a_file_of_open_mpi_or_of_windows_is_understood() -> None:
+    text = "\ufeffh1 slots=2 max_slots=4\r\nh2 max-slots=3\r\n"
+    assert parse_host_file(text, "f") == (HostSpec("h1", slots=2, max_slots=4), HostSpec("h2", slots=3, max_slots=3))

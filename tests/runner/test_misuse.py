@@ -12,6 +12,7 @@ from jobs import Hororun
 
 from horo._passed_over import misspelt
 from horo.runner.cli import main, parse
+from horo.runner.cli.check_build import why_not
 from horo.runner.job.environment import outer_rank
 
 
@@ -96,6 +97,24 @@ def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("way", [[], ["--mpi"]])
+@pytest.mark.parametrize("name", ["HORO_CYCLE_TIME", "HOROVOD_CYCLE_TIME"])
+def test_a_wrong_value_in_the_environment_is_one_line_before_any_rank_starts(
+    name: str, way: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "soon")
+    assert main([*way, "-np", "2", "-H", "h1:2", "no-such-command"]) == 2
+    assert capsys.readouterr() == ("", f"hororun: {name}='soon' is not a number from 0 to 1000 ms\n")
+
+
+def test_a_wrong_value_in_the_environment_that_an_option_replaces_is_none() -> None:
+    environment = {"HORO_CYCLE_TIME": "soon", "HOROVOD_CACHE_CAPACITY": "much"}
+    words = ["-np", "2", "--cycle-time-ms", "3", "-x", "HORO_CACHE_CAPACITY=7", "true"]
+    job = parse(words, environment=environment)
+    assert job is not None
+    assert job.exports["HORO_CYCLE_TIME"] == "3"
+
+
 def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "horo", *words]
     return subprocess.run(
@@ -117,6 +136,20 @@ def test_check_build_fails_where_init_would() -> None:
     assert done.stdout.splitlines()[-1].startswith("init() fails here: HORO_SPIN_US='x' is not an integer")
     inside = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "RANK": "1"}
     assert show("--check-build", **inside).returncode == 0
+
+
+NOT_THERE = "cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("tries", "shown"),
+    [
+        (["libcuda.so.1: " + NOT_THERE, "/usr/lib/wsl/lib/libcuda.so.1: " + NOT_THERE], "not found"),
+        (["libcuda.so.1: " + NOT_THERE, "/x/libcuda.so.1: invalid ELF header"], "/x/libcuda.so.1: invalid ELF header"),
+    ],
+)
+def test_check_build_passes_over_places_without_a_library(tries: list[str], shown: str) -> None:
+    assert why_not("no usable CUDA driver: " + "; ".join(tries)) == shown
 
 
 SHOWS = [["--help"], ["--version"], ["--check-build"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]

@@ -62,6 +62,13 @@ def test_too_many_ranks_are_an_error_with_both_numbers_unless_allowed(slots: lis
     assert max(extra) - min(extra) <= 1
 
 
+def test_a_host_takes_no_more_than_its_most() -> None:
+    placed = place([2, 2, 2], 9, oversubscribe=True, most=[2, None, 3])
+    assert [slot.host for slot in placed] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
+    with pytest.raises(PlacementError, match="-np 5 asks for 5 ranks but max_slots allows 4: name more hosts"):
+        place([1, 1], 5, oversubscribe=True, most=[2, 2])
+
+
 @pytest.mark.parametrize(("slots", "size"), [([1], 0), ([1], -3), ([], 1), ([0], 1)])
 def test_nothing_to_place_is_an_error(slots: list[int], size: int) -> None:
     with pytest.raises(PlacementError):

@@ -45,7 +45,21 @@ def test_steps_are_asked_to_overlap_where_slurm_knows_the_word(version: str, kno
 SSH = SshLauncher(Ssh(), "/p/python", 30, 30)
 SRUN = SrunLauncher("/p/python")
 EXIT_3 = b"srun: error: h: task 0: Exited with exit code 3\n"
+CHANGED = b"""@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\r
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\r
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@\r
+IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!\r
+Add correct host key in /k/.ssh/known_hosts to get rid of this message.\r
+Offending ED25519 key in /k/.ssh/known_hosts:3\r
+Host key for h has changed and you have requested strict checking.\r
+Host key verification failed.\r
+"""
+UNKNOWN = (
+    b"No ED25519 host key is known for h and you have requested strict checking.\r\nHost key verification failed.\r\n"
+)
 FAILURES = [
+    (SSH, 255, CHANGED, 69, "has another key than line 3 of /k/.ssh/known_hosts says: remove that line if the"),
+    (SSH, 255, UNKNOWN, 69, "verification failed. Its key is not known here: connect once by hand, ssh h"),
     (SSH, 255, b"Warning: x\nssh: connect to host h port 22: Connection refused\r\n", 69, "Connection refused"),
     (SSH, 127, b"sh: 1: exec: /p/python: not found\n", 78, "there is no /p/python"),
     (SSH, 126, b"sh: 1: exec: /p/python: Permission denied\n", 78, "cannot execute /p/python"),

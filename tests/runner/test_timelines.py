@@ -144,6 +144,13 @@ def test_a_merge_that_fails_or_is_interrupted_leaves_the_exit_code(
     assert run_and_merge(wanted, 1, run, said.append) == 5
     assert said == [f"--timeline-merge: {tmp_path}/t-0.json: is no timeline of a rank of horo"]
 
+    def broken(*_: object) -> None:
+        raise KeyError("ts")
+
+    monkeypatch.setattr("horo.runner.job.timelines.merge", broken)
+    assert run_and_merge(wanted, 1, run, said.append) == 5
+    assert said.pop().startswith("--timeline-merge: failed (KeyError: 'ts'); later: python -m horo.timeline merge ")
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

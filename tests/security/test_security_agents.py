@@ -63,6 +63,7 @@ def test_what_agents_say_is_taken() -> None:
     assert checks.started(message(Kind.STARTED, {"pid": 7, "bound": "0-3"}, 2), {2}) == Started(2, 7, "0-3")
     assert checks.exited(message(Kind.EXITED, {**ENDED, "signal": 9}, 2), {2}) == Exited(2, 0, 9, False)
     assert checks.failure(message(Kind.FAILED, {"message": "no\x1b[2J", "code": 70})) == ("no\\x1b[2J", 70)
+    assert checks.remained(message(Kind.REMAINED, {"processes": ["7 (a\x1b[2J)"]})) == ("7 (a\\x1b[2J)",)
     known = message(Kind.HOST_INFO, {**INFO, "connection": "10.0.0.1 5 10.0.0.2 22"})
     assert checks.host_info(known)["connection"] == "10.0.0.1 5 10.0.0.2 22"
     unknown = message(Kind.HOST_INFO, {**INFO, "connection": "UNKNOWN 5 UNKNOWN 22"})
@@ -83,12 +84,15 @@ def test_what_agents_say_is_taken() -> None:
         (Kind.FAILED, {"message": "all is well", "code": 0}),
         (Kind.LISTENING, {"error": "", "code": 70, "port": 1, "addresses": ["name.invalid"]}),
         (Kind.REACHED, {"failures": {"h": 1}}),
+        (Kind.REMAINED, {"processes": [7]}),
+        (Kind.REMAINED, {"processes": "7"}),
     ],
 )
 def test_a_number_out_of_range_or_of_another_type_is_refused(kind: Kind, value: object) -> None:
     check = {
         Kind.HOST_INFO: checks.host_info, Kind.FAILED: checks.failure, Kind.LISTENING: checks.listening,
-        Kind.REACHED: checks.reached, Kind.EXITED: lambda message: checks.exited(message, {0}),
+        Kind.REACHED: checks.reached, Kind.REMAINED: checks.remained,
+        Kind.EXITED: lambda message: checks.exited(message, {0}),
     }[kind]  # fmt: skip
     with pytest.raises(MessageError, match=f"a {kind.name} message has "):
         check(message(kind, value))
