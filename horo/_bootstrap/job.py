@@ -32,7 +32,7 @@ from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
-from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, machine_count, place_of, places_alike
+from horo._bootstrap.peer_info import PeerInfo, core_count, exchange_peer_info, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
@@ -380,11 +380,8 @@ def _join(start: _Start, secret: bytes) -> Connection:
     check_interfaces(config.network_interfaces, config.told("network_interfaces"))
     check_log(config, launch.rank)
     identity = read_identity(config.host_id)
-    rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
-    said = rendezvous.gather("peer info")
+    infos = exchange_peer_info(rendezvous, PeerInfo.of(launch, config, identity, start.address, version()))
     start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
-    infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
-    rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
     gpu_warning = tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = slot_bytes(config, machine_count(infos))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose, authenticate
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.net.listener import ListenerThread
+from horo._bootstrap.packed import pack, unpack
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._core import create_memory, create_wake
 from horo._core_setup import close_all
@@ -163,8 +164,8 @@ def _create(count: int, bytes_for: Callable[[int], int]) -> Arena:
 
 
 def _agree(rendezvous: Rendezvous, joined: int) -> Grouping:
-    rendezvous.publish(_OUTCOME, b"%d" % joined)
-    return group_ranks([int(leader) for leader in rendezvous.gather(_OUTCOME)])
+    said = rendezvous.share(_OUTCOME, b"%d" % joined, lambda leaders: pack(group_ranks(leaders).host_of_rank))
+    return Grouping(tuple(unpack(said)))
 
 
 class _ArenaServer:
