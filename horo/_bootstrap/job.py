@@ -37,6 +37,7 @@ from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
+from horo._bootstrap.store.served import ServedStore
 from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_gradients, describe_job, describe_rank
 from horo._bootstrap.teams import add_team
@@ -313,6 +314,8 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     store, secret, address = _open_store(launch, config, epoch, open_rendezvous)
     try:
         with open_rendezvous(store=store) as rendezvous:
+            if isinstance(store, ServedStore):
+                store.check_room()  # here, where the other ranks get the error, too
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
     finally:
         store.close()

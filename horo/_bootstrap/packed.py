@@ -6,11 +6,9 @@ import json
 import zlib
 from typing import Any
 
-from horo._bootstrap.store.messages import VALUE_BYTES_MAX
-
 __all__ = ["pack", "unpack"]
 
-_TEXT_BYTES_MAX = 8 * VALUE_BYTES_MAX
+_TEXT_BYTES_MAX = 64 << 20
 
 
 def pack(value: Any) -> bytes:

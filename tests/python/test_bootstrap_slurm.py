@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -29,8 +30,10 @@ JOB = str(os.getpid())
 """As the number of the Slurm job: ports of tests that run beside each other differ."""
 
 RANK = """
-import os, sys
+import os, resource, sys
 import psutil
+if "TEST_FILES" in os.environ:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["TEST_FILES"]),) * 2)
 from horo._bootstrap.job import start
 from horo._core import RequestBuffer
 job = start()
@@ -244,6 +247,14 @@ def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None
     assert first[0] == second[0] == 1
     assert "rank 1 has not called horo.torch.init()" in first[2]
     assert "HORO_SECRET is set here, so it must be on all ranks alike" in second[2]  # the ports depend on it
+
+
+def test_too_low_a_limit_of_open_files_on_rank_0_is_said_by_all(bare_path: Path, tmp_path: Path) -> None:
+    environs = [{**step(rank, [0, 0]), "HORO_SECRET": SECRET.hex()} for rank in range(2)]
+    environs[0]["TEST_FILES"] = "30"
+    for code, _, errors in run_ranks(tmp_path, environs, bare_path):
+        assert code == 1
+        assert re.search(r"store of a job of 2 ranks, for which it needs \d+ open files, more than .* limit \(30,", errors)
 
 
 def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.MonkeyPatch) -> None:

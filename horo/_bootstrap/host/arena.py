@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose, authenticate
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.net.listener import ListenerThread
+from horo._bootstrap.net.open_files import make_room
 from horo._bootstrap.packed import pack, unpack
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._core import create_memory, create_wake
@@ -74,6 +75,7 @@ def join_arena(
     Raises:
         ResourceError: there is not even memory for this rank alone. GroupError: as ``Rendezvous.gather``.
     """
+    make_room(2 * len(candidates) + 1)  # without it, ranks share no memory, and say so
     if rendezvous.rank == candidates[0]:
         return _lead(rendezvous, candidates, secret, epoch, bytes_for)
     return _follow(rendezvous, candidates, secret, epoch, bytes_for)

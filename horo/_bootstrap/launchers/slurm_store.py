@@ -118,7 +118,7 @@ def _host(
     secret = user_secret or secrets.token_bytes(SECRET_BYTES)
     told = config.told("network_interfaces")
     addresses = choose_server_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1, told=told)
-    server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
+    server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning, clients=launch.size)
     withdraw: Callable[[], None] | None = None
     try:
         if user_secret is not None:
@@ -261,7 +261,8 @@ class _StoreSearch:
         first, *others = info.endpoints
         secret = self._user_secret or info.secret
         try:
-            return StoreClient(*first, secret, timeout_s, others, served_by="rank 0"), secret
+            client = StoreClient(*first, secret, timeout_s, others, served_by="rank 0", answer_s=self._timeout_s)
+            return client, secret
         except PeerLostError as error:
             self._reason = str(error)
             return None

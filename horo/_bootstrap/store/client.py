@@ -24,9 +24,6 @@ from horo.errors import HoroError, PeerLostError, UsageError
 
 __all__ = ["StoreClient"]
 
-_CLIENT_GRACE_S = 10.0
-"""Longest wait for an answer, in addition to the time for which the server itself may wait."""
-
 
 class StoreClient:
     """A connection to a ``StoreServer``; one request at a time, so one thread's wait delays the others' requests.
@@ -38,6 +35,8 @@ class StoreClient:
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
         served_by: the process that runs the server, for messages.
+        answer_s: longest wait for an answer, in addition to the time for which the server itself
+            may wait; ``timeout_s`` by default.
 
     Raises:
         PeerLostError: no endpoint answered and authenticated itself in time.
@@ -52,6 +51,7 @@ class StoreClient:
         alternatives: Sequence[Endpoint] = (),
         *,
         served_by: str = "the launcher",
+        answer_s: float | None = None,
     ) -> None:
         check_secret(secret)
         endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
@@ -65,6 +65,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._has_on_disconnect = False
         self._served_by = served_by
+        self._answer_s = timeout_s if answer_s is None else answer_s
 
     @property
     def local_address(self) -> str:
@@ -132,7 +133,7 @@ class StoreClient:
 
     def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
         try:
-            self._connection.settimeout(timeout_s + _CLIENT_GRACE_S)
+            self._connection.settimeout(timeout_s + self._answer_s)
             self._connection.sendall(self._sealer.seal(payload))
             while True:
                 data = self._connection.recv(RECEIVE_BYTES)
@@ -144,6 +145,11 @@ class StoreClient:
         except (OSError, HandshakeError) as error:
             # The stream may be in the middle of a frame: never use it again.
             self._connection.close()
+            if isinstance(error, TimeoutError):
+                raise PeerLostError(
+                    f"the job's store at {self._endpoint} has not answered for {timeout_s + self._answer_s:g} s: "
+                    f"{self._served_by} stands still or is overloaded, or the network does not let its answers through"
+                ) from error
             raise PeerLostError(
                 f"the job's store at {self._endpoint} is gone: {error}; did {self._served_by} end?"
             ) from error
