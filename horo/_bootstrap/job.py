@@ -430,6 +430,7 @@ def _directory(
         epoch=start.epoch,
         timeout_s=start.config.start_timeout_s,
         interfaces=start.config.network_interfaces,
+        ports=start.config.ports,
         sockets_per_peer=sockets_to_open(start.config),
         data_by_mpi=data_by_mpi,
     )

@@ -156,7 +156,7 @@ class Rendezvous:
         return self._store.add(counter, 1) == 1
 
     def _find_missing(self, topic: str, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that have not published ``topic`` yet."""
+        """The ranks among ``ranks`` that have not published ``topic`` yet."""
         keys = {f"{topic}/{rank}": rank for rank in ranks}
         try:
             self._store.get_many(list(keys), 0.0, unless=_FAILED)

@@ -245,7 +245,7 @@ def _serve(job: Job, secret: bytes) -> StoreServer:
 
     far = not all(is_local(host) for host in job.hosts)
     addresses = choose_server_addresses(",".join(job.interfaces) or None, near=True, far=far)
-    return StoreServer(addresses, secret, clients=job.size)
+    return StoreServer(addresses, secret, ports=job.ports, clients=job.size)
 
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

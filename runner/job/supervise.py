@@ -251,7 +251,7 @@ class _Supervisor:
 
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
+        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say, ports=self._job.ports)
         self._arrivals = Arrivals(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
@@ -283,8 +283,9 @@ class _Supervisor:
     def _master_port(self, first_host: int) -> int:
         remote = self._remotes.get(first_host)
         if remote is None:
-            return free_port(self._job.master_port)
-        return self._job.master_port or int((remote.host_info or {})["free_port"])
+            return free_port(self._job.master_port, self._job.ports)
+        last = self._job.ports[-1] if self._job.ports else 0  # horo's own listeners take any of them
+        return self._job.master_port or last or int((remote.host_info or {})["free_port"])
 
     @property
     def _binding(self) -> Binding:

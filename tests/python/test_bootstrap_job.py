@@ -439,8 +439,8 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
     """``first``: the rank that gives up first. Its time is short from where it is the other's address that counts."""
     listen, wait, dial = links_module._IncomingLinks.listen, links_module.Links.wait, links_module._dial_link
 
-    def publish_a_dead_port(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
-        listen(self, secret, addresses)
+    def publish_a_dead_port(self: links_module._IncomingLinks, *arguments: Any) -> object:
+        listen(self, *arguments)
         with socket.create_server(("127.0.0.1", 0)) as dead:
             return [Endpoint(*dead.getsockname())]
 
@@ -465,6 +465,7 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
     for error in told(join_all(environs)):
         assert fact in str(error)
         assert "HORO_NETWORK_INTERFACES" in str(error)
+        assert "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts" in str(error)
 
 
 def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
@@ -484,8 +485,8 @@ def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     real = links_module._IncomingLinks.listen
     noise: list[socket.socket] = []
 
-    def listen_in_noise(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
-        endpoints = real(self, secret, addresses)
+    def listen_in_noise(self: links_module._IncomingLinks, *arguments: Any) -> Sequence[Endpoint]:
+        endpoints = real(self, *arguments)
         for number in range(20):
             connection = socket.create_connection(endpoints[0])
             if number % 2:

@@ -254,7 +254,7 @@ def test_too_low_a_limit_of_open_files_on_rank_0_is_said_by_all(bare_path: Path,
     environs[0]["TEST_FILES"] = "30"
     for code, _, errors in run_ranks(tmp_path, environs, bare_path):
         assert code == 1
-        assert re.search(r"store of a job of 2 ranks, for which it needs \d+ open files, more than .* limit \(30,", errors)
+        assert re.search(r"a job of 2 ranks, for which it needs \d+ open files, more than .* limit \(30,", errors)
 
 
 def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +272,11 @@ def test_ports_differ_between_starts_and_are_the_same_for_all_ranks() -> None:
     assert ports == [candidate_ports(name) for name in names]
     assert len({tuple(some) for some in ports}) == len(names)
     assert all(len(set(some)) == 8 and min(some) >= 10_000 and max(some) < 32_768 for some in ports)
+    few = range(40000, 40003)
+    assert all(
+        1 <= len(set(own)) == len(own) and set(own) <= set(few)
+        for own in (candidate_ports(n, ports=few) for n in names)
+    )
 
 
 def test_a_credential_of_another_user_or_a_used_one_is_refused(

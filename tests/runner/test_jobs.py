@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -52,6 +53,16 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
     ]
     ports = {line[5] for line in lines}
     assert ports == {port} if words[-1] == port else len(ports) == 1
+
+
+def test_a_job_listens_on_the_ports_that_are_named(hororun: Hororun, where: str) -> None:
+    told = ["--port-range", "21100-21140", "--torch-env", "--no-prefix"]
+    done = hororun.run("-np", "3", *told, *shell("echo $HORO_PORT_RANGE $MASTER_PORT $HORO_STORE"), where=where)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        ports, master, store = line.split()
+        assert ports == "21100-21140"
+        assert all(21100 <= int(port) <= 21140 for port in (master, *re.findall(r":(\d+)", store)))
 
 
 EXCHANGE = """

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, check_secret
-from horo._bootstrap.net.addresses import Endpoint
+from horo._bootstrap.net.addresses import CHECK_HOSTS, Endpoint
 from horo._bootstrap.net.dial import dial
+from horo._bootstrap.net.interfaces import is_loopback
 from horo._bootstrap.store.messages import (
     INT64,
     RECEIVE_BYTES,
@@ -58,7 +59,8 @@ class StoreClient:
         try:
             self._connection, handshake = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
         except PeerLostError as error:
-            raise PeerLostError(f"the job's store cannot be reached: {error}") from error
+            hint = "" if any(is_loopback(endpoint.address) for endpoint in endpoints) else f". {CHECK_HOSTS}"
+            raise PeerLostError(f"the job's store cannot be reached: {error}{hint}") from error
         self._endpoint = Endpoint(*self._connection.getpeername()[:2])
         self._sealer = Sealer(handshake.send_key)
         self._opener = Opener(handshake.receive_key)

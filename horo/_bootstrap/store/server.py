@@ -57,6 +57,7 @@ class StoreServer:
             server's thread. None: refused connections are not reported.
         half_open_max: most connections whose handshake is not finished.
         handshake_timeout_s: longest time for a handshake.
+        ports: where ``port`` is 0, those of which it is to be one.
         clients: number of clients for which this process is to have descriptors, see ``shortage``.
 
     Raises:
@@ -72,12 +73,13 @@ class StoreServer:
         *,
         half_open_max: int = HALF_OPEN_MAX,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        ports: range | None = None,
         clients: int = 0,
     ) -> None:
         check_secret(secret)
         self.shortage = make_room(clients)
-        """What this process lacks to serve so many clients, see ``make_room``; empty: nothing."""
-        listeners = bind_all(addresses, port)
+        """The lack of descriptors for so many clients, as a phrase, see ``make_room``; empty: none."""
+        listeners = bind_all(addresses, port, ports)
         self.endpoints: list[Endpoint] = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
         self._values: dict[bytes, bytes] = {}
         self._clients: set[_Client] = set()
