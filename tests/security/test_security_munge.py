@@ -69,7 +69,7 @@ def test_a_crowd_of_visitors_starts_few_processes_and_a_rank_gets_its_credential
     monkeypatch.setattr(advertisement, "FRESH_PER_S", 0.0)
     monkeypatch.setattr(slurm_store.munge, "encode", encode)
     monkeypatch.setattr(slurm_store.munge, "decode", lambda credential: credential.partition(b":")[2])
-    withdraw = _publish_secret(["127.0.0.1"], INFO, 4)
+    withdraw = _publish_secret(["127.0.0.1"], candidate_ports(NAME), INFO, 4)
     try:
         endpoints = [Endpoint("127.0.0.1", port) for port in candidate_ports(NAME)]
         for _ in range(300):

@@ -21,7 +21,7 @@ from horo._bootstrap.store.messages import (
     encode_key,
 )
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
-from horo.errors import HoroError, PeerLostError, UsageError
+from horo.errors import HoroError, PeerLostError, ResourceError, UsageError
 
 __all__ = ["StoreClient"]
 
@@ -41,6 +41,7 @@ class StoreClient:
 
     Raises:
         PeerLostError: no endpoint answered and authenticated itself in time.
+        ResourceError: this process can open no socket.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class StoreClient:
         except PeerLostError as error:
             hint = "" if any(is_loopback(endpoint.address) for endpoint in endpoints) else f". {CHECK_HOSTS}"
             raise PeerLostError(f"the job's store cannot be reached: {error}{hint}") from error
+        except OSError as error:  # of this process: too many open files
+            raise ResourceError(f"the job's store could not be dialed: {error}") from error
         self._endpoint = Endpoint(*self._connection.getpeername()[:2])
         self._sealer = Sealer(handshake.send_key)
         self._opener = Opener(handshake.receive_key)
