@@ -31,7 +31,7 @@ from horo.runner.job.environment import (
     outer_rank,
     rank_variables,
 )
-from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
+from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, open_store, store_addresses
 from horo.runner.job.placement import (
     Placement,
     PlacementError,
@@ -247,11 +247,10 @@ class _Supervisor:
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
-        from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
 
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say, ports=self._job.ports)
+        self._store = open_store(self._job, addresses, secret, self._console.say)
         self._arrivals = Arrivals(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")

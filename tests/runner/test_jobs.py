@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def test_a_job_listens_on_the_ports_that_are_named(hororun: Hororun, where: str)
         ports, master, store = line.split()
         assert ports == "21100-21140"
         assert all(21100 <= int(port) <= 21140 for port in (master, *re.findall(r":(\d+)", store)))
+
+
+def test_more_ranks_than_hororun_may_have_connections_are_refused_at_once() -> None:
+    words = [sys.executable, "-m", "horo.runner", "-np", "90", "-H", "localhost:90", "true"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 96; exec "$@"', "sh", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1), done.stderr
+    assert re.search(
+        r"90 ranks meet in hororun, which needs \d+ open files, more than .* raise its limit \(96", done.stderr
+    )
 
 
 EXCHANGE = """
