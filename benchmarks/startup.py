@@ -2,6 +2,7 @@
 
     python benchmarks/startup.py
     python benchmarks/startup.py --np 4 --rounds 9 --json out.json
+    python benchmarks/startup.py --clients 1024
 
 Measured from outside, with a clock that all processes share; everybody has a turn in every round. What each row means
 stands in benchmarks/README.md.
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import launching
 import report
 from contest import exit_code
+from startup_clients import measure_clients
 
 RANK = str(Path(__file__).resolve().parent / "startup_rank.py")
 LIMIT_S = 100.0
@@ -55,9 +57,16 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="rounds before, not counted: they compile bytecode and fill the page cache (default: %(default)s)",
     )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=0,
+        metavar="N",
+        help="instead: what so many ranks read from the job's store while they start, as threads of one process",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all values there")
     arguments = parser.parse_args(words)
-    for name, least in (("np", 1), ("rounds", 1), ("warm_up", 0)):
+    for name, least in (("np", 1), ("rounds", 1), ("warm_up", 0), ("clients", 0)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: at least {least}")
     return arguments
@@ -165,7 +174,18 @@ def _check_row(target: Target, values: dict[str, list[float]]) -> report.CheckRo
     return report.CheckRow(target.title, figure, "ms", "torchrun", peer, ratio, ">= 1x", ratio >= 1)
 
 
+def run_clients(arguments: argparse.Namespace) -> int:
+    row = measure_clients(arguments.clients)
+    read, each = row["reply_bytes"] / 1e6, row["reply_bytes"] / row["clients"] / 1e3
+    print(f"{row['clients']} clients start in {row['wall_s']:.1f} s; replies: {read:.1f} MB, {each:.1f} KB for each")
+    if arguments.json:
+        report.write(arguments.json, report.document("startup", [row], options={"clients": arguments.clients}))
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.clients:
+        return run_clients(arguments)
     rows = as_rows(measure(arguments.np, arguments.rounds, arguments.warm_up), arguments.np)
     print(as_table(rows, arguments.np))
     if arguments.json:

@@ -8,7 +8,6 @@ precedence over ``HOROVOD_X``. An empty value counts as not set.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,8 +15,7 @@ from typing import Any, TypeVar
 
 from horo._launch_variables import CallVariables, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables
 from horo._sources import ARGUMENT, DEFAULT, read_sources
-from horo._variable import Option, Variable, exact_variable, variable
-from horo.errors import UsageError
+from horo._variable import Option, Variable, check_settings, exact_variable, parse_ports, variable
 
 __all__ = [
     "GROUPS",
@@ -374,6 +372,17 @@ class Config:
         Option("--network-interfaces", "interfaces and networks for other hosts", "A,B", is_shared=True),
         kind=str,
     )
+    port_range: str | None = variable(
+        "PORT_RANGE",
+        None,
+        "Ports on which horo listens, for a firewall between the hosts that lets only these through: of the job's "
+        "store, of ranks while they connect, of `hororun --check-hosts`, and `MASTER_PORT` of `--torch-env`. Each host "
+        "needs one per rank and two more; by default the system chooses.",
+        Option("--port-range", "ports on which horo listens: 40000-40100", "FIRST-LAST"),
+        kind=str,
+        form="a range of ports as 40000-40100, from 1024 to 65535",
+        check_form=parse_ports,
+    )
     host_id: str | None = variable(
         "HOST_ID",
         None,
@@ -383,6 +392,11 @@ class Config:
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """By name, as ``source()`` returns them."""
+
+    @property
+    def ports(self) -> range | None:
+        """The ports of ``port_range``; None: any."""
+        return None if self.port_range is None else parse_ports(self.port_range)
 
     def source(self, name: str) -> str:
         """The source of the value of a setting, as ``Settings.source()`` returns it."""
@@ -453,27 +467,8 @@ def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any] | None 
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the arguments of ``init()``, as ``Config`` has them, less those that are None: not given.
-
-    Raises:
-        UsageError: a value is not what its setting allows, or an argument is no setting.
-    """
-    settings = {name: variable for name, variable in variables_of(Config).items() if variable.is_argument}
-    checked = {}
-    for name, value in arguments.items():
-        if name not in settings:
-            near = difflib.get_close_matches(name, settings, 1)
-            raise UsageError(
-                f"init({name}=...): there is no setting of this name"
-                + (f": did you mean {near[0]}?" if near else "; after hvd.init(), print(hvd.config()) lists all")
-            )
-        if value is not None:
-            try:
-                checked[name] = settings[name].check(value)
-            except ValueError:
-                allowed = settings[name].allowed_argument()
-                raise UsageError(f"init({name}={value!r}): {value!r} is not {allowed}") from None
-    return checked
+    """The settings among the arguments of ``init()``, as ``Config`` has them; see ``check_settings``."""
+    return check_settings(variables_of(Config), arguments)
 
 
 def environment() -> Mapping[str, str]:

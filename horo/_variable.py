@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from horo.errors import UsageError
 
-__all__ = ["Option", "Variable", "exact_variable", "variable"]
+__all__ = ["Option", "Variable", "check_settings", "exact_variable", "parse_ports", "variable"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_PORT_FIRST, _PORT_LAST = 1024, 65535
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Variable:
     choices: tuple[str, ...] = ()
     multiple_of: int = 1
     secret: bool = False
+    form: str = ""
+    """The texts that it allows, as a phrase; empty: any."""
+    check_form: Callable[[str], object] = str
+    """Raises ValueError for a text of another form."""
     options: tuple[Option, ...] = ()
     is_argument: bool = True
     """Whether ``init()`` takes it; only settings are asked."""
@@ -70,7 +77,7 @@ class Variable:
         if self.kind is bool:
             return "0 or 1"
         if self.kind is str:
-            return "a text"
+            return self.form or "a text"
         if self.kind is bytes:
             return f"hexadecimal digits for at least {self.low:g} bytes"
         phrase = "an integer" if self.kind is int else "a number"
@@ -84,7 +91,7 @@ class Variable:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.kind is bool:
             return "True or False"
-        if self.kind is str:
+        if self.kind is str and not self.form:
             return "a string with a character other than spaces; None leaves it unset"
         return self.allowed()
 
@@ -130,6 +137,7 @@ class Variable:
                 raise ValueError(text)
             return value
         if self.kind is str:
+            self.check_form(text)
             return text
         value = self.kind(text)
         if not self.low <= value <= self.high or (self.multiple_of > 1 and value % self.multiple_of):
@@ -179,3 +187,39 @@ def exact_variable(name: str, kind: type, meaning: str, *options: Option, **deta
     default = details.pop("default", None)
     described = Variable((name,), kind, default, meaning, options=options, **details)
     return field(default=default, repr=not described.secret, metadata={"variable": described})
+
+
+def check_settings(variables: Mapping[str, Variable], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments of ``init()``, by name, less those that are None: not given.
+
+    Raises:
+        UsageError: a value is not what its setting allows, or an argument is no setting.
+    """
+    settings = {name: variable for name, variable in variables.items() if variable.is_argument}
+    checked = {}
+    for name, value in arguments.items():
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, 1)
+            raise UsageError(
+                f"init({name}=...): there is no setting of this name"
+                + (f": did you mean {near[0]}?" if near else "; after hvd.init(), print(hvd.config()) lists all")
+            )
+        if value is not None:
+            try:
+                checked[name] = settings[name].check(value)
+            except ValueError:
+                allowed = settings[name].allowed_argument()
+                raise UsageError(f"init({name}={value!r}): {value!r} is not {allowed}") from None
+    return checked
+
+
+def parse_ports(text: str) -> range:
+    """The ports of ``"40000-40100"``, the last one included.
+
+    Raises:
+        ValueError: it is no range of ports that every process may use.
+    """
+    found = re.fullmatch(r"([0-9]{1,5}) ?- ?([0-9]{1,5})", text)
+    if found is None or not _PORT_FIRST <= int(found[1]) <= int(found[2]) <= _PORT_LAST:
+        raise ValueError(text)
+    return range(int(found[1]), int(found[2]) + 1)

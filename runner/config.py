@@ -135,6 +135,7 @@ class Job:
         start_timeout_s: seconds for all hosts to answer.
         host_timeout_s: silence after which a remote host is lost.
         interfaces: network interfaces to use; none: those that route to the peers.
+        ports: those on which horo may listen; None: any.
         store_port: port of the key-value server; 0: any free one.
         torch_env: whether ranks find the variables of ``torch.distributed``.
         master_port: ``MASTER_PORT``; 0: any free one.
@@ -165,6 +166,7 @@ class Job:
     start_timeout_s: float = 60.0
     host_timeout_s: float = 45.0
     interfaces: tuple[str, ...] = ()
+    ports: range | None = None
     store_port: int = 0
     torch_env: bool = False
     master_port: int = 0

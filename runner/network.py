@@ -9,7 +9,8 @@ import pwd
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from horo._bootstrap.host.identity import read_identity
 from horo._bootstrap.net.interfaces import connect_source, select_addresses
@@ -30,6 +31,8 @@ __all__ = [
     "resolve",
     "unreachable",
 ]
+
+T = TypeVar("T")
 
 _BACKLOG = 4096
 """No connection is accepted: one that waits here has proven that the port is reachable."""
@@ -113,12 +116,18 @@ def interface_addresses(names: Sequence[str]) -> list[str]:
         ) from None
 
 
-def free_port(port: int = 0) -> int:
+def free_port(port: int = 0, ports: range | None = None) -> int:
     """A TCP port that nobody listens on, ``port`` itself when it is not 0. It may be taken the moment after.
+
+    Args:
+        port: 0: any.
+        ports: where ``port`` is 0, those of which it is to be one.
 
     Raises:
         NetworkError: ``port`` is taken or not allowed.
     """
+    if ports is not None and not port:
+        return _first_free(free_port, ports)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,15 +150,27 @@ def _user() -> str:
         return ""
 
 
-def listen() -> socket.socket:
-    """Listens on a free port of all addresses of this machine.
+def listen(ports: range | None = None) -> socket.socket:
+    """Listens on a free port of all addresses of this machine, one of ``ports`` where those are named.
 
     Raises:
-        OSError: that is not possible.
+        NetworkError, OSError: that is not possible.
     """
+    return _listen(0) if ports is None else _first_free(_listen, ports)
+
+
+def _listen(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _first_free(take: Callable[[int], T], ports: range) -> T:
+    """Calls ``take`` with the ports from the last to the first, until one is free; returns its result."""
+    for port in reversed(ports):
+        with contextlib.suppress(OSError, NetworkError):
+            return take(port)
+    raise NetworkError(f"none of the ports {ports[0]} to {ports[-1]} (HORO_PORT_RANGE) is free here")
 
 
 def unreachable(peers: Mapping[str, Sequence[tuple[str, int]]], timeout_s: float) -> dict[str, str]:

@@ -43,6 +43,8 @@ class Directory:
     """Longest wait for a connection without any progress (``HORO_START_TIMEOUT``)."""
     interfaces: str | None = None
     """The user's choice of interfaces on this host, see ``interfaces.select_addresses``."""
+    ports: range | None = None
+    """The ports on which this rank may listen; None: any."""
     sockets_per_peer: int = 1
     data_by_mpi: bool = False
     """Whether MPI carries the data, so that data needs no links."""

@@ -32,11 +32,12 @@ from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
 from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
-from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, machine_count, place_of, places_alike
+from horo._bootstrap.peer_info import PeerInfo, core_count, exchange_peer_info, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
+from horo._bootstrap.store.served import ServedStore
 from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_gradients, describe_job, describe_rank
 from horo._bootstrap.teams import add_team
@@ -313,6 +314,8 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
     store, secret, address = _open_store(launch, config, epoch, open_rendezvous)
     try:
         with open_rendezvous(store=store) as rendezvous:
+            if isinstance(store, ServedStore):
+                store.check_room()  # here, where the other ranks get the error, too
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
     finally:
         store.close()
@@ -380,11 +383,8 @@ def _join(start: _Start, secret: bytes) -> Connection:
     check_interfaces(config.network_interfaces, config.told("network_interfaces"))
     check_log(config, launch.rank)
     identity = read_identity(config.host_id)
-    rendezvous.publish("peer info", PeerInfo.of(launch, config, identity, start.address, version()).encode())
-    said = rendezvous.gather("peer info")
+    infos = exchange_peer_info(rendezvous, PeerInfo.of(launch, config, identity, start.address, version()))
     start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
-    infos = check_agreement(said, lambda rank, host: f"rank {rank} ({host})")
-    rendezvous.host_names.update({rank: info.host for rank, info in enumerate(infos)})
     gpu_warning = tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = slot_bytes(config, machine_count(infos))
@@ -430,6 +430,7 @@ def _directory(
         epoch=start.epoch,
         timeout_s=start.config.start_timeout_s,
         interfaces=start.config.network_interfaces,
+        ports=start.config.ports,
         sockets_per_peer=sockets_to_open(start.config),
         data_by_mpi=data_by_mpi,
     )

@@ -16,7 +16,7 @@ from typing import Protocol
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose
 from horo._bootstrap.directory import Directory
 from horo._bootstrap.host.grouping import Link
-from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
+from horo._bootstrap.net.addresses import CHECK_HOSTS, Endpoint, bind_all, parse_endpoints
 from horo._bootstrap.net.dial import dial
 from horo._bootstrap.net.interfaces import is_loopback, listen_addresses
 from horo._bootstrap.net.listener import ListenerThread
@@ -82,7 +82,7 @@ class Links:
         if not self._awaited:
             return []
         addresses = _choose_addresses(self._directory, self._awaited)
-        return self._incoming.listen(self._directory.secret, addresses)
+        return self._incoming.listen(self._directory.secret, addresses, self._directory.ports)
 
     def dial(self, find: Callable[[int], Sequence[Endpoint]]) -> None:
         """Connects to the peers on lower hosts; ``find`` returns the endpoints of a rank, and may wait for them.
@@ -176,7 +176,7 @@ def _dial_link(group: LinkGroup, claim: Claim, endpoints: Sequence[Endpoint], di
         raise TimeoutError(
             f"{group.name(claim.target)} could not be reached from {group.name(group.rank)} "
             f"(HORO_START_TIMEOUT): {error}; if these are the wrong addresses, name the right interfaces in "
-            "HORO_NETWORK_INTERFACES"
+            f"HORO_NETWORK_INTERFACES. {CHECK_HOSTS}"
         ) from error
     return connection
 
@@ -193,9 +193,9 @@ class _IncomingLinks:
         self._changed = threading.Condition()
         self._connected: dict[Link, socket.socket] = {}
 
-    def listen(self, secret: bytes, addresses: Sequence[str]) -> list[Endpoint]:
-        """Starts to accept the links; returns the endpoints."""
-        listeners = bind_all(addresses)
+    def listen(self, secret: bytes, addresses: Sequence[str], ports: range | None) -> list[Endpoint]:
+        """Starts to accept the links, on one of ``ports``; returns the endpoints."""
+        listeners = bind_all(addresses, ports=ports)
         self._endpoints = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
         log = logging.getLogger("horo")
         self._listener = ListenerThread(
@@ -225,7 +225,7 @@ class _IncomingLinks:
                 raise TimeoutError(
                     f"{names} did not connect to {self._group.name(self._group.rank)} at {where} within "
                     f"{timeout_s:g} s (HORO_START_TIMEOUT): is a firewall between them? If these are the wrong "
-                    "addresses, name the right interfaces in HORO_NETWORK_INTERFACES"
+                    f"addresses, name the right interfaces in HORO_NETWORK_INTERFACES. {CHECK_HOSTS}"
                 )
 
     def close(self) -> dict[Link, socket.socket]:

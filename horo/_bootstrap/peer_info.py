@@ -1,21 +1,38 @@
-"""Peer info: the data about a rank that it publishes first; parts must be equal on all ranks."""
+"""Peer info: the data about a rank that it publishes first; parts must be equal on all ranks.
+
+Rank 0 compares them and sends all ranks one table, in which each value stands once: what a job of n ranks reads in all
+grows with n, times the few kilobytes of the table.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from horo import __version__
 from horo._bootstrap.gpu_libraries import GpuLibraries, find_gpu_libraries
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.host.identity import Identity
 from horo._bootstrap.launchers.environment import Launch, Place
+from horo._bootstrap.packed import pack, unpack
+from horo._bootstrap.rendezvous import Rendezvous
 from horo._config import Config
 from horo.errors import MismatchError
 
-__all__ = ["PeerInfo", "check_agreement", "core_count", "machine_count", "place_of", "places_alike"]
+__all__ = [
+    "PeerInfo",
+    "check_agreement",
+    "core_count",
+    "exchange_peer_info",
+    "machine_count",
+    "place_of",
+    "places_alike",
+]
+
+_TOPIC = "peer info"
 
 _SHARED_SETTINGS = (
     "segment_bytes",
@@ -87,7 +104,7 @@ class PeerInfo:
 
     def encode(self) -> bytes:
         """As JSON."""
-        return json.dumps({**asdict(self), "cpus": hex(self.cpus)}).encode()
+        return json.dumps(self._as_json()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> PeerInfo:
@@ -96,17 +113,72 @@ class PeerInfo:
         Raises:
             ValueError, KeyError, TypeError: ``data`` is from another version of horo, or damaged.
         """
-        values = json.loads(data)
-        local = values.pop("local")
-        return cls(
-            **{
-                **values,
-                "identity": Identity(**values["identity"]),
-                "cpus": int(values["cpus"], 16),
-                "gpu": GpuLibraries(*values["gpu"]),
-                "local": None if local is None else (int(local[0]), int(local[1])),
-            }
-        )
+        return cls(**{name: _READERS.get(name, _as_it_is)(value) for name, value in json.loads(data).items()})
+
+    def _as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "cpus": hex(self.cpus)}
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "identity": lambda parts: Identity(**parts),
+    "cpus": lambda mask: int(mask, 16),
+    "gpu": lambda parts: GpuLibraries(*parts),
+    "local": lambda pair: None if pair is None else (int(pair[0]), int(pair[1])),
+}
+"""Make the values of fields from those of JSON."""
+
+
+def exchange_peer_info(rendezvous: Rendezvous, own: PeerInfo) -> list[PeerInfo]:
+    """Sends this rank's peer info and returns that of all ranks; host names are known to ``rendezvous`` from then on.
+
+    Raises:
+        MismatchError: as ``check_agreement``, on all ranks alike. Others: as ``Rendezvous.gather``.
+    """
+
+    def check(first: bytes) -> None:  # at once: rank 0 may wait for ranks that only its own size has
+        check_agreement([first, own.encode()], lambda index, host: f"rank {index and rendezvous.rank} ({host})")
+
+    peers = _read_table(rendezvous.share(_TOPIC, own.encode(), _make_table, check))
+    rendezvous.host_names.update({rank: peer.host for rank, peer in enumerate(peers)})
+    return peers
+
+
+def _make_table(messages: Sequence[bytes]) -> bytes:
+    """The peer info of all ranks by field: its different values, and for each rank the number of its own."""
+    try:
+        peers = check_agreement(messages, lambda rank, host: f"rank {rank} ({host})")
+    except MismatchError as error:
+        return pack({"mismatch": str(error)})
+    boots: dict[str, int] = {}  # only whether two are equal counts, and a number is shorter
+    rows = [
+        replace(
+            peer,
+            identity=replace(peer.identity, boot_id=str(boots.setdefault(peer.identity.boot_id, len(boots)))),
+            sources={},
+        )._as_json()
+        for peer in peers
+    ]
+    columns = {}
+    for name in rows[0]:
+        texts = [json.dumps(row[name]) for row in rows]
+        number_of = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        columns[name] = [list(map(json.loads, number_of)), [number_of[text] for text in texts]]
+    return pack({"columns": columns})
+
+
+def _read_table(table: bytes) -> list[PeerInfo]:
+    said = unpack(table)
+    if "mismatch" in said:
+        raise MismatchError(said["mismatch"])
+    columns = {}
+    for name, (values, numbers) in said["columns"].items():
+        read = [_READERS.get(name, _as_it_is)(value) for value in values]
+        columns[name] = [read[number] for number in numbers]
+    return [PeerInfo(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 def check_agreement(messages: Sequence[bytes], name: Callable[[int, str], str]) -> list[PeerInfo]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from horo._bootstrap.store.protocol import Store, StoreAbandonedError, StoreTimeoutError
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
@@ -16,6 +17,7 @@ _WARNING_INTERVAL_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
 _ENTERED = "entered"
+_PROGRESS = "progress count"
 _SHOWN_MAX = 8
 _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
@@ -53,7 +55,7 @@ class Rendezvous:
             UsageError: another process has this rank as well.
         """
         key = f"{_ENTERED} count/{self.rank}"  # a counter is no value that others could read, see store.signed
-        self.leftovers.append(key)
+        self.leftovers += [key, _PROGRESS] if self.rank == 0 else [key]
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
         died = f"{PeerLostError.__name__}\n{self.name(self.rank)} died while init() was running"
@@ -65,48 +67,108 @@ class Rendezvous:
         key = f"{topic}/{self.rank}"
         self.leftovers.append(key)
         self._store.set(key, value)
+        self._store.add(_PROGRESS, 1)
+
+    def share(
+        self,
+        topic: str,
+        value: bytes,
+        combine: Callable[[list[bytes]], bytes],
+        check: Callable[[bytes], None] | None = None,
+    ) -> bytes:
+        """Sends this rank's value to rank 0, and returns what rank 0 makes of the values of all ranks.
+
+        All ranks get that one result: if each read the values of all, replies would grow with the square of the size.
+
+        Args:
+            topic: names the values.
+            value: of this rank.
+            combine: makes the result from the values of all ranks, in their order; called on rank 0 only.
+            check: called on the other ranks with the value of rank 0, as soon as that is there; may raise.
+
+        Raises:
+            As ``gather``.
+        """
+        self.publish(topic, value)
+        if self.rank == 0:
+            result = combine(self.gather(topic))
+            self.publish(f"all {topic}", result)
+            return result
+        if check is not None:
+            check(*self.gather(topic, [0]))
+        return self._await_root(f"all {topic}/0", topic)
 
     def gather(self, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
         """Waits for the values of ``ranks`` (all by default) and returns them in the same order.
 
         Raises:
-            TimeoutError: no further value came for ``timeout_s``; the message names the missing ranks.
+            TimeoutError: no rank published anything for ``timeout_s``; the message names the missing ranks.
             AbortedError, MismatchError, PeerLostError: another rank failed or died; the message gives rank and reason.
         """
-        wanted = range(self.size) if ranks is None else ranks
-        keys = {f"{topic}/{rank}": rank for rank in wanted}
+        keys = {f"{topic}/{rank}": rank for rank in (range(self.size) if ranks is None else ranks)}
+        return self._await(list(keys), lambda missing: [keys[key] for key in missing])
+
+    def send(self, key: str, value: bytes) -> None:
+        """On rank 0: sends a value to the one rank that calls ``receive`` for this key."""
+        self._store.set(key, value)
+
+    def receive(self, key: str, topic: str) -> bytes:
+        """Waits for a value that rank 0 sends once it has the ``topic`` of all ranks; raises as ``gather``."""
+        self.leftovers.append(key)
+        return self._await_root(key, topic)
+
+    def _await_root(self, key: str, topic: str) -> bytes:
+        (value,) = self._await([key], lambda _: self._find_missing(topic, range(self.size)) or [0])
+        return value
+
+    def _await(self, keys: Sequence[str], late: Callable[[Sequence[str]], Sequence[int]]) -> list[bytes]:
+        """Waits for values; ``late`` returns the ranks that are behind, given the keys that are missing."""
         began = time.monotonic()
         deadline = began + self.timeout_s
-        missing_before = len(keys) + 1
+        progress, waits, warnings = 0, 0, 0
         while True:
             slice_s = max(min(_WARNING_INTERVAL_S, deadline - time.monotonic()), 0.0)
             try:
-                return self._store.get_many(list(keys), slice_s, unless=_FAILED)
+                return self._store.get_many(keys, slice_s, unless=_FAILED)
             except StoreAbandonedError as error:
                 raise self._aborted(error) from None
             except StoreTimeoutError as error:
-                missing = [keys[key] for key in error.missing]
-            now = time.monotonic()
-            if len(missing) < missing_before:
-                missing_before, deadline = len(missing), max(deadline, now + self.timeout_s)
-            late = self._describe_late(missing)
+                missing = error.missing
+            now, latest = time.monotonic(), self._store.add(_PROGRESS, 0)
+            # A store without MACs can be made to count for ever: so progress counts once per rank at most.
+            if latest > progress and waits <= self.size:
+                progress, waits, deadline = latest, waits + 1, max(deadline, now + self.timeout_s)
             if now >= deadline:
                 raise TimeoutError(
-                    f"{late} within {self.timeout_s:g} s of any progress (HORO_START_TIMEOUT): was it started, and is "
-                    "it running?"
+                    f"{self._describe_late(late(missing))} within {self.timeout_s:g} s of any progress "
+                    "(HORO_START_TIMEOUT): was it started, and is it running?"
                 )
-            self._log.warning("%s has waited %.0f s in init(): %s", self.name(self.rank), now - began, late)
+            warnings += 1
+            if self._speaks_for_host(keys[0], warnings):
+                told = self._describe_late(late(missing))
+                self._log.warning("%s has waited %.0f s in init(): %s", self.name(self.rank), now - began, told)
 
-    def _describe_late(self, missing: Sequence[int]) -> str:
-        """The step that missing ranks have not done, in the terms of a training script."""
-        entered = {f"{_ENTERED}/{rank}": rank for rank in missing}
-        absent: list[int] = []
+    def _speaks_for_host(self, key: str, number: int) -> bool:
+        """Whether this rank is the first of its host with its warning of this number about ``key``."""
+        host = hashlib.sha256(self.host_names[self.rank].encode("utf-8", "replace")).hexdigest()[:16]
+        counter = f"warning count/{host}/{number}/{key}"
+        self.leftovers.append(counter)
+        return self._store.add(counter, 1) == 1
+
+    def _find_missing(self, topic: str, ranks: Sequence[int]) -> list[int]:
+        """The ranks among ``ranks`` that have not published ``topic`` yet."""
+        keys = {f"{topic}/{rank}": rank for rank in ranks}
         try:
-            self._store.get_many(list(entered), 0.0, unless=_FAILED)
+            self._store.get_many(list(keys), 0.0, unless=_FAILED)
         except StoreAbandonedError as error:
             raise self._aborted(error) from None
         except StoreTimeoutError as error:
-            absent = [entered[key] for key in error.missing]
+            return [keys[key] for key in error.missing]
+        return []
+
+    def _describe_late(self, missing: Sequence[int]) -> str:
+        """The step that missing ranks have not done, in the terms of a training script."""
+        absent = self._find_missing(_ENTERED, missing)
         begun = [rank for rank in missing if rank not in absent]
         sorts = ((absent, "not called horo.torch.init()"), (begun, "begun init() but not come through it"))
         return "; ".join(
@@ -131,11 +193,11 @@ class Rendezvous:
 
     def finish(self) -> None:
         """Waits until all ranks have called ``finish``, then deletes the keys that this rank has published."""
-        self.publish(_READY, b"")
-        self.gather(_READY)
-        # Another rank may still be waiting for this rank's "ready": that key is deleted with the leftovers.
-        self._store.delete([key for key in self.leftovers if not key.startswith(_READY)])
-        self.leftovers = [f"{_READY}/{self.rank}"]
+        self.share(_READY, b"", lambda _: b"")
+        # Another rank may still be waiting for the word of rank 0: what it reads is deleted with the leftovers.
+        kept = [f"{_READY}/{self.rank}", f"all {_READY}/{self.rank}", _PROGRESS]
+        self._store.delete([key for key in self.leftovers if key not in kept])
+        self.leftovers = [key for key in self.leftovers if key in kept]
 
     def name(self, rank: int) -> str:
         """``rank 3 (h2)``, or ``rank 3`` while its host is unknown."""

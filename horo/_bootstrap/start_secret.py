@@ -1,4 +1,4 @@
-"""Derives the secret of a start from fresh nonces of all ranks, in a store that authenticates no client.
+"""Derives a fresh secret for each start, in a store that authenticates no client.
 
 ``HORO_SECRET`` may serve several jobs, or one that is started repeatedly under the same name. A value or a proof from
 another start must not be valid in this one, even if an attacker has recorded it and writes it to the store again.
@@ -10,6 +10,7 @@ import hmac
 import secrets
 
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.store.signed import of_another_start
 
 __all__ = ["derive_start_secret"]
 
@@ -18,22 +19,30 @@ _NONCE_BYTES = 32
 
 
 def derive_start_secret(rendezvous: Rendezvous, secret: bytes | None) -> bytes:
-    """Waits for the nonces of all ranks, and derives the secret of this start from them.
+    """Sends a nonce to rank 0, and derives the secret of this start from what rank 0 draws for it.
 
-    Each rank uses its own nonce as drawn, not as read from the store: a changed nonce gives the ranks different
-    secrets, and no change of the store can give a rank the secret of an earlier start.
+    Rank 0 draws a seed when it has the nonces of all ranks, and sends it to each together with the nonce of that rank.
+    A rank takes a seed only with its own nonce as drawn, not as read from the store: no change of the store can give it
+    the seed of an earlier start.
 
     Args:
         rendezvous: a rendezvous for this purpose only.
-        secret: the job's secret. None: only the nonces determine the result, so each reader of the store can derive it.
+        secret: the job's secret. None: only the seed determines the result, so each reader of the store can derive it.
 
     Raises:
-        As ``Rendezvous.gather``, and as the store if a value has a wrong MAC.
+        As ``Rendezvous.gather``, and as the store if a value has a wrong MAC or is of another start.
     """
     rendezvous.enter()
     nonce = secrets.token_bytes(_NONCE_BYTES)
     rendezvous.publish(_TOPIC, nonce)
-    nonces = rendezvous.gather(_TOPIC)
-    nonces[rendezvous.rank] = nonce
-    lengths = b"".join(len(other).to_bytes(4, "big") for other in nonces)
-    return hmac.digest(secret or bytes(_NONCE_BYTES), b"horo start\0" + lengths + b"".join(nonces), "sha256")
+    if rendezvous.rank == 0:
+        seed = secrets.token_bytes(_NONCE_BYTES)
+        for rank, other in enumerate(rendezvous.gather(_TOPIC)[1:], 1):
+            rendezvous.send(f"seed/{rank}", other + seed)
+    else:
+        key = f"seed/{rendezvous.rank}"
+        answer = rendezvous.receive(key, _TOPIC)
+        if not hmac.compare_digest(answer[:_NONCE_BYTES], nonce):
+            raise of_another_start(key)
+        seed = answer[_NONCE_BYTES:]
+    return hmac.digest(secret or bytes(_NONCE_BYTES), b"horo start\0" + seed, "sha256")

@@ -142,14 +142,14 @@ class _Agent:
         elif message.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
             raise MessageError(f"{message.kind.name} is not for agents")
 
-    def _listen(self, cwd: str, interfaces: list[str]) -> dict[str, Any]:
+    def _listen(self, cwd: str, interfaces: list[str], ports: list[int] | None) -> dict[str, Any]:
         """Opens a port for the other hosts to try, and checks the directory and the interfaces of the ranks."""
         answer: dict[str, Any] = {"error": "", "code": EXIT_SETUP, "port": 0, "addresses": []}
         try:
             if not Path(cwd).is_dir():
                 return {**answer, "error": f"there is no directory {cwd}, in which ranks would start"}
             addresses = interface_addresses(interfaces) if interfaces else []
-            self._listener = listen()
+            self._listener = listen(None if ports is None else range(ports[0], ports[1] + 1))
         except (NetworkError, OSError) as error:
             return {**answer, "error": str(error)}
         return {**answer, "port": self._listener.getsockname()[1], "addresses": addresses}

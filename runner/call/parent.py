@@ -244,7 +244,8 @@ def _serve(job: Job, secret: bytes) -> StoreServer:
     from horo.runner.network import is_local  # noqa: PLC0415
 
     far = not all(is_local(host) for host in job.hosts)
-    return StoreServer(choose_server_addresses(",".join(job.interfaces) or None, near=True, far=far), secret)
+    addresses = choose_server_addresses(",".join(job.interfaces) or None, near=True, far=far)
+    return StoreServer(addresses, secret, ports=job.ports, clients=job.size)
 
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

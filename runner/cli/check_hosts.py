@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -13,7 +14,7 @@ from typing import Any
 from horo.runner.agent.machine import host_facts
 from horo.runner.agent.messages import Kind
 from horo.runner.agent.ranks import reap
-from horo.runner.config import EXIT_UNREACHABLE, Job, JobError
+from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.host_addresses import HostAddresses, find_addresses
 from horo.runner.job.placement import remote_launcher_of
@@ -62,7 +63,7 @@ class _Check:
     def run(self) -> int:
         try:
             self._connect()
-            with closing(listen()) as listener:
+            with closing(_listen(self._job.ports)) as listener:
                 self._try_connections(int(listener.getsockname()[1]))
         finally:
             for remote in self._remotes.values():
@@ -126,7 +127,8 @@ class _Check:
 
     def _try_connections(self, port: int) -> None:
         """Lets every host connect to every other one, and to this one, where hororun's key-value server would be."""
-        question = {"cwd": str(Path.cwd()), "interfaces": list(self._job.interfaces)}
+        ports = [self._job.ports[0], self._job.ports[-1]] if self._job.ports else None
+        question = {"cwd": str(Path.cwd()), "interfaces": list(self._job.interfaces), "ports": ports}
         well = [name for name in self._remotes if name not in self._errors]
         listening = self._ask(Kind.LISTEN, Kind.LISTENING, dict.fromkeys(well, question))
         for name, answer in list(listening.items()):
@@ -177,3 +179,10 @@ class _Check:
         where = self._routes[host.name].host if remote is not None else "this host"
         cores = f"{facts['cores']} core{'s' if facts['cores'] != 1 else ''}"
         return f"ok: horo {facts['version']}, Python {facts['python']}, {cores}{gpus}, {where}"
+
+
+def _listen(ports: range | None) -> socket.socket:
+    try:
+        return listen(ports)
+    except NetworkError as error:
+        raise JobError(str(error), EXIT_SETUP) from None

@@ -51,6 +51,7 @@ _FOR_CHECK_HOSTS = frozenset(
         "hostfile",
         "launcher",
         "network_interfaces",
+        "port_range",
         "start_timeout",
         "verbose",
         *_FOR_REMOTE_HOSTS,

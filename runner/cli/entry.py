@@ -93,7 +93,7 @@ def parse(
         JobError: a value is wrong; names it.
         SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
     """
-    from horo.runner.cli.tuning import start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
+    from horo.runner.cli.tuning import port_range, start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
     given, line, passed_over = _read(arguments, for_horovod, raising)
@@ -123,6 +123,7 @@ def parse(
         start_timeout_s=start_timeout(given.start_timeout, environment),
         host_timeout_s=given.host_timeout,
         interfaces=tuple(given.network_interfaces),
+        ports=port_range({**environment, **exports}),
         store_port=given.store_port,
         torch_env=given.torch_env or given.master_port != 0,
         master_port=given.master_port,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from horo._config import Config, LaunchVariables, Option, Variable, names_of, variables_of
+from horo._variable import parse_ports
 from horo.errors import UsageError
 from horo.runner.config import JobError, TimelineMerge
 
@@ -16,6 +17,7 @@ __all__ = [
     "check_environment",
     "check_exports",
     "drop_replaced",
+    "port_range",
     "set_all_names",
     "start_timeout",
     "timeline_merge",
@@ -183,6 +185,16 @@ def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     if given is not None:
         return given
     return float(_read(variables_of(Config)["start_timeout_s"], environ, ""))
+
+
+def port_range(environ: Mapping[str, str]) -> range | None:
+    """The ports on which horo may listen, in the environment of the ranks; None: any.
+
+    Raises:
+        JobError: ``HORO_PORT_RANGE`` is no range of ports; names it and its value.
+    """
+    text = _read(variables_of(Config)["port_range"], environ, "")
+    return None if text is None else parse_ports(text)
 
 
 def _check(environ: Mapping[str, str], prefix: str) -> None:

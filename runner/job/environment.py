@@ -153,17 +153,17 @@ def rank_variables(
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
     """
-    told = {
-        MARK_NAME: mark,
-        "HORO_STORE": store,
-        "HOROVOD_HOSTNAME": host,
-        "HOROVOD_RANK": str(placement.rank),
-        "HOROVOD_SIZE": str(placement.size),
-        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
-        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
+    values = {
+        "HOSTNAME": host,
+        "RANK": str(placement.rank),
+        "SIZE": str(placement.size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_SIZE": str(placement.local_size),
+        "CROSS_RANK": str(placement.cross_rank),
+        "CROSS_SIZE": str(placement.cross_size),
     }
+    told = {f"{prefix}_{name}": value for prefix in ("HORO", "HOROVOD") for name, value in values.items()}
+    told |= {MARK_NAME: mark, "HORO_STORE": store}
     if master is not None:
         place = (placement.rank, placement.size, placement.local_rank, placement.local_size)
         told |= dict(zip(TORCH_VARIABLES, map(str, (*place, *master)), strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horo._bootstrap.net.interfaces import LOOPBACK
-from horo.runner.config import EXIT_SETUP, JobError
+from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.network import (
     NetworkError,
     address_toward,
@@ -17,7 +17,10 @@ from horo.runner.network import (
     resolve,
 )
 
-__all__ = ["HostAddresses", "check_interfaces", "find_addresses", "store_addresses"]
+__all__ = ["HostAddresses", "check_interfaces", "find_addresses", "open_store", "store_addresses"]
+
+if TYPE_CHECKING:
+    from horo._bootstrap.store.server import StoreServer
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,18 @@ def store_addresses(hosts: Sequence[HostAddresses | None]) -> tuple[list[str], l
     if not remote:
         return [LOOPBACK], [[LOOPBACK] for _ in hosts]
     return remote, [remote if host is None else list(host.launcher) for host in hosts]
+
+
+def open_store(job: Job, addresses: Sequence[str], secret: bytes, report: Callable[[str], None]) -> StoreServer:
+    """Opens the key-value server of a job; ``report`` is called with a sentence about a refused connection.
+
+    Raises:
+        JobError: this process may not open enough files for the connections of all ranks.
+    """
+    from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415 - --help does without
+
+    store = StoreServer(addresses, secret, job.store_port, report, ports=job.ports, clients=job.size)
+    if store.shortage:
+        store.close()
+        raise JobError(f"{job.size} ranks meet in hororun, which needs {store.shortage}", EXIT_SETUP)
+    return store

@@ -31,7 +31,7 @@ from horo.runner.job.environment import (
     outer_rank,
     rank_variables,
 )
-from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, store_addresses
+from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, open_store, store_addresses
 from horo.runner.job.placement import (
     Placement,
     PlacementError,
@@ -248,11 +248,10 @@ class _Supervisor:
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
         from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
-        from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
 
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._store = StoreServer(addresses, secret, self._job.store_port, self._console.say)
+        self._store = open_store(self._job, addresses, secret, self._console.say)
         self._arrivals = Arrivals(self._store, secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
@@ -284,8 +283,9 @@ class _Supervisor:
     def _master_port(self, first_host: int) -> int:
         remote = self._remotes.get(first_host)
         if remote is None:
-            return free_port(self._job.master_port)
-        return self._job.master_port or int((remote.host_info or {})["free_port"])
+            return free_port(self._job.master_port, self._job.ports)
+        last = self._job.ports[-1] if self._job.ports else 0  # horo's own listeners take any of them
+        return self._job.master_port or last or int((remote.host_info or {})["free_port"])
 
     @property
     def _binding(self) -> Binding:

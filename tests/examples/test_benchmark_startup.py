@@ -37,6 +37,14 @@ def test_startup_measures_every_part(tmp_path: Path) -> None:
         assert sum(rows[part]["median_ms"] for part in parts) == pytest.approx(whole, abs=0.1)
 
 
+def test_startup_counts_what_many_clients_read(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    start([sys.executable, str(FOLDER / "startup.py"), "--clients", "48", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["clients"] == 48
+    assert 48 * 100 < row["reply_bytes"] < 48 * 10_000
+
+
 def test_startup_compares_within_rounds() -> None:
     target = startup.Target("mine", "mine to ready", None, "theirs")
     row = startup._check_row(target, {"mine": [1.0, 10.0, 3.0], "theirs": [2.0, 20.0, 3.0]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from horo._bootstrap.net import interfaces
@@ -97,3 +99,17 @@ def test_listeners_fall_back_to_ports_of_their_own_only_if_they_must() -> None:
         listener.close()
     with pytest.raises(UsageError, match="no address"):
         bind_all([])
+
+
+def test_listeners_keep_to_the_ports_that_are_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        (listener,) = bind_all(["127.0.0.2"], ports=range(port, port + 1))
+        assert listener.getsockname() == ("127.0.0.2", port)
+        listener.close()
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceError) as caught:
+            bind_all(["127.0.0.2", "127.0.0.1"], ports=range(port, port + 1))
+        said = f"none of the ports {port} to {port} (HORO_PORT_RANGE) is free here: cannot listen on 127.0.0.1:{port}"
+        assert said in str(caught.value)

@@ -371,12 +371,14 @@ def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable:
         assert f"and {value} ({variable}) on rank 2 (name2)" in str(error)
 
 
-def test_ranks_that_disagree_about_the_size_both_get_the_error(server: StoreServer) -> None:
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_ranks_that_disagree_about_the_size_both_get_the_error(server: StoreServer, sizes: tuple[int, int]) -> None:
     environs = environments(server, 2)
-    environs[1]["HOROVOD_SIZE"] = "3"
+    for environ, size in zip(environs, sizes, strict=True):
+        environ["HOROVOD_SIZE"] = str(size)
     for error in told(join_all(environs)):
         assert isinstance(error, MismatchError)
-        assert "the job's size is 2 on rank 0 (name0) and 3 on rank 1 (name1)" in str(error)
+        assert f"the job's size is {sizes[0]} on rank 0 (name0) and {sizes[1]} on rank 1 (name1)" in str(error)
 
 
 def test_rank_started_twice_is_refused(server: StoreServer) -> None:
@@ -437,8 +439,8 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
     """``first``: the rank that gives up first. Its time is short from where it is the other's address that counts."""
     listen, wait, dial = links_module._IncomingLinks.listen, links_module.Links.wait, links_module._dial_link
 
-    def publish_a_dead_port(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
-        listen(self, secret, addresses)
+    def publish_a_dead_port(self: links_module._IncomingLinks, *arguments: Any) -> object:
+        listen(self, *arguments)
         with socket.create_server(("127.0.0.1", 0)) as dead:
             return [Endpoint(*dead.getsockname())]
 
@@ -463,6 +465,7 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
     for error in told(join_all(environs)):
         assert fact in str(error)
         assert "HORO_NETWORK_INTERFACES" in str(error)
+        assert "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts" in str(error)
 
 
 def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
@@ -482,8 +485,8 @@ def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
     real = links_module._IncomingLinks.listen
     noise: list[socket.socket] = []
 
-    def listen_in_noise(self: links_module._IncomingLinks, secret: bytes, addresses: Sequence[str]) -> object:
-        endpoints = real(self, secret, addresses)
+    def listen_in_noise(self: links_module._IncomingLinks, *arguments: Any) -> Sequence[Endpoint]:
+        endpoints = real(self, *arguments)
         for number in range(20):
             connection = socket.create_connection(endpoints[0])
             if number % 2:
@@ -533,7 +536,7 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 
         close_connections(whole(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])))  # type: ignore[misc]
         sizes.append(len(server._values))
-    assert sizes == [3, 3, 3, 3]
+    assert sizes == [5, 5, 5, 5]  # "ready" of each rank, the word of rank 0 that all are, and a counter
 
 
 # --- with contexts
@@ -543,19 +546,19 @@ def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: Sto
     environs = environments(server, 2, {"HORO_START_TIMEOUT": "3"})
     again = threading.Event()
     starts: list[int] = []
-    real_publish, real_gather = Rendezvous.publish, Rendezvous.gather
+    real_publish, real_await = Rendezvous.publish, Rendezvous._await_root
 
     def publish(self: Rendezvous, topic: str, value: bytes) -> None:
         real_publish(self, topic, value)
-        if (self.rank, topic) == (1, "peer info"):
+        if (self.rank, topic) == (0, "peer info"):
             starts.append(1)
             if len(starts) == 2:
                 again.set()
 
-    def gather(self: Rendezvous, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
-        if (self.rank, topic) == (0, "ready"):
-            assert again.wait(20)  # looks late: rank 1 has left and is in its second start by now
-        return real_gather(self, topic, ranks)
+    def await_root(self: Rendezvous, key: str, topic: str) -> bytes:
+        if topic == "ready":
+            assert again.wait(20)  # looks late: rank 0 has left and is in its second start by now
+        return real_await(self, key, topic)
 
     def cycle(rank: int) -> int:
         for _ in range(2):
@@ -564,7 +567,7 @@ def test_a_rank_may_start_again_before_the_others_have_seen_it_ready(server: Sto
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rendezvous, "publish", publish)
-        patch.setattr(Rendezvous, "gather", gather)
+        patch.setattr(Rendezvous, "_await_root", await_root)
         assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [0, 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -29,8 +30,10 @@ JOB = str(os.getpid())
 """As the number of the Slurm job: ports of tests that run beside each other differ."""
 
 RANK = """
-import os, sys
+import os, resource, sys
 import psutil
+if "TEST_FILES" in os.environ:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["TEST_FILES"]),) * 2)
 from horo._bootstrap.job import start
 from horo._core import RequestBuffer
 job = start()
@@ -246,6 +249,14 @@ def test_another_secret_does_not_get_in(bare_path: Path, tmp_path: Path) -> None
     assert "HORO_SECRET is set here, so it must be on all ranks alike" in second[2]  # the ports depend on it
 
 
+def test_too_low_a_limit_of_open_files_on_rank_0_is_said_by_all(bare_path: Path, tmp_path: Path) -> None:
+    environs = [{**step(rank, [0, 0]), "HORO_SECRET": SECRET.hex()} for rank in range(2)]
+    environs[0]["TEST_FILES"] = "30"
+    for code, _, errors in run_ranks(tmp_path, environs, bare_path):
+        assert code == 1
+        assert re.search(r"a job of 2 ranks, for which it needs \d+ open files, more than .* limit \(30,", errors)
+
+
 def test_a_node_without_address_is_named(fake_munge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(fake_munge))  # without MUNGE, ranks look for a file and ask for no address
     environ = {**step(1, [0, 1]), "SLURM_STEP_NODELIST": "no-such-host.invalid,h2"}
@@ -261,6 +272,11 @@ def test_ports_differ_between_starts_and_are_the_same_for_all_ranks() -> None:
     assert ports == [candidate_ports(name) for name in names]
     assert len({tuple(some) for some in ports}) == len(names)
     assert all(len(set(some)) == 8 and min(some) >= 10_000 and max(some) < 32_768 for some in ports)
+    few = range(40000, 40003)
+    assert all(
+        1 <= len(set(own)) == len(own) and set(own) <= set(few)
+        for own in (candidate_ports(n, ports=few) for n in names)
+    )
 
 
 def test_a_credential_of_another_user_or_a_used_one_is_refused(

@@ -63,6 +63,13 @@ def client_of(server: Any, *, older: bool = False) -> TorchStore:
     return TorchStore(WithoutCheck(store) if older else store, "127.0.0.1")
 
 
+def test_waiting_for_a_late_rank_writes_nothing(torch_server: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's own wait writes two lines whenever its time is over, to the descriptor."""
+    with pytest.raises(StoreTimeoutError):
+        client_of(torch_server).get("late", 0.05)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_values_counters_and_deletion(torch_server: Any, older: bool) -> None:
     one, other = client_of(torch_server, older=older), prefixed(client_of(torch_server, older=older), "p/")
     one.set("p/a", b"\x00\xff")

@@ -78,6 +78,17 @@ def edges(variable: Variable) -> tuple[list[str], list[str]]:
         return ["0", "1"], ["2", "-1", "maybe"]
     if variable.kind is bytes:
         return ["ab" * int(variable.low)], ["ab" * int(variable.low - 1), "xy" * int(variable.low)]
+    if variable.form:
+        return ["1024-65535", "4000 - 4000"], [
+            "4000",
+            "4001-4000",
+            "1023-2000",
+            "2000-65536",
+            "-",
+            "a-b",
+            "2-3-4",
+            "+2000-3000",
+        ]
     if variable.kind is str:
         return ["any text"], []
     step = variable.multiple_of
@@ -107,6 +118,14 @@ def test_every_variable_takes_what_it_allows_and_refuses_the_rest(
             read_variables(group, {name: text})
         shown = f"{name} ({len(text)} characters)" if variable.secret else f"{name}={text!r}"
         assert str(caught.value) == f"{shown} is not {variable.allowed()}"
+
+
+def test_a_range_of_ports_has_its_last_one() -> None:
+    assert read_config({}).ports is None
+    assert read_config({"HORO_PORT_RANGE": "40000-40002"}).ports == range(40000, 40003)
+    assert read_config({}, {"port_range": "4000-4000"}).ports == range(4000, 4001)
+    with pytest.raises(UsageError, match=r"init\(port_range='4000'\): '4000' is not a range of ports as 40000-40100"):
+        read_config({}, {"port_range": "4000"})
 
 
 def test_the_longest_times_fit_the_milliseconds_of_the_core() -> None:

@@ -228,6 +228,20 @@ def test_server_that_closes_is_an_error_that_says_so() -> None:
         client_of(server, timeout_s=0.05)
 
 
+def test_an_answer_is_awaited_as_long_as_a_connection_and_its_lack_is_named(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(server, timeout_s=300) as patient, client_of(server, timeout_s=0.1) as client:
+        with pytest.raises(StoreTimeoutError):
+            patient.get("a", 0.01)
+        assert patient._connection.gettimeout() == pytest.approx(300.01)
+        monkeypatch.setattr(server, "_reply", lambda client, status, fields: None)
+        with pytest.raises(
+            PeerLostError, match=r"store at 127\.0\.0\.1:\d+ has not answered for 0\.1 s: the launcher "
+        ):
+            client.set("a", b"")
+
+
 def test_nothing_is_left_open_after_close() -> None:
     before = open_descriptors(), threading.active_count()
     for _ in range(5):
@@ -400,6 +414,9 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     ]
     for number in range(3000):
         log.refuse(f"address {number}", "noise", 62.0)
+    assert len(told) == 1 + 20  # of the minute that began at 61.0
+    log.refuse("10.0.0.7", "noise", 121.0)
+    assert told[-1] == "refused a connection from 10.0.0.7: noise (2982 more refused since the last report)"
     assert len(log._last) <= RefusalLog._ADDRESSES_MAX
 
 

@@ -14,7 +14,15 @@ from horo.runner.hosts import HostSpec
 from horo.runner.job.environment import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place, slots_of
-from horo.runner.network import NetworkError, address_toward, free_port, interface_addresses, is_local, network_identity
+from horo.runner.network import (
+    NetworkError,
+    address_toward,
+    free_port,
+    interface_addresses,
+    is_local,
+    listen,
+    network_identity,
+)
 
 
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
@@ -31,6 +39,13 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     assert told == {
         "HORO_HOST_MARK": "m",
         "HORO_STORE": "10.0.0.1:5",
+        "HORO_HOSTNAME": "h2",
+        "HORO_RANK": "3",
+        "HORO_SIZE": "4",
+        "HORO_LOCAL_RANK": "1",
+        "HORO_LOCAL_SIZE": "2",
+        "HORO_CROSS_RANK": "1",
+        "HORO_CROSS_SIZE": "2",
         "HOROVOD_HOSTNAME": "h2",
         "HOROVOD_RANK": "3",
         "HOROVOD_SIZE": "4",
@@ -168,6 +183,18 @@ def test_addresses_and_ports_that_are_not_there_are_named() -> None:
         port = server.getsockname()[1]
         with pytest.raises(NetworkError, match=str(port)):
             free_port(port)
+        for take in (lambda ports: free_port(0, ports), listen):
+            with pytest.raises(NetworkError, match=rf"none of the ports {port} to {port} \(HORO_PORT_RANGE\) is free"):
+                take(range(port, port + 1))
+
+
+def test_ports_are_of_the_range_that_is_named() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    only = range(port, port + 1)
+    assert free_port(0, only) == port
+    with listen(only) as listener:
+        assert listener.getsockname()[1] == port
 
 
 def host_info(network: str = "another", connection: str = "") -> dict[str, object]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +54,27 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
     ]
     ports = {line[5] for line in lines}
     assert ports == {port} if words[-1] == port else len(ports) == 1
+
+
+def test_a_job_listens_on_the_ports_that_are_named(hororun: Hororun, where: str) -> None:
+    told = ["--port-range", "21100-21140", "--torch-env", "--no-prefix"]
+    done = hororun.run("-np", "3", *told, *shell("echo $HORO_PORT_RANGE $MASTER_PORT $HORO_STORE"), where=where)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        ports, master, store = line.split()
+        assert ports == "21100-21140"
+        assert all(21100 <= int(port) <= 21140 for port in (master, *re.findall(r":(\d+)", store)))
+
+
+def test_more_ranks_than_hororun_may_have_connections_are_refused_at_once() -> None:
+    words = [sys.executable, "-m", "horo.runner", "-np", "90", "-H", "localhost:90", "true"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 96; exec "$@"', "sh", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1), done.stderr
+    assert re.search(
+        r"90 ranks meet in hororun, which needs \d+ open files, more than .* raise its limit \(96", done.stderr
+    )
 
 
 EXCHANGE = """

@@ -40,6 +40,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "exports": ("-x A=1", JOBS),
     "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),
     "store_port": ("--store-port 5000", OWN),
+    "port_range": ("--port-range 40000-40100", JOBS | {"check-hosts"}),
     "torch_env": ("--torch-env", OWN),
     "master_port": ("--master-port 5001", OWN),
     "no_prefix": ("--no-prefix", JOBS),
@@ -177,6 +178,7 @@ PAIRS = [
     ("-np 1 --master-port 5000 -x MASTER_PORT=3 cmd", "-x MASTER_PORT: hororun sets"),
     ("-np 2 -H a:1 -H b:1 cmd", "-H is given twice: name all hosts in one HOSTS"),
     ("-np 2 --hostfile a --hostfile b cmd", "--hostfile is given twice: name all hosts in one FILE"),
+    ("-np 2 --port-range 5 cmd", "--port-range: '5' is not a range of ports as 40000-40100, from 1024 to 65535"),
     ("-np 2 --network-interfaces a,,b cmd", "--network-interfaces: 'a,,b' is no list of names"),
 ]
 

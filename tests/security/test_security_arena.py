@@ -59,7 +59,7 @@ def test_members_get_the_memory_through_a_crowd_of_another_user(arena: Arena) ->
             assert crowd.stdout.readline() == b"crowded\n"
             for rank in range(1, MEMBERS + 1):
                 claim = Claim(Purpose.ARENA, rank, 0, 1)
-                received, connection = _receive_arena(name, SECRET, claim, MEMBERS + 1, 4096)
+                received, connection = _receive_arena(name, SECRET, claim, (MEMBERS + 1, 4096), 10.0)
                 assert len(received) == MEMBERS + 2
                 Arena(received[0], received[1:]).close()
                 connection.close()

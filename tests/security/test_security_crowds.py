@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.store.client import StoreClient
+from horo.errors import PeerLostError
 
 SECRET = bytes(range(32))
 LIMIT = 64
+FULL_SERVER = """
+    import resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    from horo._bootstrap.store.server import StoreServer
+
+    told = lambda sentence: print(sentence, flush=True)
+    with StoreServer(["127.0.0.1"], bytes(range(32)), on_refused=told) as server:
+        print(server.endpoints[0].port, flush=True)
+        sys.stdin.readline()
+"""
 SERVER = """
     import os, resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
@@ -44,6 +59,42 @@ def test_strangers_do_not_use_up_the_descriptors() -> None:
             server.kill()
             for connection in crowd:
                 connection.close()
+
+
+def test_a_process_that_can_open_no_further_file_says_so_to_both_sides() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(FULL_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as server, contextlib.ExitStack() as clients:  # fmt: skip
+        try:
+            assert server.stdout is not None
+            endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
+            with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:\d+: the process there can open no further file"):
+                for _ in range(LIMIT):
+                    clients.enter_context(StoreClient(*endpoint, SECRET, 1.0))
+            told = server.stdout.readline().decode()
+            assert f"refused a connection from 127.0.0.1: this process has opened all the {LIMIT} files it may" in told
+        finally:
+            server.kill()
+
+
+def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be() -> None:
+    script = """
+        import resource
+        from horo._bootstrap.net.open_files import make_room
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+        for count in (8, 200, 1000):
+            missing = make_room(count)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            print(soft - count in range(32, 64), soft, hard, missing)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    few, some, many = done.stdout.splitlines()
+    assert few == "True 64 512 "
+    assert some.startswith("True 2") and some.endswith(" 512 ")
+    assert re.search(r"False 2\d\d 512 10\d\d open files, more than this process may have: raise its limit \(512", many)
 
 
 def test_hororun_may_open_all_files_and_its_ranks_have_the_limit_of_before() -> None:

@@ -10,8 +10,8 @@ import pytest
 from horo._bootstrap.launchers import slurm_store
 from horo._bootstrap.launchers.slurm_store import _publish_secret, _StoreInfo, candidate_ports
 from horo._bootstrap.net import advertisement
-from horo._bootstrap.net.addresses import Endpoint
-from horo._bootstrap.net.advertisement import Stock, fetch
+from horo._bootstrap.net.addresses import Endpoint, bind_all
+from horo._bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
 from horo.errors import ResourceError
 
 NAME = "munge.0.0/1"
@@ -57,6 +57,24 @@ def test_an_advertisement_that_cannot_be_made_is_not_tried_for_every_visitor() -
     assert len(tried) == 3
 
 
+def test_a_crowd_that_gets_no_credential_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bytes:
+        raise ResourceError("munge: no daemon")
+
+    (listener,) = bind_all(["127.0.0.1"])
+    server = AdvertisementServer([listener], fail)
+    try:
+        for _ in range(50):
+            with socket.create_connection(listener.getsockname()) as visitor:
+                visitor.settimeout(30)
+                assert visitor.recv(1) == b""
+    finally:
+        server.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a connection from 127.0.0.1: the job's secret cannot be given away: munge: no daemon"
+    ]
+
+
 def test_a_crowd_of_visitors_starts_few_processes_and_a_rank_gets_its_credential(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -69,7 +87,7 @@ def test_a_crowd_of_visitors_starts_few_processes_and_a_rank_gets_its_credential
     monkeypatch.setattr(advertisement, "FRESH_PER_S", 0.0)
     monkeypatch.setattr(slurm_store.munge, "encode", encode)
     monkeypatch.setattr(slurm_store.munge, "decode", lambda credential: credential.partition(b":")[2])
-    withdraw = _publish_secret(["127.0.0.1"], INFO, 4)
+    withdraw = _publish_secret(["127.0.0.1"], candidate_ports(NAME), INFO, 4)
     try:
         endpoints = [Endpoint("127.0.0.1", port) for port in candidate_ports(NAME)]
         for _ in range(300):

@@ -102,7 +102,7 @@ def test_where_no_port_is_free_the_home_folder_serves(home: Path, monkeypatch: p
         real(self, content)
 
     monkeypatch.setattr(slurm_store.CredentialFile, "write", write)
-    monkeypatch.setattr(slurm_store, "candidate_ports", lambda name, secret=None: public_ports())
+    monkeypatch.setattr(slurm_store, "candidate_ports", lambda name, secret=None, ports=None: public_ports())
     with squatting(public_ports()):
         first, second = start(**({"HORO_SECRET": secret} if secret else {}))
     assert first == second
@@ -132,6 +132,6 @@ def test_a_home_folder_that_is_open_to_others_does_not_stop_a_job_with_a_secret(
 
 def test_neither_ports_nor_home_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / ".horo").write_text("a file")
-    monkeypatch.setattr(slurm_store, "candidate_ports", lambda name, secret=None: public_ports())
+    monkeypatch.setattr(slurm_store, "candidate_ports", lambda name, secret=None, ports=None: public_ports())
     with squatting(public_ports()), pytest.raises(ResourceError, match=r"none of the ports .* nor .*\.horo"):
         open_slurm_store(*step(0, HORO_SECRET=SECRET.hex()), 1)

@@ -75,6 +75,16 @@ def test_a_changed_value_is_refused(server: Any, attack: Callable[[Any], None]) 
         view(server).get("listen/0", 10)
 
 
+def test_a_value_of_another_job_with_the_same_name_and_secret_is_refused(server: Any) -> None:
+    """Whoever reaches two stores could join ranks of two jobs by copying values from one to the other."""
+    other = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    view(other).set("nonce/0", b"1")
+    assert view(other).get("nonce/0", 10) == b"1"
+    client(server).set("job/1/nonce/0", client(other).get("job/1/nonce/0"))
+    with pytest.raises(GroupError, match=r"'job/1/nonce/0' .* was not written by a rank of this start"):
+        view(server).get("nonce/0", 10)
+
+
 def test_an_invented_failure_is_refused(server: Any) -> None:
     client(server).set("job/1/failed", "PeerLostError\nrank 1 died")
     with pytest.raises(GroupError, match="was not written by a rank"):

@@ -5,6 +5,8 @@
     dialer   -> acceptor   PROOF    MAC("dial")
     acceptor -> dialer     WELCOME  one byte
 
+An acceptor that has no descriptor left answers FULL at once, an ANSWER of version 0, and hangs up.
+
 Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
 it is valid for one connection, one direction, one purpose, team and number and one pair of ranks only. Address and port
 are those to which the dialer has connected, and must equal the acceptor's own: a process in between has another address
@@ -27,6 +29,7 @@ from typing import Any
 from horo.errors import HoroError, UsageError
 
 __all__ = [
+    "FULL",
     "SECRET_BYTES",
     "SECRET_BYTES_MIN",
     "WELCOME",
@@ -49,6 +52,7 @@ _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _HELLO = struct.Struct("!4sBBBxIIII16sH32s")
 _ANSWER = struct.Struct("!4sB3x32s32s")
+FULL = _ANSWER.pack(_MAGIC, 0, bytes(_NONCE_BYTES), bytes(_MAC_BYTES))
 
 
 class HandshakeError(HoroError):
@@ -210,6 +214,8 @@ def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadlin
         hello = _HELLO.pack(_MAGIC, _VERSION, *place, *reached, secrets.token_bytes(_NONCE_BYTES))
         connection.sendall(hello)
         answer = _receive(connection, _ANSWER.size, deadline)
+        if answer == FULL:
+            raise HandshakeError("the process there can open no further file: its limit is too low (ulimit -n)")
         magic, version, nonce, mac = _ANSWER.unpack(answer)
         if magic != _MAGIC:
             raise HandshakeError("the listener there is not horo's")

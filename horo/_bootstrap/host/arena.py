@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, HandshakeResult, Purpose, authenticate
 from horo._bootstrap.host.grouping import Grouping, group_ranks
 from horo._bootstrap.net.listener import ListenerThread
+from horo._bootstrap.net.open_files import make_room
+from horo._bootstrap.packed import pack, unpack
 from horo._bootstrap.rendezvous import Rendezvous
 from horo._core import create_memory, create_wake
 from horo._core_setup import close_all
@@ -32,7 +34,8 @@ _CHUNK = 250
 """Descriptors per message; the kernel takes at most 253."""
 _COUNT = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
-_EXCHANGE_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 10.0
+"""Longest time for which one member may hold up the leader, and with it the members behind."""
 _STRANGERS_QUEUED = 512
 """Connections of other users that may wait to be closed while all members are in the queue."""
 _RETRY_S = 0.001
@@ -73,6 +76,7 @@ def join_arena(
     Raises:
         ResourceError: there is not even memory for this rank alone. GroupError: as ``Rendezvous.gather``.
     """
+    make_room(2 * len(candidates) + 1)  # without it, ranks share no memory, and say so
     if rendezvous.rank == candidates[0]:
         return _lead(rendezvous, candidates, secret, epoch, bytes_for)
     return _follow(rendezvous, candidates, secret, epoch, bytes_for)
@@ -121,7 +125,9 @@ def _follow(
     claim = Claim(Purpose.ARENA, rendezvous.rank, leader, epoch)
     life = None
     try:
-        received, life = _receive_arena(name, secret, claim, len(candidates), bytes_for(len(candidates)))
+        received, life = _receive_arena(
+            name, secret, claim, (len(candidates), bytes_for(len(candidates))), rendezvous.timeout_s
+        )
         joined = leader
     except (OSError, HandshakeError, ResourceError) as error:
         logging.getLogger("horo").warning(
@@ -163,8 +169,8 @@ def _create(count: int, bytes_for: Callable[[int], int]) -> Arena:
 
 
 def _agree(rendezvous: Rendezvous, joined: int) -> Grouping:
-    rendezvous.publish(_OUTCOME, b"%d" % joined)
-    return group_ranks([int(leader) for leader in rendezvous.gather(_OUTCOME)])
+    said = rendezvous.share(_OUTCOME, b"%d" % joined, lambda leaders: pack(group_ranks(leaders).host_of_rank))
+    return Grouping(tuple(unpack(said)))
 
 
 class _ArenaServer:
@@ -216,7 +222,7 @@ class _ArenaServer:
 
     def _serve(self, connection: socket.socket, handshake: HandshakeResult) -> None:
         try:
-            connection.settimeout(_EXCHANGE_TIMEOUT_S)
+            connection.settimeout(_SEND_TIMEOUT_S)
             send_descriptors(connection, self._descriptors)
             connection.setblocking(False)
         except OSError:
@@ -226,20 +232,24 @@ class _ArenaServer:
 
 
 def _receive_arena(
-    name: bytes, secret: bytes, claim: Claim, count: int, byte_count: int
+    name: bytes, secret: bytes, claim: Claim, expected: tuple[int, int], timeout_s: float
 ) -> tuple[list[int], socket.socket]:
-    """Receives the leader's descriptors: memory, then ``count`` wake-ups. Returns them and the connection."""
-    deadline = time.monotonic() + _EXCHANGE_TIMEOUT_S
+    """Receives the leader's descriptors: memory, then wake-ups. Returns them and the connection.
+
+    ``expected`` are the number of wake-ups, and the bytes that the memory has at least.
+    """
+    count, byte_count = expected
+    deadline = time.monotonic() + timeout_s
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     received: list[int] = []
     try:
         if not name:
             raise ResourceError("its leader has no socket to pass it over")
-        connection.settimeout(_EXCHANGE_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         _connect(connection, name, deadline)
         _check_user(connection)
         authenticate(connection, secret, claim, deadline)
-        connection.settimeout(_EXCHANGE_TIMEOUT_S)
+        connection.settimeout(timeout_s)
         received = receive_descriptors(connection, count + 1)
         held = os.fstat(received[0]).st_size
         if held < byte_count:

@@ -24,7 +24,7 @@ from horo._bootstrap.auth.credential_file import CredentialFile
 from horo._bootstrap.auth.handshake import SECRET_BYTES
 from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.launchers.slurm_step import SlurmStep
-from horo._bootstrap.net.addresses import Endpoint, bind_all
+from horo._bootstrap.net.addresses import CHECK_HOSTS, Endpoint, bind_all
 from horo._bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
 from horo._bootstrap.net.interfaces import LOOPBACK, is_loopback
 from horo._bootstrap.store.client import StoreClient
@@ -37,7 +37,7 @@ __all__ = ["candidate_ports", "open_slurm_store"]
 
 _SIGNATURE_BYTES = 32
 _PORT_COUNT = 8
-_PORT_FIRST, _PORT_END = 10_000, 32_000
+_PORTS = range(10_000, 32_000)
 """Below the range from which systems choose ports for outgoing connections."""
 _STALE_FILE_TIMEOUT_S = 2.0
 """The time for which to try the addresses in a file; an earlier start may have left it."""
@@ -71,16 +71,17 @@ def _sign(secret: bytes, info: bytes) -> bytes:
     return hmac.digest(secret, b"horo slurm note" + info, "sha256")
 
 
-def candidate_ports(name: str, secret: bytes | None = None) -> list[int]:
+def candidate_ports(name: str, secret: bytes | None = None, ports: range | None = None) -> list[int]:
     """The ports at which rank 0 may advertise the start ``name``: equal on all ranks, different for each start.
 
+    They are some of ``ports``, if the user has named those.
     With a secret, only its holders can compute the ports, so no other process can occupy all of them beforehand.
     """
-    span = _PORT_END - _PORT_FIRST
+    ports = ports or _PORTS
     message = b"horo slurm ports " + name.encode()
     digest = hashlib.sha512(message).digest() if secret is None else hmac.digest(secret, message, "sha512")
     numbers = [int.from_bytes(digest[start : start + 4], "big") for start in range(0, len(digest), 4)]
-    return list(dict.fromkeys(_PORT_FIRST + number % span for number in numbers))[:_PORT_COUNT]
+    return list(dict.fromkeys(ports[number % len(ports)] for number in numbers))[:_PORT_COUNT]
 
 
 def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreClient, bytes]:
@@ -118,15 +119,18 @@ def _host(
     secret = user_secret or secrets.token_bytes(SECRET_BYTES)
     told = config.told("network_interfaces")
     addresses = choose_server_addresses(config.network_interfaces, near=True, far=len(step.hosts) > 1, told=told)
-    server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
+    server = StoreServer(
+        addresses, secret, on_refused=logging.getLogger("horo").warning, ports=config.ports, clients=launch.size
+    )
     withdraw: Callable[[], None] | None = None
     try:
         if user_secret is not None:
             info = _StoreInfo(name, server.endpoints).encode()
             signed = _sign(user_secret, info) + info
-            withdraw = _publish_signed(addresses, name, user_secret, signed)
+            withdraw = _publish_signed(addresses, candidate_ports(name, user_secret, config.ports), name, signed)
         else:
-            withdraw = _publish_secret(addresses, _StoreInfo(name, server.endpoints, secret), launch.size)
+            told_to_all = _StoreInfo(name, server.endpoints, secret)
+            withdraw = _publish_secret(addresses, candidate_ports(name, ports=config.ports), told_to_all, launch.size)
         return ServedStore(server, secret, launch.size, config.start_timeout_s, withdraw), secret
     except BaseException:
         if withdraw is not None:
@@ -146,10 +150,10 @@ def _announce(addresses: Sequence[str], ports: Sequence[int], make: Callable[[],
     raise ResourceError(f"none of the ports of this step is free: {'; '.join(failures)}")
 
 
-def _publish_signed(addresses: Sequence[str], name: str, secret: bytes, signed: bytes) -> Callable[[], None]:
+def _publish_signed(addresses: Sequence[str], ports: Sequence[int], name: str, signed: bytes) -> Callable[[], None]:
     """Publishes signed addresses, which contain no secret; returns a function that withdraws them."""
     try:
-        return _announce(addresses, candidate_ports(name, secret), lambda: signed)
+        return _announce(addresses, ports, lambda: signed)
     except ResourceError as error:
         file = CredentialFile(name, Path.home())
         try:
@@ -159,7 +163,7 @@ def _publish_signed(addresses: Sequence[str], name: str, secret: bytes, signed: 
         return file.remove
 
 
-def _publish_secret(addresses: Sequence[str], info: _StoreInfo, size: int) -> Callable[[], None]:
+def _publish_secret(addresses: Sequence[str], ports: Sequence[int], info: _StoreInfo, size: int) -> Callable[[], None]:
     """Publishes addresses and secret to the ``size`` processes of this user; returns a function that withdraws them."""
     try:
         munge.decode(munge.encode(b"horo"))
@@ -167,7 +171,7 @@ def _publish_secret(addresses: Sequence[str], info: _StoreInfo, size: int) -> Ca
         return _publish_file(info, str(error))
     stock = Stock(lambda: munge.encode(info.encode()), 2 * size)
     try:
-        return _announce(addresses, candidate_ports(info.name), stock.take)
+        return _announce(addresses, ports, stock.take)
     except ResourceError as error:
         return _publish_file(info, str(error))
 
@@ -194,6 +198,7 @@ class _StoreSearch:
     def __init__(self, launch: Launch, step: SlurmStep, config: Config, name: str, user_secret: bytes | None) -> None:
         self._launch, self._step, self._name, self._user_secret = launch, step, name, user_secret
         self._timeout_s = config.start_timeout_s
+        self._ports = candidate_ports(name, user_secret, config.ports)
         self._deadline = time.monotonic() + self._timeout_s
         self._file = CredentialFile(name, Path.home())
         self._reason = ""
@@ -203,8 +208,7 @@ class _StoreSearch:
         """The connection to rank 0's store, and the secret."""
         endpoints: list[Endpoint] = []
         if self._user_secret is not None or munge.is_installed():
-            ports = candidate_ports(self._name, self._user_secret)
-            endpoints = [Endpoint(address, port) for address in self._addresses() for port in ports]
+            endpoints = [Endpoint(address, port) for address in self._addresses() for port in self._ports]
         found = fetch(endpoints, self._timeout_s, self._read_advertisement, self._read_file)
         if found is None:
             raise TimeoutError(self._failure())
@@ -261,7 +265,8 @@ class _StoreSearch:
         first, *others = info.endpoints
         secret = self._user_secret or info.secret
         try:
-            return StoreClient(*first, secret, timeout_s, others, served_by="rank 0"), secret
+            client = StoreClient(*first, secret, timeout_s, others, served_by="rank 0", answer_s=self._timeout_s)
+            return client, secret
         except PeerLostError as error:
             self._reason = str(error)
             return None
@@ -271,7 +276,7 @@ class _StoreSearch:
 
     def _failure(self) -> str:
         where = "any node of the step" if self._may_be_on_any_node else self._step.hosts[0]
-        ports = ", ".join(map(str, candidate_ports(self._name, self._user_secret)))
+        ports = ", ".join(map(str, self._ports))
         hint = "HORO_SECRET is set here, so it must be on all ranks alike"
         if self._user_secret is None:
             hint = (
@@ -282,7 +287,7 @@ class _StoreSearch:
         return (
             f"rank {self._launch.rank} did not find rank 0 of Slurm's step {self._launch.job_id} on {where} (ports "
             f"{ports}) within {self._timeout_s:g} s (HORO_START_TIMEOUT): did it start, and does it call init()? "
-            f"{hint}{reason}"
+            f"{hint}{reason}. {CHECK_HOSTS}"
         )
 
 

@@ -23,8 +23,8 @@ from horo.errors import PeerLostError, ResourceError
 
 __all__ = ["TorchStore", "open_torch_store"]
 
-_SLICE_S = 0.5
-"""Longest wait on torch's server before the key ``unless`` is checked again."""
+_LOOK_FIRST_S, _LOOK_LAST_S = 0.001, 0.25
+"""Pause between two looks for a key. torch's own wait writes lines to stderr when its time is over."""
 _LOOK_S = 0.1
 """Wait for a key as a check whether it exists, for versions of torch without ``check``."""
 _FAILURES = (RuntimeError, TimeoutError)
@@ -38,11 +38,16 @@ class TorchStore:
         self._store = store
         self._where = where
 
+    @property
+    def place(self) -> str:
+        """The host and the port of the store, as MASTER_ADDR and MASTER_PORT name them."""
+        return f"{self._store.host}:{self._store.port}"
+
     def set(self, key: str, value: bytes) -> None:
         self._call("set", key, value)
 
     def get_many(self, keys: Sequence[str], timeout_s: float, unless: str | None = None) -> list[bytes]:
-        deadline = time.monotonic() + timeout_s
+        deadline, pause_s = time.monotonic() + timeout_s, _LOOK_FIRST_S
         while True:
             if unless is not None and self._has([unless]):
                 raise StoreAbandonedError(bytes(self._call("get", unless)))
@@ -53,10 +58,8 @@ class TorchStore:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise StoreTimeoutError([key for key in keys if not self._has([key])] or list(keys))
-            # A wait that times out raises, and the class depends on the version of torch. The next check raises if the
-            # store is gone.
-            with contextlib.suppress(*_FAILURES):
-                self._store.wait(list(keys), timedelta(seconds=min(left_s, _SLICE_S)))
+            time.sleep(min(left_s, pause_s))
+            pause_s = min(2 * pause_s, _LOOK_LAST_S)
 
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
         return self.get_many([key], timeout_s, unless)[0]

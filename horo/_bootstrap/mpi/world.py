@@ -351,7 +351,9 @@ def _host(world: MpiWorld, config: Config, near: Sequence[bool]) -> tuple[StoreC
     try:
         told = config.told("network_interfaces")
         addresses = choose_server_addresses(config.network_interfaces, any(near[1:]), not all(near), told)
-        server = StoreServer(addresses, secret, on_refused=logging.getLogger("horo").warning)
+        server = StoreServer(
+            addresses, secret, on_refused=logging.getLogger("horo").warning, ports=config.ports, clients=world.size
+        )
     except HoroError as error:
         world.broadcast(json.dumps({"error": str(error)[: _STORE_INFO_BYTES // 2]}).encode())
         raise

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from horo.errors import ResourceError, UsageError
 
-__all__ = ["Endpoint", "bind_all", "parse_endpoints", "socket_address"]
+__all__ = ["CHECK_HOSTS", "Endpoint", "bind_all", "parse_endpoints", "socket_address"]
 
+CHECK_HOSTS = "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts"
+"""For errors about a connection between two hosts that does not come about."""
 _SAME_PORT_ATTEMPTS = 16
 _BACKLOG = 4096
 
@@ -67,12 +70,13 @@ def _parse_endpoint(item: str, text: str) -> Endpoint:
     return Endpoint(address, int(port))
 
 
-def bind_all(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
+def bind_all(addresses: Sequence[str], port: int = 0, ports: range | None = None) -> list[socket.socket]:
     """One listening, nonblocking socket per address, all on one port where that is possible.
 
     Args:
         addresses: numeric addresses of this machine; duplicates are bound once.
         port: 0 lets the system choose.
+        ports: where ``port`` is 0, those of which it is to be one.
 
     Raises:
         ResourceError: an address cannot be bound; names it, the port and the system's reason.
@@ -82,6 +86,8 @@ def bind_all(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
         raise UsageError("no address to listen on was given")
     if port:
         return _bind_same_port(wanted, port)
+    if ports is not None:
+        return _bind_one_of(wanted, ports)
     for _ in range(_SAME_PORT_ATTEMPTS):
         first = _listen(wanted[0], 0)
         try:
@@ -89,6 +95,19 @@ def bind_all(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
         except ResourceError:
             first.close()
     return _bind_same_port(wanted, 0)
+
+
+def _bind_one_of(addresses: Sequence[str], ports: range) -> list[socket.socket]:
+    failure: Exception | None = None
+    for port in random.SystemRandom().sample(ports, len(ports)):  # the program's own numbers stay as they are
+        try:
+            return _bind_same_port(addresses, port)
+        except ResourceError as error:
+            failure = error
+    raise ResourceError(
+        f"none of the ports {ports[0]} to {ports[-1]} (HORO_PORT_RANGE) is free here: {failure}; name a range with one "
+        "port for each rank of a host and two more"
+    ) from failure
 
 
 def _bind_same_port(addresses: Sequence[str], port: int) -> list[socket.socket]:

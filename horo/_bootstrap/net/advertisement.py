@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from horo._bootstrap.net.addresses import Endpoint, socket_address
+from horo._bootstrap.net.listener import RefusalLog
 from horo._bootstrap.net.selector_thread import SelectorThread
 from horo.errors import HoroError
 
@@ -37,13 +38,14 @@ class AdvertisementServer:
 
     Args:
         listeners: listening sockets, which the server closes.
-        make: returns the advertisement for one client. If it raises an error of horo, the error is logged and nothing
-            is sent. Called on a thread.
+        make: returns the advertisement for one client. If it raises an error of horo, nothing is sent and the error is
+            logged, as ``RefusalLog`` does it. Called on a thread.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], make: Callable[[], bytes]) -> None:
         self._listeners = list(listeners)
         self._make = make
+        self._log = RefusalLog(logging.getLogger("horo").warning)
         self._thread = SelectorThread("horo-advertisement")
         for listener in self._listeners:
             self._thread.selector.register(listener, selectors.EVENT_READ, partial(self._serve, listener))
@@ -59,7 +61,7 @@ class AdvertisementServer:
 
     def _serve(self, listener: socket.socket) -> None:
         try:
-            connection, _ = listener.accept()
+            connection, sockaddr = listener.accept()
         except OSError:
             return
         with connection, contextlib.suppress(OSError):
@@ -67,7 +69,8 @@ class AdvertisementServer:
             try:
                 connection.sendall(self._make())
             except HoroError as error:
-                logging.getLogger("horo").warning("a rank that asked for the job's secret got none: %s", error)
+                reason = f"the job's secret cannot be given away: {error}"
+                self._log.refuse(str(sockaddr[0]), reason, time.monotonic())
 
 
 class Stock:

@@ -1,8 +1,9 @@
 """Listening sockets that accept members of the job only.
 
 Other connections cost little: the number of unfinished handshakes is bounded, and they use a quarter of the descriptors
-at most. Each has a deadline and no thread, and the log gets one line per address and minute. At the bound, no further
-connection is accepted and the oldest handshake gets less time, so that many silent connections cannot keep members out.
+at most. Each has a deadline and no thread, and the log gets a few lines a minute, one per address. At the bound, no
+further connection is accepted and the oldest handshake gets less time, so that many silent connections cannot keep
+members out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import resource
 import selectors
 import socket
@@ -17,7 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from horo._bootstrap.auth.handshake import WELCOME, Acceptor, HandshakeError, HandshakeResult, check_secret
+from horo._bootstrap.auth.handshake import FULL, WELCOME, Acceptor, HandshakeError, HandshakeResult, check_secret
+from horo._bootstrap.net.open_files import open_files_max
 from horo._bootstrap.net.selector_thread import SelectorThread
 
 __all__ = ["Listener", "ListenerThread", "RefusalLog"]
@@ -28,17 +31,20 @@ CROWDED_TIMEOUT_S = 0.25
 """Time for a handshake while the number of unfinished handshakes is at its bound."""
 _NO_DESCRIPTOR_PAUSE_S = 0.1
 _ACCEPTS_PER_TURN = 64
+_UNREAD_BYTES = 4096
 
 
 class RefusalLog:
-    """Reports refused connections, at most once a minute per address, for a bounded number of addresses."""
+    """Reports refused connections, in a minute once per address and ``_LINES_MAX`` times in all."""
 
     _INTERVAL_S = 60.0
+    _LINES_MAX = 20
     _ADDRESSES_MAX = 1024
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._last: dict[str, tuple[float, int]] = {}
+        self._since, self._lines, self._others = -self._INTERVAL_S, 0, 0
 
     def refuse(self, address: str, reason: str, now: float) -> None:
         """Reports one refused connection from ``address``, or counts it for the next report."""
@@ -46,9 +52,16 @@ class RefusalLog:
         if now - last < self._INTERVAL_S:
             self._last[address] = (last, suppressed + 1)
             return
+        if now - self._since >= self._INTERVAL_S:
+            self._since, self._lines = now, 0
+        if self._lines >= self._LINES_MAX:
+            self._others += 1
+            return
+        self._lines += 1
         if len(self._last) >= self._ADDRESSES_MAX:
             self._last.clear()
         self._last[address] = (now, 0)
+        suppressed, self._others = suppressed + self._others, 0
         more = f" ({suppressed} more refused since the last report)" if suppressed else ""
         try:
             self._report(f"refused a connection from {address}: {reason}{more}")
@@ -109,6 +122,8 @@ class Listener:
         self._half_open: dict[int, _HalfOpen] = {}
         self._listening = False
         self._paused_until = 0.0
+        self._spare = -1
+        """A descriptor that is given up for those who are turned away when there is no other."""
         self._listen()
 
     @property
@@ -142,6 +157,9 @@ class Listener:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _handshake_timeout_s(self) -> float:
         crowded = len(self._half_open) >= self._half_open_max
@@ -149,6 +167,7 @@ class Listener:
 
     def _listen(self) -> None:
         self._listening = True
+        self._keep_spare()
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, lambda listener=listener: self._accept(listener))
 
@@ -168,11 +187,39 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    self._turn_away(listener)
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._paused_until = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
                     self._stop_listening()
                 return
-            self._take(connection, str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine")
+            self._take(connection, _name(sockaddr))
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        """Says to those who wait that this process can open no further file: nothing else would tell them."""
+        if self._spare < 0:
+            return
+        os.close(self._spare)
+        self._spare = -1
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, sockaddr = listener.accept()
+            except OSError:
+                break
+            with connection:
+                connection.setblocking(False)
+                with contextlib.suppress(OSError):
+                    connection.recv(_UNREAD_BYTES)  # what is left unread makes the close a reset, which drops the reply
+                with contextlib.suppress(OSError):
+                    connection.send(FULL)
+            reason = f"this process has opened all the {open_files_max()} files it may; raise that limit (ulimit -n)"
+            self._log.refuse(_name(sockaddr), reason, time.monotonic())
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
@@ -232,9 +279,13 @@ class Listener:
         del self._half_open[half_open.connection.fileno()]
 
 
+def _name(sockaddr: object) -> str:
+    return str(sockaddr[0]) if isinstance(sockaddr, tuple) else "this machine"
+
+
 def _affordable(count: int) -> int:
     """The smaller of ``count`` and a quarter of this process's descriptors, so that most are left for other uses."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = open_files_max()
     return count if limit == resource.RLIM_INFINITY else max(min(count, limit // 4), 1)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_fields, unpack_fields
 from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, check_secret
-from horo._bootstrap.net.addresses import Endpoint
+from horo._bootstrap.net.addresses import CHECK_HOSTS, Endpoint
 from horo._bootstrap.net.dial import dial
+from horo._bootstrap.net.interfaces import is_loopback
 from horo._bootstrap.store.messages import (
     INT64,
     RECEIVE_BYTES,
@@ -20,12 +21,9 @@ from horo._bootstrap.store.messages import (
     encode_key,
 )
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
-from horo.errors import HoroError, PeerLostError, UsageError
+from horo.errors import HoroError, PeerLostError, ResourceError, UsageError
 
 __all__ = ["StoreClient"]
-
-_CLIENT_GRACE_S = 10.0
-"""Longest wait for an answer, in addition to the time for which the server itself may wait."""
 
 
 class StoreClient:
@@ -38,9 +36,12 @@ class StoreClient:
         timeout_s: how long to try to connect.
         alternatives: further endpoints of the same server; the first that answers is used.
         served_by: the process that runs the server, for messages.
+        answer_s: longest wait for an answer, in addition to the time for which the server itself
+            may wait; ``timeout_s`` by default.
 
     Raises:
         PeerLostError: no endpoint answered and authenticated itself in time.
+        ResourceError: this process can open no socket.
     """
 
     def __init__(
@@ -52,19 +53,24 @@ class StoreClient:
         alternatives: Sequence[Endpoint] = (),
         *,
         served_by: str = "the launcher",
+        answer_s: float | None = None,
     ) -> None:
         check_secret(secret)
         endpoints = list(dict.fromkeys([Endpoint(address, port), *alternatives]))
         try:
             self._connection, handshake = dial(endpoints, secret, Claim(Purpose.STORE), timeout_s)
         except PeerLostError as error:
-            raise PeerLostError(f"the job's store cannot be reached: {error}") from error
+            hint = "" if any(is_loopback(endpoint.address) for endpoint in endpoints) else f". {CHECK_HOSTS}"
+            raise PeerLostError(f"the job's store cannot be reached: {error}{hint}") from error
+        except OSError as error:  # of this process: too many open files
+            raise ResourceError(f"the job's store could not be dialed: {error}") from error
         self._endpoint = Endpoint(*self._connection.getpeername()[:2])
         self._sealer = Sealer(handshake.send_key)
         self._opener = Opener(handshake.receive_key)
         self._lock = threading.Lock()
         self._has_on_disconnect = False
         self._served_by = served_by
+        self._answer_s = timeout_s if answer_s is None else answer_s
 
     @property
     def local_address(self) -> str:
@@ -132,7 +138,7 @@ class StoreClient:
 
     def _exchange(self, payload: bytes, timeout_s: float) -> bytes:
         try:
-            self._connection.settimeout(timeout_s + _CLIENT_GRACE_S)
+            self._connection.settimeout(timeout_s + self._answer_s)
             self._connection.sendall(self._sealer.seal(payload))
             while True:
                 data = self._connection.recv(RECEIVE_BYTES)
@@ -144,6 +150,11 @@ class StoreClient:
         except (OSError, HandshakeError) as error:
             # The stream may be in the middle of a frame: never use it again.
             self._connection.close()
+            if isinstance(error, TimeoutError):
+                raise PeerLostError(
+                    f"the job's store at {self._endpoint} has not answered for {timeout_s + self._answer_s:g} s: "
+                    f"{self._served_by} stands still or is overloaded, or the network does not let its answers through"
+                ) from error
             raise PeerLostError(
                 f"the job's store at {self._endpoint} is gone: {error}; did {self._served_by} end?"
             ) from error

@@ -38,6 +38,14 @@ class ServedStore(StoreClient):
         near = sorted(server.endpoints, key=lambda endpoint: not is_loopback(endpoint.address))
         super().__init__(*near[0], secret, timeout_s, near[1:])
 
+    def check_room(self) -> None:
+        """Raises ResourceError if this process may not open enough files for the connections of all ranks."""
+        if self._server.shortage:
+            raise ResourceError(
+                f"this process serves the store of a job of {self._size} ranks, for which it needs "
+                f"{self._server.shortage}"
+            )
+
     def close(self) -> None:
         """Disconnects, waits until the other ranks have disconnected too, and ends the store; idempotent."""
         super().close()

@@ -18,6 +18,7 @@ from horo._bootstrap.auth.frames import PAYLOAD_BYTES_MAX, Opener, Sealer, pack_
 from horo._bootstrap.auth.handshake import HandshakeError, HandshakeResult, Purpose, check_secret
 from horo._bootstrap.net.addresses import Endpoint, bind_all
 from horo._bootstrap.net.listener import HALF_OPEN_MAX, HANDSHAKE_TIMEOUT_S, Listener
+from horo._bootstrap.net.open_files import make_room
 from horo._bootstrap.net.selector_thread import SelectorThread
 from horo._bootstrap.store.messages import INT64, RECEIVE_BYTES, WAIT_S_MAX, StoreReply, StoreRequest, read_request
 
@@ -52,10 +53,12 @@ class StoreServer:
         addresses: numeric IPv4 or IPv6 addresses of this machine, all bound at once, on one port where possible.
         secret: the job's secret, at least 16 bytes.
         port: 0 lets the system choose.
-        on_refused: called with one sentence for a refused connection, at most once a minute per address, on the
+        on_refused: called with one sentence for a refused connection, as ``RefusalLog`` reports them, on the
             server's thread. None: refused connections are not reported.
         half_open_max: most connections whose handshake is not finished.
         handshake_timeout_s: longest time for a handshake.
+        ports: where ``port`` is 0, those of which it is to be one.
+        clients: number of clients for which this process is to have descriptors, see ``shortage``.
 
     Raises:
         ResourceError: an address cannot be bound. UsageError: the secret is too short or an address is a name.
@@ -70,15 +73,20 @@ class StoreServer:
         *,
         half_open_max: int = HALF_OPEN_MAX,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        ports: range | None = None,
+        clients: int = 0,
     ) -> None:
         check_secret(secret)
-        listeners = bind_all(addresses, port)
+        self.shortage = make_room(clients)
+        """The lack of descriptors for so many clients, as a phrase, see ``make_room``; empty: none."""
+        listeners = bind_all(addresses, port, ports)
         self.endpoints: list[Endpoint] = [Endpoint(*listener.getsockname()[:2]) for listener in listeners]
         self._values: dict[bytes, bytes] = {}
         self._clients: set[_Client] = set()
         self._waiters: dict[_Client, _Waiter] = {}
         self._waiting: dict[bytes, set[_Client]] = {}
         self._connected_count = 0
+        self._reply_bytes = 0
         self._clients_changed = threading.Condition()
         self._thread = SelectorThread("horo-store")
         self._selector = self._thread.selector
@@ -102,6 +110,11 @@ class StoreServer:
     def connected_count(self) -> int:
         """The number of clients that have connected so far."""
         return self._connected_count
+
+    @property
+    def reply_bytes(self) -> int:
+        """The bytes of all replies so far."""
+        return self._reply_bytes
 
     def wait_for_disconnects(self, count: int, timeout_s: float, connect_timeout_s: float) -> bool:
         """Waits until ``count`` clients have connected and all clients have disconnected; whether that happened.
@@ -273,7 +286,9 @@ class StoreServer:
                 del self._waiting[key]
 
     def _reply(self, client: _Client, status: StoreReply, fields: Sequence[bytes]) -> None:
-        client.output += client.sealer.seal(bytes([status]) + pack_fields(fields))
+        frame = client.sealer.seal(bytes([status]) + pack_fields(fields))
+        self._reply_bytes += len(frame)
+        client.output += frame
         try:
             self._flush(client)
         except OSError:

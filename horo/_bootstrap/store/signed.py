@@ -1,7 +1,8 @@
 """Adds a MAC to every value in a store that authenticates no client, if the ranks share a secret.
 
-The MAC is HMAC-SHA256 under a key derived from the secret, over the key and the value. Keys name the job, the start and
-the rank, so a value cannot be changed, nor moved to another rank, start or job. Counters have no MAC: a client without
+The MAC is HMAC-SHA256 under a key derived from the secret and the store's address, over the key and the value. Keys
+name the job, the start and the rank, so a value cannot be changed, nor moved to another rank, start, job or store; two
+jobs may have one secret and one name. Counters have no MAC: a client without
 the secret can change them, delete keys and withhold values, and so make a start fail, which ends with an error.
 
 value with a secret     = 1 (u8) | MAC | bytes
@@ -12,23 +13,32 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from typing import Protocol
 
 from horo._bootstrap.store.protocol import Store, StoreAbandonedError
 from horo.errors import GroupError, MismatchError
 
-__all__ = ["signed"]
+__all__ = ["OpenStore", "of_another_start", "signed"]
 
 _PLAIN = b"\x00"
 _SIGNED = b"\x01"
 _MAC_BYTES = 32
 
 
+class OpenStore(Store, Protocol):
+    """A store that authenticates no client."""
+
+    @property
+    def place(self) -> str:
+        """Its address, as all ranks write it."""
+
+
 class _Signed:
     """A ``protocol.Store`` that signs and verifies the values of another one."""
 
-    def __init__(self, store: Store, secret: bytes | None) -> None:
+    def __init__(self, store: OpenStore, secret: bytes | None) -> None:
         self._store = store
-        self._key = secret and hmac.digest(secret, b"horo store value\0", "sha256")
+        self._key = secret and hmac.digest(secret, b"horo store value\0" + store.place.encode(), "sha256")
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._sign(key, value))
@@ -70,13 +80,19 @@ class _Signed:
             raise MismatchError(
                 "HORO_SECRET is set on other nodes of this job, but not on this one; set it on all, to the same value"
             )
-        raise GroupError(
-            f"the value of {key!r} in the store was not written by a rank of this start with this secret: is "
-            "HORO_SECRET the same on all nodes, and set on all? If it is, somebody else writes to the store"
-        )
+        raise of_another_start(key)
 
 
-def signed(store: Store, secret: bytes | None) -> Store:
+def of_another_start(key: str) -> GroupError:
+    """The error about a value that no rank of this start has written."""
+    return GroupError(
+        f"the value of {key!r} in the store was not written by a rank of this start with this secret: is "
+        "HORO_SECRET the same on all nodes, and set on all, and does MASTER_ADDR name the store in the same words "
+        "everywhere? If so, somebody else writes to the store"
+    )
+
+
+def signed(store: OpenStore, secret: bytes | None) -> Store:
     """A view of ``store`` for ranks with this secret; None: a view without MACs, whose values can be forged.
 
     Raises (when a value is read):
