@@ -72,6 +72,7 @@ def page() -> str:
         parts.append(f"\n## {title}\n")
         if "horo.torch.ops" in modules:
             parts.append("\n" + _markdown(_module_text("horo.torch.ops")) + "\n" + _reductions(names))
+            parts.append("\n**Gradients.** " + _markdown(_module_text("horo.torch.autograd")) + "\n")
             names = [name for name in names if not isinstance(getattr(hvd, name), int)]
         parts += [_entry(name) for name in sorted(names, key=_position)]
     left -= {name for name in left if _home(name) == "horo.errors"}

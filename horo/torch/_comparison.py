@@ -13,7 +13,10 @@ from horo.torch._requests import start_allreduce
 from horo.torch._staging import Spec
 from horo.torch.ops import Max
 
-__all__ = ["Comparison", "checksum", "options_of"]
+__all__ = ["ABSENT", "Comparison", "checksum", "options_of"]
+
+ABSENT = -(2**63)
+"""In the place of a checksum: a rank has no value, and is not compared. It is also its own negative in 64 bits."""
 
 
 class Comparison:

@@ -14,6 +14,7 @@ from horo.errors import MismatchError, UsageError
 from horo.horovod import is_installed
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import ParameterState
+from horo.torch._step_inputs import StepInputs
 from horo.torch.functions import gather_objects
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
@@ -21,6 +22,7 @@ __all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
 
 _PARAMETER = "parameter "
 _STATE = "state "
+_SCALER = "scaler"
 _NAMES = ""
 """Sorts before all others, so that it stands at the same place on ranks that have different names."""
 
@@ -41,6 +43,7 @@ class FirstCheck:
         *,
         has_own_state: bool = False,
         is_after_join: bool = False,
+        scaler: StepInputs | None = None,
     ) -> None:
         """Begins the comparison.
 
@@ -51,6 +54,7 @@ class FirstCheck:
             process_set: The ranks that take part.
             has_own_state: The optimizer's state of a parameter may differ between ranks, as each steps by itself.
             is_after_join: Ranks have joined before. As in Horovod, they may go on with different ones: it is a warning.
+            scaler: The state of the GradScaler that has called the optimizer's ``step`` before.
         """
         self._is_after_join = is_after_join
         self._label = label
@@ -65,6 +69,8 @@ class FirstCheck:
         options = [{key: group[key] for key in optimizer.defaults if key in group} for group in optimizer.param_groups]
         names = {_NAMES: zlib.crc32(repr(sorted(self._is_trained.items())).encode())}
         values = names | self._parameters | optimizer_states | options_of(options)
+        self._scaler = scaler or StepInputs(None)
+        values[_SCALER] = self._scaler.checksum
         team = resolve_process_set(process_set, "DistributedOptimizer")
         self._comparison = Comparison(f"{label}.check", "parameters", values, team)
         self._different: list[str] = []
@@ -89,8 +95,12 @@ class FirstCheck:
         Under Horovod's names it is a warning: Horovod lets ranks start from different parameters.
 
         Raises:
-            UsageError: Ranks have different parameters, state or options; the sentence names the first.
+            UsageError: Ranks have different parameters, state or options, or their GradScalers have; the sentence
+                names the first.
         """
+        if _SCALER in self._different:
+            self._different.remove(_SCALER)
+            self._scaler.refuse(self._label, self._process_set)
         if self._different and self._is_after_join:
             warnings.warn(
                 f"{self._different[0]!r} is not equal on all ranks after join(): ranks that joined early have missed "

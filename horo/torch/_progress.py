@@ -17,6 +17,7 @@ import torch
 from horo.errors import UsageError
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import ParameterState
+from horo.torch._step_inputs import StepInputs
 
 __all__ = ["StepProgress", "refuse_different_steps"]
 
@@ -24,6 +25,8 @@ _LATER = 1
 """The reduction is not the first since the last step."""
 _AT_STEP = 2
 """The reduction began in ``step()``."""
+_MOST_BETWEEN = 128
+"""The most steps from one whose inputs are looked at to the next."""
 
 
 class StepProgress:
@@ -32,6 +35,10 @@ class StepProgress:
     def __init__(self) -> None:
         self.reductions = 0
         self.is_at_step = False
+        self.inputs: StepInputs | None = None
+        """The inputs of the last step, where the next reduction compares them over all ranks."""
+        self.steps = 0
+        self._next_look = 1
         self.late: list[int] = []
         """The ranks that took part in the last reduction from ``step()``, if others did not."""
 
@@ -39,6 +46,14 @@ class StepProgress:
     def mark(self) -> int:
         """The number of dimensions that the first gradient has in front of its shape; 0 in an ordinary step."""
         return (_LATER if self.reductions else 0) + (_AT_STEP if self.is_at_step else 0)
+
+    def is_look_due(self) -> bool:
+        """Called before a step. Whether its inputs are looked at: those of the 1st, 2nd, 4th, ..., then each 128th."""
+        self.steps += 1
+        if self.steps < self._next_look:
+            return False
+        self._next_look += min(self.steps, _MOST_BETWEEN)
+        return True
 
     def begin(self) -> None:
         """Called when a backward or a reduction begins.

@@ -31,9 +31,14 @@ from horo.torch._progress import refuse_different_steps
 from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
+from horo.torch._step_inputs import InputsCheck, StepInputs, scaler_of_step
 from horo.torch._usage import UsageCheck
 
 __all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
+
+
+_FIRST_COMPARED = 8
+"""The first step whose inputs are compared."""
 
 
 class GradientReducer(Exchange):
@@ -61,6 +66,9 @@ class GradientReducer(Exchange):
         self._overlaps = True
         self._check: FirstCheck | None = None
         self._usage: UsageCheck | None = None
+        self._inputs: InputsCheck | None = None
+        self._scaler: weakref.ref[Any] | None = None
+        """The GradScaler that has called ``step``."""
         self._due: Sequence[ParameterState] = ()
         """The parameters of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -158,12 +166,17 @@ class GradientReducer(Exchange):
                 optimizer,
                 self.options.process_set,
                 is_after_join=self.has_joined,
+                scaler=StepInputs(self._scaler and self._scaler()),
             )
             last = self._check.request
         varying = [state for state in self._due if state.varies]
         if varying:
             self._usage = UsageCheck(self.label, self.team, varying)
             last = self._usage.request
+        inputs, self.progress.inputs = self.progress.inputs, None
+        if inputs is not None and self.size > 1:
+            self._inputs = InputsCheck(self.label, inputs, self._process_set)
+            last = self._inputs.request
         self._checked = len(self.states)
         self.progress.reductions += 1
         return last
@@ -179,6 +192,7 @@ class GradientReducer(Exchange):
         """
         check, self._check = self._check, None
         usage, self._usage = self._usage, None
+        inputs, self._inputs = self._inputs, None
         if check is not None:
             yield check.request
             check.wait()
@@ -192,6 +206,9 @@ class GradientReducer(Exchange):
             usage.finish()
         if failure is not None:
             raise failure
+        if inputs is not None:
+            yield inputs.request
+            inputs.finish()
         if check is not None:
             check.refuse_different_values()
 
@@ -202,7 +219,7 @@ class GradientReducer(Exchange):
             state.pending = None
             state.held = None
         self.handles.clear()
-        self._due, self._check, self._usage, self._marked = (), None, None, None
+        self._due, self._check, self._usage, self._inputs, self._marked = (), None, None, None, None
 
     # -- differs with the time at which gradients are due ----------------------------------------------------------
 
@@ -238,10 +255,22 @@ class GradientReducer(Exchange):
             else:
                 self.reduce_for_step(optimizer)
             self._refuse_different_steps()
+            if self.progress.is_look_due():
+                self._look_at_inputs(optimizer)
             return None
         if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
         return with_closure(args, kwargs, ReducingClosure(closure, self))
+
+    def _look_at_inputs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finds the GradScaler that calls the step in progress, and has the next reduction compare what it steps by.
+
+        Not in the first steps, so that short measurements of a step are not of this.
+        """
+        scaler = scaler_of_step()
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+        if self.progress.steps >= _FIRST_COMPARED:
+            self.progress.inputs = StepInputs(scaler, optimizer)
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""

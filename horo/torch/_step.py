@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,13 @@ import torch
 
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
+from horo.torch._step_inputs import callers
 from horo.torch.ops import Average
 
 if TYPE_CHECKING:
     from horo.torch._reducer import GradientReducer
 
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
-
-_SCALER_FRAMES = 12
-"""The most frames between here and a GradScaler: torch's and a scheduler's wrappers of ``step`` lie between."""
 
 
 class ReducingClosure:
@@ -102,11 +99,4 @@ def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
     """
     if getattr(optimizer, "found_inf", None) is not None:
         return True
-    frame = inspect.currentframe()
-    for _ in range(_SCALER_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_name == "_maybe_opt_step":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "_maybe_opt_step" for frame in callers())

@@ -1,13 +1,21 @@
 """Collectives that autograd can follow.
 
-Every rank computes a loss of its own, so gradients need a convention for what the job as a whole minimises:
+Every rank has a loss of its own. In the backward pass all ranks communicate again, so all run it, for the same results
+in the same order. What the input of a rank then gets, of the gradients that the ranks have for their results, is
+Horovod's:
 
-- allreduce and alltoall: the *sum* of all ranks' losses. The gradient of ``Sum`` is ``Sum``, of ``Average``
-  ``Average``.
-- allgather and broadcast: the *mean* of all ranks' losses, because ``DistributedOptimizer`` averages and Horovod's
-  scripts count on it: the gradient is the averaged one (of one's own rows; at the root).
+- ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean; with ``Min`` and ``Max`` their sum where this rank
+  holds the value, in equal parts if several do; with ``Product`` their sum times the other ranks' values. ``alltoall``:
+  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. Where
+  ``DistributedOptimizer`` averages the gradients of parameters, they are those of the mean loss.
+- ``allgather``: for this rank's rows, the *mean* over ranks. ``broadcast``: at the root the mean, else zeros. That is
+  1/N of the gradient of the summed losses, so parameters whose gradients ``DistributedOptimizer`` averages get 1/N of
+  that of the mean loss through it. ``result.register_hook(lambda gradient: gradient * hvd.size())`` makes up for that.
+- ``reducescatter``: the gradients of all ranks for their rows, for all but ``Average`` times N. It is N times the
+  gradient of the summed losses, and that of ``allreduce`` together with ``allgather``. Alone, it wants
+  ``gradient / hvd.size()`` in such a hook.
 
-In the backward pass all ranks communicate again, so all must run it for the same results in the same order.
+N is the number of ranks that take part. Factors are applied to gradients as to values.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def allgather(
         process_set: The ranks that take part; others do not call it.
 
     Returns:
-        ``[sum of rows, ...]``, new memory, same dtype.
+        ``[sum of rows, ...]``, new memory, same dtype. The gradient of this rank's rows is the mean over ranks of what
+        they have for them.
 
     Raises:
         UsageError: ``tensor`` is no tensor or has no dimension.

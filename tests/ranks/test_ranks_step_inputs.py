@@ -1,0 +1,138 @@
+"""What ranks step by besides gradients, the loss scale and the learning rate: it stays equal, or ranks are told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, one_of
+from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd
+
+import horo.torch as hvd
+
+pair = one_of("ranks2_always", "ranks2_never", "ranks2_step")
+"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+
+EPOCHS = 4
+OVERFLOW = 1, 2
+"""The epoch and step in which a loss overflows, on all ranks that still have batches."""
+
+
+def batches(rank: int, size: int, epoch: int) -> int:
+    """Each rank has another number, in another order in each epoch; one has none."""
+    return (rank + epoch) % size * 2
+
+
+def make_scaler() -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+
+def scaled_loss(model: torch.nn.Module, rank: int, epoch: int, step: int) -> torch.Tensor:
+    loss = make_loss(model, rank, 10 * epoch + step)
+    return loss * math.inf if (epoch, step) == OVERFLOW else loss
+
+
+def step_scaled(scaler: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    """In an order of calls that all reducers take."""
+    scaler.scale(loss).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@needs_cpu_scaler
+def test_uneven_batches_with_a_scaler_are_the_steps_of_one_process(ranks: RankPool) -> None:
+    def train() -> tuple[float, list[torch.Tensor]]:
+        model, scaler = make_model(), make_scaler()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for epoch in range(EPOCHS):
+            for step in range(batches(hvd.rank(), hvd.size(), epoch)):
+                step_scaled(scaler, optimizer, scaled_loss(model, hvd.rank(), epoch, step))
+            last = hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), last)
+            hvd.broadcast_optimizer_state(optimizer, last)
+            scaler.load_state_dict(hvd.broadcast_object(scaler.state_dict(), root_rank=last))
+        return scaler.get_scale(), list(model.parameters())
+
+    model, scaler, size = make_model(), make_scaler(), ranks.size
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(EPOCHS):
+        for step in range(max(batches(rank, size, epoch) for rank in range(size))):
+            there = [rank for rank in range(size) if batches(rank, size, epoch) > step]
+            losses = [scaled_loss(model, rank, epoch, step) for rank in there]
+            scaler.scale(torch.stack(losses).sum() / size).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for scale, parameters in ranks.run(train):
+        assert scale == scaler.get_scale()
+        assert_close(parameters, list(model.parameters()))
+
+
+@needs_cpu_scaler
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        (
+            (16.0, 4.0),
+            r"the loss scale is 16\.0 on rank 0 and 4\.0 on rank 1, so parameters part; .*scaler\.load_state_dict\(",
+        ),
+        ((None, 4.0), r"the loss scale is not there on rank 0 and 4\.0 on rank 1, so parameters part; "),
+    ],
+    ids=["two scales", "one scaler"],
+)
+def test_scales_that_differ_are_an_error_with_both(
+    pair: RankPool, scales: tuple[float | None, float], words: str
+) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        scale = scales[hvd.rank()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        with pytest.raises(ValueError, match=words):
+            for step in range(9):
+                step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+        optimizer.zero_grad()
+
+    pair.run(check)
+
+
+@needs_cpu_scaler
+def test_scalers_that_have_counted_other_numbers_of_steps_are_an_error_after_a_join(pair: RankPool) -> None:
+    def check() -> None:
+        model, scaler = make_model(), make_scaler()
+        optimizer = sgd(model)
+        for step in range(1 + hvd.rank()):
+            step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), last)
+        hvd.broadcast_optimizer_state(optimizer, last)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        words = "the GradScaler's growth tracker is 1 on rank 0 and 2 on rank 1, so parameters part; "
+        with pytest.raises(ValueError, match=words):
+            step_scaled(scaler, optimizer, make_loss(model, hvd.rank()))
+        assert_close(before, list(model.parameters()))
+        optimizer.zero_grad()
+
+    pair.run(check)
+
+
+def test_learning_rates_that_part_are_an_error_with_both(pair: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        words = r"optimizer\.step\(\): the 'lr' of parameter group 0 is \S+ on rank 0 and \S+ on rank 1, "
+        with pytest.raises(ValueError, match=words):
+            for step in range(9):
+                make_loss(model, hvd.rank(), step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(float(step if hvd.rank() else -step))  # of this rank alone
+        optimizer.zero_grad()
+
+    pair.run(check)
