@@ -16,6 +16,7 @@ from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
+from horo.torch._views import writable
 from horo.torch.ops import Sum
 
 __all__ = ["BackwardReducer"]
@@ -88,8 +89,7 @@ class BackwardReducer(GradientReducer):
             return
         state.passes = 1
         if state.group is None or self._completes(state.group, state, 1):
-            with torch.no_grad():
-                self._submit(state)
+            self._submit_early(state)
 
     def end_pass(self) -> bool:
         """Called at the end of the outermost backward; whether gradients are due."""
@@ -241,7 +241,7 @@ def _divide_sum(state: ParameterState) -> None:
     reference, ranks = summed
     if (grad := reference()) is not None and grad is state.parameter.grad:
         with torch.no_grad():
-            grad.mul_(1 / ranks)
+            writable(grad).mul_(1 / ranks)
 
 
 def _refuse_replaced(state: ParameterState) -> None:

@@ -6,6 +6,7 @@ import abc
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._progress import StepProgress
 from horo.torch.process_sets import refuse_unregistered
 
-__all__ = ["Member"]
+__all__ = ["Member", "states_of_all"]
 
 
 class Member(abc.ABC):
@@ -305,6 +306,12 @@ class Newer:
             "averages its gradient; give each parameter to one DistributedOptimizer, or delete the later one first. "
             "A plain torch optimizer over the same parameters finds gradients averaged when backward() returns"
         )
+
+
+def states_of_all() -> Iterator[ParameterState]:
+    """The parameters of all optimizers of this process."""
+    for member in list(_members):
+        yield from member.states.values()
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
