@@ -13,6 +13,7 @@ from horo.torch import _runtime
 from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._compile import is_autograd_compiled
 from horo.torch._gradients import ParameterState, ReductionOptions
+from horo.torch._member import HOOK_LOCK
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
@@ -76,7 +77,9 @@ class BackwardReducer(GradientReducer):
             return
         run = current_run()
         if run != self._run:
-            self._enter(run, parameter)
+            with HOOK_LOCK:
+                if run != self._run:
+                    self._enter(run, parameter)
         state = self.states[parameter]
         if state.summed is not None:
             _refuse_added(state)
@@ -187,11 +190,11 @@ class BackwardReducer(GradientReducer):
             self._refuse_unfinished("backward()")
         if self._first_run is None or run < self._first_run:
             self._first_run = run
-        self._run = run
         # A gradient that a nested run has made may be added to by the next one.
         overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays(parameter)
         self._overlaps = overlaps and self.may_submit()
         call_at_end(self)
+        self._run = run  # last: a hook in another thread goes on as soon as it sees that
 
     def _refuse_unfinished(self, what: str) -> None:
         if self._first_run is None:

@@ -27,6 +27,7 @@ from horo.torch import _runtime
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
+from horo.torch._member import HOOK_LOCK
 from horo.torch._progress import refuse_different_steps
 from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
@@ -322,11 +323,12 @@ class GradientReducer(Exchange):
 
     def _completes(self, group: Group, state: ParameterState, passes: int) -> bool:
         """Whether the gradient of ``state`` was the last missing one of its group, with ``passes`` of each expected."""
-        group.waiting.discard(state)
-        # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
-        return not group.waiting and all(
-            member.passes >= passes for member in group.states if member.parameter.requires_grad
-        )
+        with HOOK_LOCK:
+            group.waiting.discard(state)
+            # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
+            return not group.waiting and all(
+                member.passes >= passes for member in group.states if member.parameter.requires_grad
+            )
 
     def _submit_early(self, state: ParameterState) -> bool:
         """Submits a gradient, or those of its group, while backward runs.
