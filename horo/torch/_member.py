@@ -17,6 +17,7 @@ from horo.torch import _runtime
 from horo.torch._compile import keep_step_hooks
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._progress import StepProgress
+from horo.torch._staging import refuse_lazy
 from horo.torch.process_sets import refuse_unregistered
 
 __all__ = ["HOOK_LOCK", "Member", "states_of_all"]
@@ -104,7 +105,9 @@ class Member(abc.ABC):
             for index, parameter in enumerate(group["params"]):
                 state = self.states.get(parameter)
                 if state is None:
-                    name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
+                    name = self.names.get(parameter) or f"allreduce.noname.{number}.{index}"
+                    refuse_lazy(parameter, f"DistributedOptimizer: parameter {name!r}")
+                    self.names[parameter] = name
                     state = self.states[parameter] = ParameterState(parameter, name)
                     self._are_named, is_larger = False, True
                 if parameter.requires_grad and parameter not in self.hooked:
