@@ -110,6 +110,10 @@ class WatchedGradient:
         held = state.held
         self.was_touched = held is not None and (held[0] is not grad or not was_noted(held[1], version))
 
+    def forget_changes(self) -> None:
+        """Lets the changes up to now count for nothing."""
+        self.version, self.was_touched = self.grad._version, False
+
     def check(self, changes: int) -> None:
         """Checks that the gradient was changed so many times only.
 
@@ -175,6 +179,9 @@ class UnusedGradient:
         self.state = state
         # One element in more dimensions than any gradient has, also with a mark: a used one never looks like this.
         self.sent = state.parameter.detach().new_zeros((1,) * _UNUSED_DIMENSIONS)
+
+    def forget_changes(self) -> None:
+        """As of ``WatchedGradient``: there is nothing that could change."""
 
     def unpack(self) -> None:
         """Nobody has used the parameter: ``p.grad`` stays None."""
