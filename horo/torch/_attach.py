@@ -62,25 +62,25 @@ class _Intercepted:
 
     names = ("zero_grad", "add_param_group", "load_state_dict")
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients.
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Clears gradients; the optimizer's own method decides which arguments it takes.
 
         Raises:
             AssertionError: They are being reduced.
         """
         self._reducer.refuse_while_pending("zero_grad()")
         self._reducer.keep_step_hooks()
-        self._inner("zero_grad")(set_to_none=set_to_none)
+        self._inner("zero_grad")(*args, **options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, *args: Any, **options: Any) -> None:
         """Adds a group of parameters; their gradients are averaged too."""
-        self._inner("add_param_group")(param_group)
+        self._inner("add_param_group")(*args, **options)
         self._reducer.adopt()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, *args: Any, **options: Any) -> None:
         """Loads a state; gradients in progress are waited for first."""
         self._reducer.drain()
-        self._inner("load_state_dict")(state_dict)
+        self._inner("load_state_dict")(*args, **options)
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
         """Copies the optimizer as torch does, and gives the copy a reducer for the copied parameters."""

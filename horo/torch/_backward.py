@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horo.torch import _runtime
+from horo.torch._member import HOOK_LOCK
 from horo.torch._reducer import reduce_together
 
 if TYPE_CHECKING:
@@ -52,12 +53,13 @@ def call_at_end(reducer: BackwardReducer) -> None:
     """
     runs = _runtime.current().backward_runs
     run = current_run()
-    reducers = runs.get(run)
-    if reducers is None:
-        reducers = runs[run] = weakref.WeakSet()
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: _run_ended(run, runs))
-    reducers.add(reducer)
+    with HOOK_LOCK:
+        reducers = runs.get(run)
+        if reducers is None:
+            reducers = runs[run] = weakref.WeakSet()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: _run_ended(run, runs))
+        reducers.add(reducer)
 
 
 def _run_ended(run: int, runs: dict[int, weakref.WeakSet[BackwardReducer]]) -> None:

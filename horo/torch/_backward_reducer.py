@@ -12,10 +12,12 @@ from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._compile import is_autograd_compiled
-from horo.torch._gradients import ParameterState, ReductionOptions
-from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._gradients import PackedGradient, ParameterState, ReductionOptions
+from horo.torch._member import HOOK_LOCK
+from horo.torch._reducer import GradientReducer, overlap_pays, reduce_together
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
+from horo.torch._views import writable
 from horo.torch.ops import Sum
 
 __all__ = ["BackwardReducer"]
@@ -68,14 +70,16 @@ class BackwardReducer(GradientReducer):
         """Called by autograd.
 
         Raises:
-            UsageError: An exception has ended the backward before, or the gradient is being reduced.
+            UsageError: The gradient is being reduced, for one after an exception has ended the backward before.
         """
         self.is_reduced, self.is_local = False, True
         if self._paused:
             return
         run = current_run()
         if run != self._run:
-            self._enter(run, parameter)
+            with HOOK_LOCK:
+                if run != self._run:
+                    self._enter(run, parameter)
         state = self.states[parameter]
         if state.summed is not None:
             _refuse_added(state)
@@ -88,8 +92,7 @@ class BackwardReducer(GradientReducer):
             return
         state.passes = 1
         if state.group is None or self._completes(state.group, state, 1):
-            with torch.no_grad():
-                self._submit(state)
+            self._submit_early(state)
 
     def end_pass(self) -> bool:
         """Called at the end of the outermost backward; whether gradients are due."""
@@ -119,11 +122,14 @@ class BackwardReducer(GradientReducer):
         """Called before gradients are cleared.
 
         Raises:
-            UsageError: A backward is in progress, or has not come to its end.
+            UsageError: A backward is in progress.
         """
         self.follow_runtime(forget=True)
         _refuse_in_backward(what)
-        self._refuse_unfinished(what)
+        for state in self.states.values() if self._first_run is not None else ():
+            for item in () if state.pending is None else state.pending.packed:
+                item.forget_changes()  # what comes of them is cleared
+        self._end_broken()
         self._reset_counts()
         self.is_reduced = self.is_local = False
         for state in self.states.values():
@@ -134,8 +140,7 @@ class BackwardReducer(GradientReducer):
     def drain(self) -> None:
         """As in the base class. Between backward passes nothing is in progress; averaged gradients stay averaged."""
         self.follow_runtime(forget=True)
-        if self._first_run is not None:
-            super().drain()
+        self._end_broken()
 
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step without a closure.
@@ -184,23 +189,71 @@ class BackwardReducer(GradientReducer):
         self.progress.begin()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
-            self._refuse_unfinished("backward()")
+            self._go_on_after_broken(self.states[parameter])
         if self._first_run is None or run < self._first_run:
             self._first_run = run
-        self._run = run
         # A gradient that a nested run has made may be added to by the next one.
         overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays(parameter)
         self._overlaps = overlaps and self.may_submit()
         call_at_end(self)
+        self._run = run  # last: a hook in another thread goes on as soon as it sees that
 
     def _refuse_unfinished(self, what: str) -> None:
         if self._first_run is None:
             return
         raise UsageError(
-            f"{what}: the backward() before did not come to its end, and other ranks may wait for its gradients; "
-            "let the exception that ended it end this rank, or call optimizer.synchronize() first to take part "
-            "with the gradients as they are"
+            f"{what}: the backward() before did not come to its end, so gradients are not all there; call "
+            "optimizer.zero_grad() and compute them again, on all ranks alike, or optimizer.synchronize() to take "
+            "part with the gradients as they are"
         )
+
+    def _end_broken(self) -> None:
+        """Takes part in the reduction of a backward that an exception has ended, if there is one, with what is there.
+
+        So ranks stay in step. All ranks have to do that.
+
+        Raises:
+            UsageError: Other ranks have come to the end of their backward.
+        """
+        if self._first_run is None:
+            return
+        if self.size == 1:
+            self.reset()
+            return
+        cleared = self._bring_back()
+        self.progress.is_broken = True
+        try:
+            reduce_together([self])
+        finally:
+            self.progress.is_broken = self.is_reduced = False
+            for state, grad in cleared:
+                state.parameter.grad = grad
+
+    def _bring_back(self) -> list[tuple[ParameterState, torch.Tensor | None]]:
+        """Gives parameters the gradients again that are being reduced, where the script has cleared them.
+
+        Returns:
+            The parameters, with what they had instead.
+        """
+        cleared = []
+        for state in self.states.values():
+            sent = _sent_for(state)
+            if state.pending is not None and state.parameter.grad is not sent:
+                cleared.append((state, state.parameter.grad))
+                state.parameter.grad = state.parameter.grad if sent is None else sent
+        return cleared
+
+    def _go_on_after_broken(self, state: ParameterState) -> None:
+        """Called by the first hook of the backward after one that an exception has ended.
+
+        Raises:
+            UsageError: The gradient of ``state`` is still being reduced, and autograd has just added to it.
+        """
+        if self.size > 1 and state.pending is not None and state.parameter.grad is _sent_for(state):
+            self._refuse_unfinished("backward()")
+        self._end_broken()
+        self.is_local = True
+        _divide_sum(state)  # autograd has accumulated into it already
 
     def _hook(self, parameter: Any) -> None:
         super()._hook(parameter)
@@ -233,6 +286,12 @@ def _refuse_in_backward(what: str) -> None:
         )
 
 
+def _sent_for(state: ParameterState) -> torch.Tensor | None:
+    """The gradient that is being reduced, in its memory; None: there is none, or its rows are."""
+    packed = () if state.pending is None else state.pending.packed
+    return next((item.grad for item in packed if item.state is state and isinstance(item, PackedGradient)), None)
+
+
 def _divide_sum(state: ParameterState) -> None:
     """Makes a sum over the ranks this rank's share of it, unless the gradient is another one by now."""
     summed, state.summed = state.summed, None
@@ -241,7 +300,7 @@ def _divide_sum(state: ParameterState) -> None:
     reference, ranks = summed
     if (grad := reference()) is not None and grad is state.parameter.grad:
         with torch.no_grad():
-            grad.mul_(1 / ranks)
+            writable(grad).mul_(1 / ranks)
 
 
 def _refuse_replaced(state: ParameterState) -> None:

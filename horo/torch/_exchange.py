@@ -18,11 +18,12 @@ from horo.torch._gradients import (
     UnsentReduction,
     UnusedGradient,
 )
-from horo.torch._member import Member
+from horo.torch._member import Member, states_of_all
 from horo.torch._request import Request
 from horo.torch._requests import start_again, start_allgather, start_allreduce
 from horo.torch._results import Gathered
 from horo.torch._staging import Spec
+from horo.torch._views import is_shared, separate_overlapping
 from horo.torch.ops import Average
 
 __all__ = ["Exchange"]
@@ -49,11 +50,23 @@ class Exchange(Member):
         The caller drives them: no thread is woken.
         """
         last: ParameterState | None = None
+        self._note_sharing(states)
         for state in states:
             if state.pending is None:
                 self._submit(state, sync=True)
                 last = state
         return None if last is None or last.pending is None else last.pending.request
+
+    def _note_sharing(self, states: Sequence[ParameterState]) -> None:
+        """Finds the gradients whose memory other tensors have too; those that overlap get memory of their own."""
+        is_any = False
+        for state in states:
+            if state.pending is None:
+                grad = state.parameter.grad
+                state.shares = shares = grad is not None and is_shared(grad)
+                is_any = is_any or shares
+        if is_any and self.size > 1:
+            separate_overlapping(states_of_all())
 
     def _submit(self, state: ParameterState, sync: bool = False) -> None:
         """Submits the request of the state, or of its group. Autograd is off."""

@@ -10,6 +10,7 @@ import torch
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._request import Request
 from horo.torch._staging import check_tensor, count_change
+from horo.torch._views import NotedVersion, was_noted
 from horo.torch.compression import Compressor, split
 from horo.torch.process_sets import ProcessSet
 
@@ -57,7 +58,19 @@ class ReductionOptions:
 class ParameterState:
     """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
-    __slots__ = ("group", "held", "kind", "name", "parameter", "passes", "pending", "summed", "varies", "was_unused")
+    __slots__ = (
+        "group",
+        "held",
+        "kind",
+        "name",
+        "parameter",
+        "passes",
+        "pending",
+        "shares",
+        "summed",
+        "varies",
+        "was_unused",
+    )
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
@@ -67,7 +80,8 @@ class ParameterState:
         self.passes = 0  # backward passes since the last reduction
         self.pending: PendingReduction | None = None
         # the gradient that waits for synchronize(), its version
-        self.held: tuple[torch.Tensor | None, int] | None = None
+        self.held: tuple[torch.Tensor | None, int | NotedVersion] | None = None
+        self.shares = False  # other tensors may have the memory of its gradient
         # the gradient, if it is a sum over ranks since backward, and over how many
         self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
         self.was_unused = False  # no gradient of this rank is in the pending reduction
@@ -94,7 +108,11 @@ class WatchedGradient:
         self.options = options
         self.version = version = grad._version
         held = state.held
-        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
+        self.was_touched = held is not None and (held[0] is not grad or not was_noted(held[1], version))
+
+    def forget_changes(self) -> None:
+        """Lets the changes up to now count for nothing."""
+        self.version, self.was_touched = self.grad._version, False
 
     def check(self, changes: int) -> None:
         """Checks that the gradient was changed so many times only.
@@ -112,7 +130,7 @@ class WatchedGradient:
 class PackedGradient(WatchedGradient):
     """A gradient during its reduction, and the tensor that is sent for it."""
 
-    __slots__ = ("changes", "context", "sent")
+    __slots__ = ("changes", "context", "dense", "sent")
 
     def __init__(self, state: ParameterState, options: ReductionOptions) -> None:
         parameter = state.parameter
@@ -121,8 +139,13 @@ class PackedGradient(WatchedGradient):
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         refuse_sparse(state, grad, options)
-        dense = grad.to_dense() if grad.layout is torch.sparse_coo else grad
+        dense = grad
+        if grad.layout is torch.sparse_coo:
+            dense = grad.to_dense()
+        elif state.shares:
+            dense = grad.data  # has a count of changes of its own
         super().__init__(state, grad, options)
+        self.dense = dense
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
         """The number of changes of the gradient that are counted when the result is written to the tensor sent."""
@@ -137,12 +160,10 @@ class PackedGradient(WatchedGradient):
         grad = self.grad
         self.check(self.changes)
         reduced = self.options.compression.decompress(self.sent, self.context)
-        if reduced is grad:
-            return
         if grad.layout is torch.sparse_coo:
             self.state.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
-        else:
-            grad.copy_(reduced)
+        elif reduced is not self.dense:
+            self.dense.copy_(reduced)
 
 
 class UnusedGradient:
@@ -158,6 +179,9 @@ class UnusedGradient:
         self.state = state
         # One element in more dimensions than any gradient has, also with a mark: a used one never looks like this.
         self.sent = state.parameter.detach().new_zeros((1,) * _UNUSED_DIMENSIONS)
+
+    def forget_changes(self) -> None:
+        """As of ``WatchedGradient``: there is nothing that could change."""
 
     def unpack(self) -> None:
         """Nobody has used the parameter: ``p.grad`` stays None."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 import gc
 import itertools
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +17,13 @@ from horo.torch import _runtime
 from horo.torch._compile import keep_step_hooks
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._progress import StepProgress
+from horo.torch._staging import refuse_lazy
 from horo.torch.process_sets import refuse_unregistered
 
-__all__ = ["Member"]
+__all__ = ["HOOK_LOCK", "Member", "states_of_all"]
+
+HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
+"""Held for what the first hook of a backward does: autograd has a thread for each device that gradients are on."""
 
 
 class Member(abc.ABC):
@@ -99,7 +105,9 @@ class Member(abc.ABC):
             for index, parameter in enumerate(group["params"]):
                 state = self.states.get(parameter)
                 if state is None:
-                    name = self.names.setdefault(parameter, f"allreduce.noname.{number}.{index}")
+                    name = self.names.get(parameter) or f"allreduce.noname.{number}.{index}"
+                    refuse_lazy(parameter, f"DistributedOptimizer: parameter {name!r}")
+                    self.names[parameter] = name
                     state = self.states[parameter] = ParameterState(parameter, name)
                     self._are_named, is_larger = False, True
                 if parameter.requires_grad and parameter not in self.hooked:
@@ -133,6 +141,12 @@ class Member(abc.ABC):
         if team is None and runtime is not None and not forget:
             refuse_unregistered(self._process_set, "DistributedOptimizer")
         rounds = 0 if runtime is None else runtime.joining.rounds
+        if runtime is self._runtime and team == self._team and rounds == self._rounds:
+            return
+        with HOOK_LOCK:
+            self._follow(runtime, team, rounds, forget=forget)
+
+    def _follow(self, runtime: _runtime.Runtime | None, team: int | None, rounds: int, *, forget: bool) -> None:
         was_pending = any(state.pending is not None for state in self.states.values())
         if runtime is self._runtime and team == self._team:
             if rounds != self._rounds and not was_pending:  # pending reductions were begun before, and are done
@@ -141,8 +155,8 @@ class Member(abc.ABC):
         if self._runtime is not None:
             self.reset()
             self.is_reduced = False
-        self._runtime, self._team = runtime, team
         self._begin_anew(rounds)
+        self._runtime, self._team = runtime, team
         if was_pending and not forget:
             raise AbortedError(
                 "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
@@ -168,13 +182,13 @@ class Member(abc.ABC):
 
     def _begin_anew(self, rounds: int) -> None:
         """Forgets what ranks have told each other, since some of them may have been in another job, or joined."""
-        self._rounds = rounds
         self.progress = StepProgress()
         self._checked = 0
         self._are_named = False
         for state in self.states.values():
             state.kind = None
             state.varies = False
+        self._rounds = rounds
 
     @property
     def has_joined(self) -> bool:
@@ -213,10 +227,11 @@ class Member(abc.ABC):
         if self._are_named:
             return
         runtime = _runtime.current()
-        for state in self.states.values():
-            if state.kind is None:
-                state.kind = runtime.gradient_kind(state.name, self.team)
-        self._are_named = True
+        with HOOK_LOCK:
+            for state in self.states.values():
+                if state.kind is None:
+                    state.kind = runtime.gradient_kind(state.name, self.team)
+            self._are_named = True
 
     def may_submit(self) -> bool:
         """Whether hooks may submit gradients: names are given, or can be whatever the order of the hooks is."""
@@ -305,6 +320,12 @@ class Newer:
             "averages its gradient; give each parameter to one DistributedOptimizer, or delete the later one first. "
             "A plain torch optimizer over the same parameters finds gradients averaged when backward() returns"
         )
+
+
+def states_of_all() -> Iterator[ParameterState]:
+    """The parameters of all optimizers of this process."""
+    for member in list(_members):
+        yield from member.states.values()
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()

@@ -27,6 +27,8 @@ _AT_STEP = 2
 """The reduction began in ``step()``."""
 _MOST_BETWEEN = 128
 """The most steps from one whose inputs are looked at to the next."""
+_BROKEN = 4
+"""An exception has ended the backward, so not all gradients are there."""
 
 
 class StepProgress:
@@ -39,13 +41,15 @@ class StepProgress:
         """The inputs of the last step, where the next reduction compares them over all ranks."""
         self.steps = 0
         self._next_look = 1
+        self.is_broken = False
         self.late: list[int] = []
         """The ranks that took part in the last reduction from ``step()``, if others did not."""
 
     @property
     def mark(self) -> int:
         """The number of dimensions that the first gradient has in front of its shape; 0 in an ordinary step."""
-        return (_LATER if self.reductions else 0) + (_AT_STEP if self.is_at_step else 0)
+        later = _LATER if self.reductions else 0
+        return later + (_AT_STEP if self.is_at_step else 0) + (_BROKEN if self.is_broken else 0)
 
     def is_look_due(self) -> bool:
         """Called before a step. Whether its inputs are looked at: those of the 1st, 2nd, 4th, ..., then each 128th."""
@@ -74,6 +78,13 @@ class StepProgress:
         Raises:
             UsageError: They are in different steps.
         """
+        broken = [rank for rank, mark in zip(ranks, marks, strict=True) if mark & _BROKEN]
+        if 0 < len(broken) < len(marks):
+            raise UsageError(
+                f"an exception has ended the backward() of {_ranks(broken)}, so gradients are not all there, but the "
+                "other ranks have come to the end of theirs; let the exception end the rank, or have all ranks call "
+                "optimizer.zero_grad() and compute this step again"
+            )
         ahead = [rank for rank, mark in zip(ranks, marks, strict=True) if not mark & _LATER]
         behind = [rank for rank, mark in zip(ranks, marks, strict=True) if mark & _LATER]
         if ahead and behind:

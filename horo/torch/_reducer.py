@@ -27,12 +27,14 @@ from horo.torch import _runtime
 from horo.torch._exchange import Exchange
 from horo.torch._first_checks import FirstCheck, refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
+from horo.torch._member import HOOK_LOCK
 from horo.torch._progress import refuse_different_steps
 from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._step_inputs import InputsCheck, StepInputs, scaler_of_step
 from horo.torch._usage import UsageCheck
+from horo.torch._views import COUNTS_IN_HOOKS, is_shared
 
 __all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
 
@@ -350,11 +352,34 @@ class GradientReducer(Exchange):
 
     def _completes(self, group: Group, state: ParameterState, passes: int) -> bool:
         """Whether the gradient of ``state`` was the last missing one of its group, with ``passes`` of each expected."""
-        group.waiting.discard(state)
-        # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
-        return not group.waiting and all(
-            member.passes >= passes for member in group.states if member.parameter.requires_grad
-        )
+        with HOOK_LOCK:
+            group.waiting.discard(state)
+            # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
+            return not group.waiting and all(
+                member.passes >= passes for member in group.states if member.parameter.requires_grad
+            )
+
+    def _submit_early(self, state: ParameterState) -> bool:
+        """Submits a gradient, or those of its group, while backward runs.
+
+        Returns:
+            False, and nothing is submitted, if autograd may have other gradients in that memory that it will look at.
+        """
+        members = [state] if state.group is None else state.group.states
+        shared = [self._may_share(member) for member in members]
+        if any(shared):
+            return False
+        with torch.no_grad():
+            self._submit(state)
+        return True
+
+    def _may_share(self, state: ParameterState) -> bool:
+        """Whether other tensors may have the memory of a gradient. Called by a hook."""
+        if COUNTS_IN_HOOKS:
+            grad = state.parameter.grad
+            state.shares = grad is not None and is_shared(grad)
+            return state.shares
+        return state.shares or not self._checked  # what the last reduction has found
 
     def _reset_counts(self) -> None:
         for state in self.states.values():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from horo import _core
 from horo.errors import NotInitializedError, ResourceError, UsageError
@@ -268,7 +269,7 @@ def run_reducescatter(tensors: Sequence[torch.Tensor], spec: Spec, key: Hashable
 
 def _check_rows(tensors: Sequence[torch.Tensor], spec: Spec, needs: str) -> None:
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
+        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.dim() == 0:
             error = UsageError(f"{describe(spec.kind, spec.name)}: a scalar has no first dimension to {needs}")
             tell_refused(spec, error)
             raise error

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
@@ -23,6 +24,7 @@ __all__ = [
     "list_tensors",
     "make_outputs",
     "pack",
+    "refuse_lazy",
     "share_of_rows",
     "stage",
 ]
@@ -215,11 +217,12 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
         reduced: The operation calculates with the values; else it only moves them.
 
     Raises:
-        UsageError: Not a tensor.
+        UsageError: Not a tensor, or one that has no shape yet.
         UnsupportedError: The core cannot work on such a layout, device or dtype.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{describe(kind, name)}: expected a torch.Tensor, not {type(tensor).__name__}")
+    refuse_lazy(tensor, describe(kind, name))
     if tensor.layout is not torch.strided:
         reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
     elif not (tensor.is_cpu or tensor.is_cuda):
@@ -234,6 +237,16 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
     else:
         return
     raise UnsupportedError(f"{describe(kind, name)}: {reason}")
+
+
+def refuse_lazy(tensor: torch.Tensor, what: str) -> None:
+    """Refuses a parameter or buffer of a module such as ``LazyLinear`` that has seen no input.
+
+    Raises:
+        UsageError: It is one; the sentence begins with ``what``.
+    """
+    if is_lazy(tensor):
+        raise UsageError(f"{what}: {type(tensor).__name__} has no shape yet; run one forward pass of the model first")
 
 
 def _instead_of(tensor: torch.Tensor) -> str:

@@ -10,9 +10,11 @@ import torch
 
 from horo.errors import UsageError
 from horo.torch import _runtime
-from horo.torch._gradients import ReductionOptions, refuse_sparse
+from horo.torch._gradients import ParameterState, ReductionOptions, refuse_sparse
+from horo.torch._member import HOOK_LOCK
 from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._step import scaler_has_looked
+from horo.torch._views import note_version
 
 __all__ = ["StepReducer"]
 
@@ -79,19 +81,26 @@ class StepReducer(GradientReducer):
         if state.passes < self.options.passes:
             return
         if not self.handles:
-            self.keep_step_hooks()
-            # the number of torch's threads may have changed since the last step
-            self._overlaps = overlap_pays(parameter) and self.may_submit()
+            with HOOK_LOCK:
+                self.keep_step_hooks()
+                # the number of torch's threads may have changed since the last step
+                self._overlaps = overlap_pays(parameter) and self.may_submit()
         if not self._overlaps:
-            grad = parameter.grad
-            if state.group is not None and grad is not None:
-                refuse_sparse(state, grad, self.options)
-            state.held = (grad, 0 if grad is None else grad._version)
-            self.handles[parameter] = None
-            return
-        if state.group is None or self._completes(state.group, state, self.options.passes):
-            with torch.no_grad():
-                self._submit(state)
+            self._hold(state)
+        elif state.group is None:
+            if not self._submit_early(state):
+                self._hold(state)
+        elif self._completes(state.group, state, self.options.passes) and not self._submit_early(state):
+            for member in state.group.states:
+                self._hold(member)
+
+    def _hold(self, state: ParameterState) -> None:
+        """Notes that a gradient is there and waits for ``synchronize``."""
+        grad = state.parameter.grad
+        if state.group is not None and grad is not None:
+            refuse_sparse(state, grad, self.options)
+        state.held = (grad, 0 if grad is None else note_version(grad))
+        self.handles[state.parameter] = None
 
     def refuse_while_pending(self, what: str) -> None:
         """Raises if a call would remove gradients that the core still uses.

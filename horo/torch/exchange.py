@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import SupportsIndex
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from horo.errors import UsageError
 from horo.torch import _runtime
@@ -116,7 +117,7 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Iterable[SupportsIndex]
     """The rows for each rank."""
     what = describe("alltoall", spec.name)
     size = _runtime.current().teams.find(spec.team).size
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
         check_tensor(tensor, "alltoall", spec.name)
     if tensor.dim() == 0:
         raise UsageError(f"{what}: a scalar has no first dimension to split along; use tensor.reshape(1)")

@@ -17,7 +17,7 @@ from horo.torch._bytes import bytes_of, tensor_of
 from horo.torch._pickling import pickled
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast, telling
 from horo.torch._results import Gathered
-from horo.torch._staging import Spec, check_tensor, is_reducible
+from horo.torch._staging import Spec, check_tensor, is_reducible, refuse_lazy
 from horo.torch.ops import Average
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
@@ -138,7 +138,8 @@ def broadcast_optimizer_state(
     team = resolve_process_set(process_set, what)
     with telling(_first(what, team)):
         check_root(root_rank, what, team)
-    _agree(_describe_groups(optimizer), what, process_set)
+        described = _describe_groups(optimizer)
+    _agree(described, what, process_set)
     tensors: list[torch.Tensor] = []
     structure = _share(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, team)
     if _topology.rank() != root_rank:
@@ -421,11 +422,13 @@ def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
 
 
 def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [
-        f"group {number} parameter {index} {_shape(parameter)}"
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-    ]
+    described = []
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            what = f"group {number} parameter {index}"
+            refuse_lazy(parameter, f"broadcast_optimizer_state: {what}")
+            described.append(f"{what} {_shape(parameter)}")
+    return described
 
 
 def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:

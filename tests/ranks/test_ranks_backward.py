@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 import warnings
@@ -233,19 +234,74 @@ class _Broken(torch.autograd.Function):
         raise RuntimeError("broken in the middle")
 
 
-def test_a_backward_that_an_exception_has_ended_is_named_by_the_next_call(ranks2: RankPool) -> None:
+@pytest.mark.parametrize("clear", ["optimizer", "model", "nobody"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
+def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks2: RankPool, op: int, clear: str) -> None:
+    def check(op: int, clear: str) -> None:
+        model = make_model()
+        optimizer = sgd(model, op=op)
+        factor = 1 if op == hvd.Average else 2
+        for step in range(3):
+            with pytest.raises(RuntimeError, match="broken in the middle"):
+                model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
+            with pytest.raises(ValueError, match=r"step\(\): the backward\(\) before did not come to its end"):
+                optimizer.step()
+            partial = [torch.zeros_like(p) for p in model[0].parameters()]
+            if clear == "optimizer":
+                optimizer.zero_grad()
+            elif clear == "model":
+                model.zero_grad()
+            elif _runtime.current().job.overlap == "always":  # autograd has added to what is being reduced
+                with pytest.raises(ValueError, match=r"backward\(\): the backward\(\) before did not come.*zero_grad"):
+                    make_loss(model, hvd.rank(), step).backward()
+                optimizer.zero_grad()
+            else:
+                alone = copy.deepcopy(model)
+                alone.zero_grad()
+                sum(alone[2](alone[0](make_batch(rank, 7))).square().mean() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+                partial += [p.grad for p in alone[2].parameters()]
+            partial += [torch.zeros_like(p) for p in model.parameters()][len(partial) :]
+            wanted = [factor * (g + p) for g, p in zip(mean_gradients(model, 2, step), partial, strict=True)]
+            make_loss(model, hvd.rank(), step).backward()
+            assert_close(gradients_of(model), wanted)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ranks2.run(check, op, clear)
+
+
+def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        optimizer.zero_grad()
+        call = make_loss(model, hvd.rank()).backward
+        if hvd.rank() == 0:
+            with pytest.raises(RuntimeError, match="broken in the middle"):
+                model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
+            call = optimizer.zero_grad
+        with pytest.raises(
+            ValueError,
+            match=r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)",
+        ):
+            call()
+        for step in range(2):
+            optimizer.zero_grad()
+            wanted = mean_gradients(model, 2, step)
+            make_loss(model, hvd.rank(), step).backward()
+            assert_close(gradients_of(model), wanted)
+            optimizer.step()
+
+    ranks2.run(check)
+
+
+def test_gradients_as_they_are_take_part_after_an_exception(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()
         optimizer = sgd(model)
         if hvd.rank() == 0:
             with pytest.raises(RuntimeError, match="broken in the middle"):
                 model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
-            calls = [optimizer.zero_grad, optimizer.step]
-            if _runtime.current().job.overlap == "never":  # else it would touch gradients that are being reduced
-                calls.append(make_loss(model, 0).backward)
-            for call in calls:
-                with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
-                    call()
             optimizer.synchronize()
         else:
             make_loss(model, 1).backward()

@@ -276,6 +276,59 @@ class ProperLookahead(Lookahead):
         self.param_groups = groups
 
 
+class ClearsAlone(torch.optim.SGD):
+    """Has a ``zero_grad`` that takes no argument."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+def test_an_optimizer_decides_which_arguments_its_methods_take(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(ClearsAlone(model.parameters(), lr=0.1), model)
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(gradient is not None and not gradient.any() for gradient in gradients_of(model))
+        with pytest.raises(TypeError, match=r"ClearsAlone\.zero_grad\(\) got an unexpected keyword"):
+            optimizer.zero_grad(set_to_none=True)
+
+    ranks2.run(check)
+
+
+def test_a_parameter_without_a_shape_is_refused_by_name(ranks2: RankPool) -> None:
+    def check() -> None:
+        model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        later = hvd.DistributedOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model[1])
+        weight = model[0].weight
+        end = r": UninitializedParameter has no shape yet; run one forward pass of the model first"
+        for what, call in (
+            (r"DistributedOptimizer: parameter '0\.weight'", lambda: hvd.DistributedOptimizer(plain, model)),
+            (
+                r"DistributedOptimizer: parameter '0\.weight'",
+                lambda: hvd.DistributedOptimizer(plain, model, op=hvd.Adasum),
+            ),
+            ("DistributedOptimizer: parameter '.*'", lambda: later.add_param_group({"params": [weight]})),
+            (r"broadcast_parameters '0\.weight'", lambda: hvd.broadcast_parameters(model.named_parameters(), 0)),
+            ("broadcast_optimizer_state: group 0 parameter 0", lambda: hvd.broadcast_optimizer_state(plain, 0)),
+            ("allreduce 'w'", lambda: hvd.allreduce(weight, name="w")),
+            ("allgather 'w'", lambda: hvd.allgather(weight, name="w")),
+            ("alltoall 'w'", lambda: hvd.alltoall(weight, name="w")),
+            ("broadcast 'w'", lambda: hvd.broadcast_(weight, 0, name="w")),
+        ):
+            with pytest.raises(ValueError, match=what + end):
+                call()
+        model(torch.ones(1, 4))
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    ranks2.run(check)
+
+
 def test_a_model_in_the_place_of_the_optimizer_is_told_the_order(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()
