@@ -36,6 +36,7 @@ SECTIONS = (
     (
         "Operations on tensors",
         (
+            "horo.torch.reductions",
             "horo.torch.ops",
             "horo.torch.scatter",
             "horo.torch.sparse",
@@ -140,6 +141,7 @@ def _function(function: Callable[..., Any]) -> str:
 def _class(cls: type[Any]) -> str:
     parts = [_markdown(inspect.getdoc(cls) or ""), "\n"]
     members = [(name, member) for name, member in vars(cls).items() if not name.startswith("_")]
+    members = [(name, member) for name, member in members if not isinstance(member, cls)]  # of an enumeration
     lines = []
     for name, member in members:
         kind = member.fget if isinstance(member, property) else member

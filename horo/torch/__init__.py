@@ -90,6 +90,7 @@ from horo.torch.ops import (
 )
 from horo.torch.optimizer import DistributedOptimizer
 from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horo.torch.reductions import ReduceOp
 from horo.torch.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -121,6 +122,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSet",
     "Product",
+    "ReduceOp",
     "ResourceError",
     "StalledError",
     "Sum",

@@ -44,14 +44,6 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
     return 0
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Shape and dtype of a tensor, in the memory of one element.
-
-    ``torch.empty_like`` takes 1 us with it, ``torch.empty`` 3.6 us with a shape.
-    """
-    return torch.empty(1, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-
-
 def taken_name(team: int, label: str) -> str:
     """The key of ``Runtime.taken_names`` for a name on the wire. A label begins with a letter."""
     return label if team == 0 else f"{team}/{label}"
@@ -63,7 +55,7 @@ class CachedRequest:
     __slots__ = (
         "_label",
         "_name",
-        "_output_like",
+        "_output_form",
         "_signatures",
         "_spec",
         "_sync",
@@ -81,8 +73,11 @@ class CachedRequest:
         self._sync = sync
         self._name = name
         self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
-        self._output_like: torch.Tensor | None = None
-        """Shape and dtype of its result if it has only one and is not in place; None: those of its tensor."""
+        self._output_form: tuple[torch.Size, tuple[int, ...]] | None = None
+        """Shape and strides of its result if it has only one and is not in place; None: the shape of its tensor.
+
+        Not a tensor: what torch keeps of one lies among the program's tensors, and holds gaps open between them.
+        """
         self.shape: torch.Size | None = None
         """Shape of its tensor, if it has only one; None before the first call."""
         self.dtype: torch.dtype | None = None
@@ -118,8 +113,10 @@ class CachedRequest:
         if in_place:
             rows[0] = rows[1] = address
             return tensor
-        like = self._output_like
-        output = torch.empty_like(tensor if like is None else like, memory_format=_contiguous)
+        form = self._output_form  # with strides it takes half the time
+        output = (
+            torch.empty_like(tensor, memory_format=_contiguous) if form is None else tensor.new_empty_strided(*form)
+        )
         rows[0], rows[1] = address, output.data_ptr()
         return output
 
@@ -144,7 +141,7 @@ class CachedRequest:
         (packed,) = pack(StagedTensors([tensor], [tensor], [result]), spec)
         self.device = None
         self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
-        self.shape, self.dtype, self._output_like = tensor.shape, tensor.dtype, _like(result)
+        self.shape, self.dtype, self._output_form = tensor.shape, tensor.dtype, (result.shape, result.stride())
 
     def forget(self) -> None:
         """Forgets what did not fit its result: ``set_tensor`` fails until ``expect`` has been called twice."""
@@ -192,7 +189,8 @@ class CachedRequest:
             return staged
         self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
         self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
-        self._output_like = _like(staged.outputs[0]) if self.collective == "reducescatter" else None
+        only = staged.outputs[0] if self.collective == "reducescatter" else None
+        self._output_form = None if only is None else (only.shape, only.stride())
         return staged
 
     def _fill_buffer(self, tensors: Sequence[_core.Tensor], *, offers: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -200,10 +201,9 @@ def run_broadcast(
 
 
 def _broadcast_spec(root_rank: int, kind: str, name: str | None, team: int) -> Spec:
-    spec = Spec(kind, name, root_rank=root_rank, collective="broadcast", team=team)
+    spec = Spec(kind, name, collective="broadcast", team=team)
     with telling(spec):
-        check_root(root_rank, describe(kind, name), team)
-    return spec
+        return spec._replace(root_rank=check_root(root_rank, describe(kind, name), team))
 
 
 def start_allgather(
@@ -329,15 +329,16 @@ def run_barrier(team: int = 0) -> None:
         cached.idle.append(None)
 
 
-def check_root(root_rank: int, what: str, team: int = 0) -> None:
-    """Refuses a root that is no rank of the team.
+def check_root(root_rank: int, what: str, team: int = 0) -> int:
+    """The number of a root; an integer of numpy's is one, too. Refuses a root that is no rank of the team.
 
     Raises:
         UsageError: ``root_rank``, a number in the job, is none of its members'.
     """
     ranks = _runtime.current().teams.find(team).ranks
-    if isinstance(root_rank, int) and root_rank in ranks:
-        return
+    with contextlib.suppress(TypeError):
+        if not isinstance(root_rank, bool) and (root := operator.index(root_rank)) in ranks:
+            return root
     if team == 0:
         raise UsageError(f"{what}: root_rank {root_rank!r} is not a rank of this job (0 to {len(ranks) - 1})")
     raise UsageError(f"{what} received invalid root rank {root_rank!r} for provided process set; its ranks are {ranks}")

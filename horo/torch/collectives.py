@@ -182,7 +182,7 @@ def broadcast(
         x = torch.full((2,), hvd.rank())
         y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
     """
-    key = "broadcast", name, root_rank, process_set
+    key = ("broadcast", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
     again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
@@ -212,7 +212,7 @@ def broadcast_(
         x = torch.full((2,), hvd.rank())
         hvd.broadcast_(x, root_rank=0)  # now x is [0, 0] on all ranks
     """
-    key = "broadcast_", name, root_rank, process_set
+    key = ("broadcast_", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
     again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
@@ -336,7 +336,7 @@ def join(device: int = -1) -> int:
 def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
     function: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
 ) -> int:
-    key = function, name, root_rank, process_set
+    key = (function, name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle

@@ -60,7 +60,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     team = resolve_process_set(process_set, what)
     with telling(_first(what, team)):
         named = _named_tensors(params)
-        check_root(root_rank, what, team)
+        root_rank = check_root(root_rank, what, team)
         for name, tensor in named:
             check_tensor(tensor, what, name)
     _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what, process_set)
@@ -137,7 +137,7 @@ def broadcast_optimizer_state(
     what = "broadcast_optimizer_state"
     team = resolve_process_set(process_set, what)
     with telling(_first(what, team)):
-        check_root(root_rank, what, team)
+        root_rank = check_root(root_rank, what, team)
         described = _describe_groups(optimizer)
     _agree(described, what, process_set)
     tensors: list[torch.Tensor] = []
@@ -180,7 +180,7 @@ def broadcast_object(
     what = "broadcast_object"
     team = resolve_process_set(process_set, what)
     with telling(_first(f"{what}-header", team)._replace(name=name)):
-        check_root(root_rank, what, team)
+        root_rank = check_root(root_rank, what, team)
     return _share(lambda: obj, root_rank, what, name, team)
 
 

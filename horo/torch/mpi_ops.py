@@ -66,8 +66,8 @@ from horo.torch.ops import (
     poll,
     synchronize,
 )
-from horo.torch.ops import resolve_op as handle_average_backwards_compatibility
 from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horo.torch.reductions import resolve_op as handle_average_backwards_compatibility
 from horo.torch.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,

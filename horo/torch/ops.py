@@ -20,19 +20,17 @@ What they have in common:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 
 import torch
 
-from horo import _core
-from horo.errors import UsageError
 from horo.torch._handles import first_of, poll, publish, synchronize
 from horo.torch._requests import list_group, repeat, repeat_async, run_allreduce, start_allreduce, telling
 from horo.torch._staging import Spec
 from horo.torch.autograd import allreduce_all
 from horo.torch.compression import Compression, Compressor, split
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
+from horo.torch.reductions import ReduceOp, factor_of, resolve_op
 
 __all__ = [
     "Adasum",
@@ -53,14 +51,14 @@ __all__ = [
     "synchronize",
 ]
 
-Average: int = _core.REDUCE_OPS["average"]
+Average: ReduceOp = ReduceOp.Average
 """The sum divided by the number of ranks; integers are rounded towards zero."""
-Sum: int = _core.REDUCE_OPS["sum"]
-Adasum: int = _core.REDUCE_OPS["adasum"]
+Sum: ReduceOp = ReduceOp.Sum
+Adasum: ReduceOp = ReduceOp.Adasum
 """Of floats, each tensor by itself, pairs of ranks as a tree: a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)."""
-Min: int = _core.REDUCE_OPS["min"]
-Max: int = _core.REDUCE_OPS["max"]
-Product: int = _core.REDUCE_OPS["product"]
+Min: ReduceOp = ReduceOp.Min
+Max: ReduceOp = ReduceOp.Max
+Product: ReduceOp = ReduceOp.Product
 """Of complex numbers by the plain formula, (ac - bd) + (ad + bc)i, also where a part of it is infinite or NaN."""
 
 
@@ -104,7 +102,7 @@ def allreduce(
         x = torch.full((2,), float(hvd.rank()))
         mean = hvd.allreduce(x)  # on 2 ranks [0.5, 0.5]
     """
-    key = _cache_key("allreduce", average, prescale_factor, postscale_factor, name, op, process_set, compression)
+    key = _cache_key("allreduce", average, op, prescale_factor, postscale_factor, name, process_set, compression)
     again = repeat(key, tensor, in_place=False)
     if again is not None:
         return again
@@ -143,7 +141,7 @@ def allreduce_(
         x = torch.full((2,), float(hvd.rank()))
         hvd.allreduce_(x, op=hvd.Sum)  # on 2 ranks x is [1., 1.] now
     """
-    key = _cache_key("allreduce_", average, prescale_factor, postscale_factor, name, op, process_set)
+    key = _cache_key("allreduce_", average, op, prescale_factor, postscale_factor, name, process_set)
     again = repeat(key, tensor, in_place=True)
     if again is not None:
         return again
@@ -335,32 +333,21 @@ def grouped_allreduce_async_(
     return publish(start_allreduce(list_group(tensors, spec), spec, in_place=True), tuple)
 
 
-def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4) -> int:
-    """The reduction that ``op`` and the deprecated ``average`` ask for.
-
-    Raises:
-        UsageError: Both are given, or ``op`` is none of horo's.
-    """
-    if average is not None:
-        if op is not None:
-            raise UsageError("op and average were both given; op replaces average, pass only op")
-        warnings.warn(
-            "average= is deprecated; use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=stacklevel
-        )
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if op not in (Average, Sum, Adasum, Min, Max, Product):
-        raise UsageError(f"op={op!r} is not a reduction; use hvd.Average, Sum, Min, Max, Product or Adasum")
-    return op
-
-
 def _cache_key(
-    function: str, average: bool | None, prescale_factor: float, postscale_factor: float, *others: object
+    function: str,
+    average: bool | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    *others: object,
 ) -> Hashable:
-    """The key of a call for ``repeat``; None if it must be checked each time, since a factor may be a tensor."""
-    if average is None and type(prescale_factor) is float and type(postscale_factor) is float:
-        return function, prescale_factor, postscale_factor, others
+    """The key of a call for ``repeat``; None if it must be checked each time.
+
+    A factor may be a tensor, and ``op`` be equal to a reduction without being one: ``True`` is equal to ``Sum``.
+    """
+    is_plain = type(prescale_factor) is float and type(postscale_factor) is float
+    if average is None and is_plain and (op is None or type(op) is ReduceOp):
+        return function, op, prescale_factor, postscale_factor, others
     return None  # average= warns
 
 
@@ -375,7 +362,7 @@ def _begin_allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> int:
-    key = _cache_key(function, average, prescale_factor, postscale_factor, name, op, process_set)
+    key = _cache_key(function, average, op, prescale_factor, postscale_factor, name, process_set)
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle
@@ -394,9 +381,13 @@ def _spec(
     stacklevel: int = 4,
 ) -> Spec:
     team = resolve_process_set(process_set, kind)
-    spec = Spec(kind, name, 0, float(prescale_factor), float(postscale_factor), team=team)
+    spec = Spec(kind, name, team=team)
     with telling(spec):
-        return spec._replace(reduce_op=resolve_op(op, average, stacklevel))
+        return spec._replace(
+            reduce_op=resolve_op(op, average, stacklevel),
+            prescale=factor_of(prescale_factor, kind, "prescale_factor"),
+            postscale=factor_of(postscale_factor, kind, "postscale_factor"),
+        )
 
 
 def split_for(spec: Spec, compression: type[Compressor]) -> tuple[Spec, type[Compressor]]:

@@ -22,8 +22,9 @@ from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
 from horo.torch.compression import Compression, Compressor
-from horo.torch.ops import Adasum, Average, Sum, resolve_op
+from horo.torch.ops import Adasum, Average, Sum
 from horo.torch.process_sets import ProcessSet, global_process_set, refuse_unregistered
+from horo.torch.reductions import resolve_op
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
@@ -140,7 +141,8 @@ def DistributedOptimizer(
     keep_from_dynamo()
     _check_process_set(process_set)
     _check_optimizer(optimizer)
-    if resolve_op(op) not in (Average, Sum, Adasum):
+    op = resolve_op(op)
+    if op not in (Average, Sum, Adasum):
         raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use hvd.Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor needs op=Average")

@@ -14,8 +14,9 @@ from horo.torch._requests import list_group, repeat, start_reducescatter, tellin
 from horo.torch._staging import Spec
 from horo.torch.autograd_scatter import reducescatter_all
 from horo.torch.compression import Compression, Compressor
-from horo.torch.ops import Adasum, Average, resolve_op, split_for
+from horo.torch.ops import Adasum, Average, split_for
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
+from horo.torch.reductions import ReduceOp, factor_of, resolve_op
 
 __all__ = ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
 
@@ -63,8 +64,9 @@ def reducescatter(
         x = torch.full((3, 2), float(hvd.rank()))
         mine = hvd.reducescatter(x, op=hvd.Sum)  # on 2 ranks 1.; [2, 2] on rank 0, [1, 2] on rank 1
     """
-    key = None  # a factor may be a tensor
-    if type(prescale_factor) is float and type(postscale_factor) is float:
+    key = None  # a factor may be a tensor, and True be equal to Sum
+    is_plain = type(prescale_factor) is float and type(postscale_factor) is float
+    if is_plain and (op is None or type(op) is ReduceOp):
         key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
     again = repeat(key, tensor, in_place=False)
     if again is not None:
@@ -181,9 +183,6 @@ def _spec(
     spec = Spec(
         kind,
         name,
-        0,
-        float(prescale_factor),
-        float(postscale_factor),
         collective="reducescatter",
         team=team,
         place=(members.rank, members.size),
@@ -192,4 +191,8 @@ def _spec(
         found = resolve_op(op)
         if found == Adasum:
             raise _AdasumError(f"{kind}: op Adasum is offered by allreduce only")
-        return spec._replace(reduce_op=found)
+        return spec._replace(
+            reduce_op=found,
+            prescale=factor_of(prescale_factor, kind, "prescale_factor"),
+            postscale=factor_of(postscale_factor, kind, "postscale_factor"),
+        )

@@ -7,20 +7,17 @@ from functools import partial
 
 import torch
 
-from horo import _core
 from horo.errors import MismatchError, UnsupportedError, UsageError
 from horo.torch._handles import publish, synchronize
 from horo.torch._requests import start_allgather, telling
 from horo.torch._results import Gathered
 from horo.torch._staging import Spec, describe
-from horo.torch.ops import resolve_op
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
+from horo.torch.reductions import ReduceOp, resolve_op
 
 __all__ = ["sparse_allreduce_async"]
 
 _KIND = "sparse_allreduce"
-_AVERAGE = _core.REDUCE_OPS["average"]
-_SUM = _core.REDUCE_OPS["sum"]
 
 
 def sparse_allreduce_async(
@@ -56,7 +53,7 @@ def sparse_allreduce_async(
     team = resolve_process_set(process_set, what)
     with telling(Spec(_KIND, name, collective="allgather", team=team)):
         op = _check(tensor, op, what)
-    scale = process_set.size() if op == _AVERAGE else None
+    scale = process_set.size() if op == ReduceOp.Average else None
     tensor = tensor.detach()
     shape = tensor._indices().new_tensor([[tensor.sparse_dim(), *tensor.shape]])
     rows = [tensor._indices().t().contiguous(), tensor._values(), shape]
@@ -70,7 +67,7 @@ def _check(tensor: torch.Tensor, op: int | None, what: str) -> int:
         given = f"a tensor with layout {tensor.layout}" if isinstance(tensor, torch.Tensor) else repr(tensor)
         raise UsageError(f"{what}: expected a sparse tensor in COO form, not {given}; allreduce takes dense ones")
     op = resolve_op(op)
-    if op not in (_AVERAGE, _SUM):
+    if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise UnsupportedError(f"{what}: op={op} is neither Average nor Sum: only these are defined for sparse tensors")
     return op
 

@@ -23,6 +23,7 @@ SOURCES = [
     ROOT / "native/src/base/dtype.c",
     ROOT / "native/src/base/op.c",
     ROOT / "native/src/base/buffer.c",
+    ROOT / "native/src/base/pool.c",
     ROOT / "native/src/base/status.c",
 ]
 FLAGS = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import pickle
 import subprocess
 import sys
 import warnings
@@ -21,7 +23,7 @@ from horo.errors import NotInitializedError, UsageError
 EXPORTS = (
     "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError HoroError "
     "HorovodInternalError InternalError LearningRateWarmup Max MetricAverage Min MismatchError NotInitializedError "
-    "PeerLostError ProcessSet Product "
+    "PeerLostError ProcessSet Product ReduceOp "
     "ResourceError StalledError Sum SyncBatchNorm UnsupportedError UsageError add_process_set allgather "
     "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async "
     "average_buffers barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object "
@@ -97,6 +99,14 @@ def test_arguments_come_in_horovods_order(name: str) -> None:
 
 def test_reductions_have_horovods_numbers() -> None:
     assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+    assert [*hvd.ReduceOp] == [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
+    assert {1: "found"}[hvd.Sum] == "found"
+
+
+def test_reductions_are_shown_and_kept_as_what_they_are() -> None:
+    assert f"{hvd.Sum} {hvd.Adasum!r} {[hvd.Max]}" == "hvd.Sum hvd.Adasum [hvd.Max]"
+    for kept in (pickle.loads(pickle.dumps(hvd.Sum)), copy.deepcopy(hvd.Sum)):
+        assert kept is hvd.Sum
 
 
 def test_importing_horo_imports_no_torch() -> None:
@@ -343,6 +353,17 @@ def test_complex_numbers_have_no_order(alone: None, op: int) -> None:
 BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "op and average were both given"),
     (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),
+    (lambda: hvd.allreduce(torch.ones(1), op="Sum"), "op='Sum' is not a reduction"),  # type: ignore[arg-type]
+    (lambda: hvd.allreduce(torch.ones(1), 1), "average=1 is neither True nor False"),  # type: ignore[arg-type]
+    (
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True),
+        "op=True is not a reduction",
+    ),
+    (lambda: hvd.allreduce(torch.ones(1), postscale_factor="2"), "must be one real number, not '2'"),  # type: ignore[arg-type]
+    (
+        lambda: hvd.grouped_allreduce([torch.ones(1)], prescale_factor=torch.ones(2)),  # type: ignore[arg-type]
+        r"prescale_factor must be one real number, not a tensor of torch.float32 \[2\]",
+    ),
     (lambda: hvd.allreduce(torch.ones(1, dtype=torch.int32), op=hvd.Adasum), "this op is not offered for int32"),
     (lambda: hvd.allreduce(torch.ones(1, requires_grad=True), op=hvd.Adasum), "op=Adasum has no gradient"),
     (lambda: hvd.reducescatter(torch.ones(1), op=hvd.Adasum), "op Adasum is offered by allreduce only"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jobs import wait_until
 from rank_pool import RankPool
+from torch.distributed import ReduceOp
 
 import horo.torch as hvd
 from horo.errors import MismatchError
@@ -73,6 +74,31 @@ def test_allreduce_gives_the_known_answer_for_every_op(ranks: RankPool, dtype: t
             assert torch.equal(tensor, result)
 
     ranks.run(check, dtype)
+
+
+def test_reductions_of_torch_are_taken_by_their_names(ranks2: RankPool) -> None:
+    def check() -> None:
+        own, group = torch.full((2,), float(hvd.rank() + 1)), [torch.full((2,), float(hvd.rank() + 1))]
+        sparse = own.to_sparse()
+        for number in range(6):
+            hvd.allreduce(own, op=hvd.ReduceOp(number))  # as later calls may be repeated
+        for name, wanted in (("SUM", 3.0), ("AVG", 1.5), ("PRODUCT", 2.0), ("MIN", 1.0), ("MAX", 2.0)):
+            op: Any = getattr(ReduceOp, name)
+            for each in (op, ReduceOp(op)):
+                assert hvd.allreduce(own, op=each).tolist() == [wanted] * 2
+                assert hvd.synchronize(hvd.allreduce_async_(own.clone(), op=each)).tolist() == [wanted] * 2
+                assert hvd.grouped_allreduce(group, op=each)[0].tolist() == [wanted] * 2
+                assert hvd.reducescatter(own, op=each).tolist() == [wanted]
+        for op, wanted in ((ReduceOp.SUM, 3.0), (ReduceOp.AVG, 1.5)):
+            assert hvd.sparse_allreduce_async(sparse, op=op)().to_dense().tolist() == [wanted] * 2
+            weight = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
+            (weight * own).sum().backward()
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [wanted] * 2
+            assert optimizer.op is (hvd.Sum if op == ReduceOp.SUM else hvd.Average)
+
+    ranks2.run(check)
 
 
 def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:

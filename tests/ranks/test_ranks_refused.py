@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
+from torch.distributed import ReduceOp
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -73,6 +74,38 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
     "no reduction": (
         lambda wrong, name: hvd.allreduce(torch.ones(2), op=99 if wrong else hvd.Sum, name=name),
         "op=99 is not a reduction",
+    ),
+    "a truth that is equal to a reduction": (
+        lambda wrong, name: hvd.allreduce(torch.ones(2), op=True if wrong else hvd.Sum, name=name),
+        "op=True is not a reduction",
+    ),
+    "a number that is equal to a reduction to scatter": (
+        lambda wrong, name: hvd.reducescatter(torch.ones(2), op=1.0 if wrong else hvd.Sum, name=name),
+        "op=1.0 is not a reduction",
+    ),
+    "a reduction that only torch has": (
+        lambda wrong, name: hvd.allreduce(torch.ones(2), op=ReduceOp.BAND if wrong else hvd.Sum, name=name),
+        "op=torch.distributed.ReduceOp.BAND is not offered",
+    ),
+    "a name in the place of average": (
+        lambda wrong, name: hvd.allreduce(torch.ones(2), "loss" if wrong else None, name=name),
+        "average='loss' is neither True nor False",
+    ),
+    "a reduction in the place of average": (
+        lambda wrong, name: hvd.allreduce_(torch.ones(2), hvd.Sum if wrong else None, name=name),
+        "average=hvd.Sum is neither True nor False",
+    ),
+    "a factor that is none": (
+        lambda wrong, name: hvd.allreduce(torch.ones(2), prescale_factor=None if wrong else 1.0, name=name),
+        "prescale_factor must be one real number, not None",
+    ),
+    "a complex factor to scatter": (
+        lambda wrong, name: hvd.reducescatter(torch.ones(2), postscale_factor=1j if wrong else 1.0, name=name),
+        "postscale_factor must be one real number, not 1j",
+    ),
+    "a truth that is equal to a root": (
+        lambda wrong, name: hvd.broadcast(torch.ones(2), True if wrong else 1, name=name),
+        "root_rank True is not a rank of this job",
     ),
     "two reductions": (
         lambda wrong, name: hvd.allreduce_(torch.ones(2), average=True if wrong else None, op=hvd.Sum, name=name),

@@ -8,8 +8,24 @@
 enum { KEPT_BYTES = 1 << 18 }; /* more is given back when it is empty: a burst of names must not be paid for ever */
 
 void hr_buffer_fini(struct hr_buffer *buffer) {
-    free(buffer->data);
-    *buffer = (struct hr_buffer){0};
+    if (buffer->pool == NULL) {
+        free(buffer->data);
+    } else {
+        hr_pool_give(buffer->pool, buffer->data, buffer->capacity);
+    }
+    *buffer = (struct hr_buffer){.pool = buffer->pool};
+}
+
+static uint8_t *enlarge(const struct hr_buffer *buffer, size_t capacity) {
+    if (buffer->pool == NULL) {
+        return realloc(buffer->data, capacity);
+    }
+    uint8_t *data = hr_pool_take(buffer->pool, capacity);
+    if (data != NULL && buffer->data != NULL) {
+        memcpy(data, buffer->data, buffer->end);
+        hr_pool_give(buffer->pool, buffer->data, buffer->capacity);
+    }
+    return data;
 }
 
 int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
@@ -33,7 +49,7 @@ int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
         }
         capacity *= 2;
     }
-    uint8_t *data = realloc(buffer->data, capacity);
+    uint8_t *data = enlarge(buffer, capacity);
     if (data == NULL) {
         return HORO_ERR_RESOURCE;
     }

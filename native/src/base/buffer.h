@@ -5,11 +5,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/pool.h"
+
 struct hr_buffer {
     uint8_t *data;
     size_t begin; /* first unread byte */
     size_t end;   /* one past the last byte */
     size_t capacity;
+    struct hr_pool *pool; /* where its memory is from; NULL: malloc */
 };
 
 void hr_buffer_fini(struct hr_buffer *buffer);

@@ -10,13 +10,23 @@ static size_t word_count(const struct hr_agree *agree) {
     return ((size_t)agree->config.member_count + 63) / 64;
 }
 
-static void free_entry(struct hr_agree_entry *entry) {
-    free(entry->known.bytes);
+static size_t entry_bytes(const struct hr_agree *agree, size_t name_bytes) {
+    return sizeof(struct hr_agree_entry) + 3 * word_count(agree) * sizeof(uint64_t) + name_bytes + 1;
+}
+
+static void forget_known(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    hr_pool_give(&agree->pool, entry->known.bytes, entry->known.count);
+    entry->known = (struct hr_agree_copy){0};
+}
+
+static void free_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    forget_known(agree, entry);
     free(entry->current.bytes);
     free(entry->failure_text);
     hr_buffer_fini(&entry->rows);
-    free(entry->rows_of_member);
-    free(entry);
+    hr_pool_give(&agree->pool, entry->rows_of_member,
+                 (size_t)agree->config.member_count * sizeof *entry->rows_of_member);
+    hr_pool_give(&agree->pool, entry, entry_bytes(agree, entry->name_bytes));
 }
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
@@ -33,10 +43,11 @@ int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) 
 void hr_agree_fini(struct hr_agree *agree) {
     for (size_t i = 0; i < agree->entries.capacity; i++) {
         if (agree->entries.slots[i].value != NULL) {
-            free_entry(agree->entries.slots[i].value);
+            free_entry(agree, agree->entries.slots[i].value);
         }
     }
     hr_map_fini(&agree->entries);
+    hr_pool_fini(&agree->pool);
     hr_buffer_fini(&agree->joined_rows);
     free((void *)agree->slots);
     *agree = (struct hr_agree){0};
@@ -71,11 +82,12 @@ void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr
 
 static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wire_text name) {
     const size_t words = word_count(agree);
-    struct hr_agree_entry *entry = calloc(1, sizeof *entry + 3 * words * sizeof *entry->announced + name.bytes + 1);
+    struct hr_agree_entry *entry = hr_pool_take(&agree->pool, entry_bytes(agree, name.bytes));
     if (entry == NULL) {
         return NULL;
     }
     entry->id_rank = -1;
+    entry->rows.pool = &agree->pool;
     entry->announced = (uint64_t *)(void *)(entry + 1);
     entry->by_id = entry->announced + words;
     entry->stood_in = entry->by_id + words;
@@ -85,7 +97,7 @@ static struct hr_agree_entry *create_entry(struct hr_agree *agree, struct hr_wir
     entry->name_bytes = name.bytes;
     entry->name_hash = hr_hash(name.data, name.bytes);
     if (hr_map_insert(&agree->entries, entry->name_hash, entry->name, entry->name_bytes, entry) != HORO_OK) {
-        free_entry(entry);
+        free_entry(agree, entry);
         return NULL;
     }
     hr_agree_link(agree, entry, HR_AGREE_IDLE);
@@ -122,14 +134,13 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     if (entry->id == 0) {
         hr_agree_unlink(agree, entry);
         (void)hr_map_remove(&agree->entries, entry->name_hash, entry->name, entry->name_bytes);
-        free_entry(entry);
+        free_entry(agree, entry);
     }
 }
 
 /* The entry loses its id. Members that announced it by that id will do so again in full. */
 static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    free(entry->known.bytes);
-    entry->known = (struct hr_agree_copy){0};
+    forget_known(agree, entry);
     entry->id = 0;
     if (entry->state == HR_AGREE_REPORTED && entry->reported_full) {
         return; /* the parent has all it needs; the repeated announcements are ignored as such */
@@ -153,7 +164,7 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id) {
     struct hr_agree_entry **slot = &agree->slots[id % agree->config.capacity];
     const struct hr_agree_copy *request = hr_agree_request(entry);
-    uint8_t *bytes = malloc(request->count);
+    uint8_t *bytes = hr_pool_take(&agree->pool, request->count);
     if (bytes == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -166,7 +177,7 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
         agree->slots[entry->id % agree->config.capacity] = NULL;
     }
     *slot = entry;
-    free(entry->known.bytes);
+    forget_known(agree, entry);
     entry->known = known;
     entry->id = id;
     return HORO_OK;

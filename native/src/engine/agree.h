@@ -28,6 +28,7 @@
 
 #include "base/buffer.h"
 #include "base/map.h"
+#include "base/pool.h"
 #include "base/recorder.h"
 #include "wire/wire.h"
 
@@ -76,6 +77,7 @@ struct hr_agree {
     struct hr_agree_config config;
     struct hr_agree_joined joined;
     struct hr_map entries;            /* by name */
+    struct hr_pool pool;              /* of the entries, and of what they keep from round to round */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
     struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
     uint64_t ready_bytes;

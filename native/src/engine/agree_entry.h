@@ -83,7 +83,7 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree);
  * HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together; HORO_ERR_USAGE with
  * a sentence. join: all of them in the order of the members, valid until the next join; none of another operation.
  */
-int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
+int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows);
 int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
                         size_t text_bytes);

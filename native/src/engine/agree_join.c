@@ -74,7 +74,7 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
 }
 
 /* So many values of 0, one byte each. */
-static int add_no_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers) {
+static int add_no_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers) {
     static const uint8_t zeros[256];
     size_t left = (size_t)gathers * (size_t)agree->config.ranks_of_member[member];
     const struct hr_wire_rows none = {.data = zeros, .bytes = 0, .count = (uint32_t)left};

@@ -2,12 +2,11 @@
  * The rows of an allgather or alltoall, from the announcements of the members to the record: who gives how many rows.
  */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "base/op.h"
 #include "engine/agree_entry.h"
 
-int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
+int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows) {
     if (rows.count != gathers * (uint64_t)agree->config.ranks_of_member[member]) {
         return HORO_ERR_INTERNAL;
@@ -16,7 +15,8 @@ int hr_agree_note_rows(const struct hr_agree *agree, struct hr_agree_entry *entr
         return HORO_OK;
     }
     if (entry->rows_of_member == NULL) {
-        entry->rows_of_member = calloc((size_t)agree->config.member_count, sizeof *entry->rows_of_member);
+        entry->rows_of_member =
+            hr_pool_take(&agree->pool, (size_t)agree->config.member_count * sizeof *entry->rows_of_member);
         if (entry->rows_of_member == NULL) {
             return HORO_ERR_RESOURCE;
         }

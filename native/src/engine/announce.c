@@ -193,10 +193,17 @@ struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text n
     return request;
 }
 
+static void give_back(struct hr_lane *lane, struct hr_known *known) {
+    if (known != NULL) {
+        hr_pool_give(&lane->announcer.pool, known, sizeof *known + known->byte_count);
+    }
+}
+
 void hr_lane_free_known(struct hr_lane *lane) {
     for (uint32_t slot = 0; slot < lane->announcer.capacity && lane->announcer.known_slots != NULL; slot++) {
-        free(lane->announcer.known_slots[slot]);
+        give_back(lane, lane->announcer.known_slots[slot]);
     }
+    hr_pool_fini(&lane->announcer.pool);
     free((void *)lane->announcer.known_slots);
     hr_map_fini(&lane->announcer.known);
 }
@@ -206,12 +213,12 @@ static int forget(struct hr_lane *lane, struct hr_known *known) {
     struct hr_request *pending = known->pending;
     (void)hr_map_remove(&lane->announcer.known, known->name_hash, known->name, known->name_bytes);
     lane->announcer.known_slots[known->id % lane->announcer.capacity] = NULL;
-    free(known);
+    give_back(lane, known);
     return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);
 }
 
 static int create_known(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
-    struct hr_known *known = malloc(sizeof *known + request->byte_count);
+    struct hr_known *known = hr_pool_take(&lane->announcer.pool, sizeof *known + request->byte_count);
     if (known == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -228,7 +235,7 @@ static int create_known(struct hr_lane *lane, const struct hr_request *request, 
         status = hr_map_insert(&lane->announcer.known, known->name_hash, known->name, known->name_bytes, known);
     }
     if (status != HORO_OK) {
-        free(known);
+        give_back(lane, known);
         return status;
     }
     lane->announcer.known_slots[id % lane->announcer.capacity] = known;

@@ -44,6 +44,7 @@ struct hr_joining {
 
 struct hr_announcer {
     struct hr_map known;
+    struct hr_pool pool; /* of these */
     struct hr_known **known_slots; /* [capacity] */
     uint32_t capacity;
     struct hr_buffer request_out; /* frames for my leader */
