@@ -252,26 +252,27 @@ class Context:
             UsageError: There is no such handle.
         """
         status = lib.horo_poll(self._context, handle)
-        if status == lib.HORO_ERR_USAGE:  # this may be the error of the request itself
-            error = _error_buffer()
-            _check(lib.horo_error(self._context, handle, error, _MESSAGE_MAX), error)
+        if status == lib.HORO_ERR_HANDLE:
+            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
         return bool(status != lib.HORO_IN_PROGRESS)
 
     def wait(self, handle: int) -> None:
         """Blocks, with the GIL released, until the request is finished; a signal handler may run meanwhile.
 
-        The handle stays valid (``release`` it), also when this raises.
+        The handle stays valid (``release`` it), also when this raises. Several threads may wait for one handle: each
+        gets what has become of the request, also where another one releases it meanwhile.
 
         Raises:
-            HoroError: the error of the request.
+            HoroError: the error of the request; UsageError if its handle has been released.
             BaseException: the exception of a signal handler (KeyboardInterrupt after Ctrl-C). The request continues in
                 the background, and its memory must stay valid until it is done.
         """
-        status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS)
+        words = _words.chars
+        status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS, words, _MESSAGE_MAX)
         if status == lib.HORO_IN_PROGRESS:
             status = self._wait_long(handle)
-        if status != lib.HORO_OK:
-            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+        if status != _OK:
+            raise error_from_status(_STATUS_NAMES[status], _text(words))
 
     def wait_any(self, handles: Sequence[int]) -> None:
         """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
@@ -300,7 +301,7 @@ class Context:
 
     def _wait_once(self, handles: Any) -> int:
         if len(handles) == 1:
-            return int(lib.horo_wait(self._context, handles[0], _SIGNAL_CHECK_MS))
+            return int(lib.horo_wait(self._context, handles[0], _SIGNAL_CHECK_MS, _words.chars, _MESSAGE_MAX))
         return int(lib.horo_wait_any(self._context, handles, len(handles), _SIGNAL_CHECK_MS))
 
     def _report_blocked(self) -> None:
@@ -322,14 +323,22 @@ class Context:
             HoroError: the error of the request; its handle is released.
             BaseException: the exception of a signal handler, as from ``wait``; then the handle stays valid.
         """
-        self._wait_and_keep(handle)
-        self.release(handle)
+        try:
+            self.finish_or_keep(handle)
+        except HoroError:  # as in _wait_and_keep
+            self.release_if_done(handle)
+            raise
 
     def finish_or_keep(self, handle: int) -> None:
-        """As ``finish``, and quicker, but the handle of a request that has failed stays valid."""
-        if _finish(self._context, handle, _SIGNAL_CHECK_MS) != _OK:
-            self.wait(handle)
-            self.release(handle)
+        """As ``finish``, but the handle of a request that has failed stays valid."""
+        words = _words.chars
+        status = _finish(self._context, handle, _SIGNAL_CHECK_MS, words, _MESSAGE_MAX)
+        if status == lib.HORO_IN_PROGRESS:
+            status = self._wait_long(handle)
+            if status == _OK:
+                lib.horo_release(self._context, handle)  # unless another thread has
+        if status != _OK:
+            raise error_from_status(_STATUS_NAMES[status], _text(words))
 
     def _callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""
@@ -476,6 +485,16 @@ _BLOCKED_EVERY_S = 0.5
 
 def _error_buffer() -> Any:
     return ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+
+
+class _Words(threading.local):
+    """The sentence of the error of a thread's last wait: the core writes it while nobody can release the request."""
+
+    def __init__(self) -> None:
+        self.chars = _error_buffer()
+
+
+_words = _Words()
 
 
 def _as_words(text: str) -> bytes:

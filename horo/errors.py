@@ -41,6 +41,9 @@ class HoroError(RuntimeError):
     _is_told = False
     """Whether this rank has refused a call with it, which fails on the other ranks for that."""
 
+    _is_released = False
+    """Whether it is not the error of a request: its handle has been released."""
+
 
 class UsageError(HoroError, ValueError):
     """The caller is wrong; nothing has changed, neither here nor on other ranks."""
@@ -100,6 +103,7 @@ _CLASS_OF_STATUS: dict[str, type[HoroError]] = {
     "HORO_ERR_MISMATCH": MismatchError,
     "HORO_ERR_UNSUPPORTED": UnsupportedError,
     "HORO_ERR_DUPLICATE_NAME": UsageError,
+    "HORO_ERR_HANDLE": UsageError,
     "HORO_ERR_RESOURCE": ResourceError,
     "HORO_ERR_FORKED": UsageError,
     "HORO_ERR_PEER_LOST": PeerLostError,
@@ -115,4 +119,5 @@ def error_from_status(status_name: str, message: str, is_told: bool = False) -> 
     """The exception for a status of the native core, e.g. ``"HORO_ERR_PEER_LOST"``."""
     error = _CLASS_OF_STATUS.get(status_name, InternalError)(message)
     error._is_told = is_told
+    error._is_released = status_name == "HORO_ERR_HANDLE"
     return error

@@ -52,7 +52,8 @@ def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
 
     Blocks until the operation is done, that is until all ranks have begun it. An exception of a signal handler, such as
-    Ctrl-C, ends the wait; the handle stays then, and another call returns the result.
+    Ctrl-C, ends the wait; the handle stays then, and another call returns the result. Threads that wait for one handle
+    at once get the same result or error, but of a tensor on a GPU only one gets the result.
 
     Args:
         handle: What an asynchronous operation has returned.

@@ -20,6 +20,7 @@ class Request:
 
     __slots__ = (
         "_error",
+        "_failed",
         "_finish",
         "_handle",
         "_memory",
@@ -48,6 +49,7 @@ class Request:
         self._finish = finish
         self._was_begun = False  # a call of wait()
         self._error: HoroError | None = None
+        self._failed: tuple[type[HoroError], str] | None = None  # the same for good, for other threads that wait
         self.label = label
         self.number = number = runtime.handle_base + handle
         """The public number of the request; unique over all jobs of the process."""
@@ -108,7 +110,8 @@ class Request:
         """Blocks until the operation is done and returns its result.
 
         A KeyboardInterrupt (or another exception from a signal handler) leaves the request: its memory and its result
-        are kept, and ``wait`` may be called again.
+        are kept, and ``wait`` may be called again. Where several threads wait at once, each gets the result or the
+        error, but of tensors on a GPU only one gets the result.
 
         Args:
             keep: After a success the request stays in the list of requests, for the caller to take it out. Before
@@ -119,7 +122,7 @@ class Request:
             UsageError: The results go to a GPU whose current stream is being captured; the request stays.
         """
         runtime, call = self._runtime, object()
-        result = None
+        result = failure = None
         if isinstance(self._memory, StagedTensors) and self._memory.device is not None:
             refuse_capture(self.label)
         try:
@@ -127,24 +130,25 @@ class Request:
             if runtime.ended:
                 runtime.raise_ended(self.label)
             if self._error is None:
-                handle = 0 if self._was_begun and self.is_released() else self._handle
+                has_ended_well = self._was_begun and self.is_released() and self._failed is None
+                handle = 0 if has_ended_well else self._handle
                 self._was_begun = True
                 result = self._finish(runtime.core, handle, self._memory)
             else:
+                failure = self._error
                 runtime.core.release_if_done(self._handle)
         except HoroError as error:
             if runtime.ended or self._outlasts(error):
                 raise
-            self._error = error  # before its handle is released
-            runtime.core.release_if_done(self._handle)
+            result, failure = self._end_by(error)
         finally:
             runtime.active_calls.pop(call, None)
         if self._taken_name is not None:
             self.free_name()
         # From here on nothing is called, so no signal handler runs: the result is lost no more.
-        if keep and self._error is None:
+        if keep and failure is None:
             return result
-        failure, self._error, self._was_begun = self._error, None, False
+        self._error, self._was_begun = None, False
         if self.number in runtime.requests:
             del runtime.requests[self.number]
         if failure is None:
@@ -153,6 +157,19 @@ class Request:
             raise failure
         finally:
             del failure  # which refers to this frame
+
+    def _end_by(self, error: HoroError) -> tuple[Any, HoroError | None]:
+        """The result and the error after ``error``, or those of another thread that has released the handle before."""
+        core, memory = self._runtime.core, self._memory
+        if not error._is_released:
+            self._error = error
+            self._failed = type(error), str(error)
+            core.release_if_done(self._handle)
+        elif self._failed is not None:
+            error = self._failed[0](self._failed[1])
+        elif not isinstance(memory, StagedTensors) or memory.device is None:  # else that thread's stream waits for it
+            return self._finish(core, 0, memory), None
+        return None, error
 
     def _outlasts(self, error: HoroError) -> bool:
         """Whether an error is not the request's: of a signal handler, or since its GPU's stream is being captured."""

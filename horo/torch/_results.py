@@ -7,6 +7,7 @@ release the handle of a request that has not failed, last.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from horo.torch._devices import finish_on, take_result, to_device
 from horo.torch._staging import StagedTensors, count_change
 
 __all__ = ["Gathered", "Gathering", "finish_in_place", "finish_output", "finish_staged", "gathered"]
+
+_taking = threading.RLock()  # a signal handler may take another result
+"""Held while a thread takes results, which another one may wait for, too. Nothing blocks there."""
 
 
 class Gathered(NamedTuple):
@@ -41,9 +45,10 @@ class Gathering:
         """The results, including those that an interrupted call has taken."""
         if handle:
             core.wait(handle)
-            for index, tensor in enumerate(staged.inputs):
-                if index == len(self._results):
-                    self._results.append(self._take_one(core, handle, index, tensor))
+            with _taking:
+                for index, tensor in enumerate(staged.inputs):
+                    if index == len(self._results):
+                        self._results.append(self._take_one(core, handle, index, tensor))
             core.release(handle)
         return tuple(self._results)
 

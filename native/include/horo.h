@@ -31,6 +31,7 @@ enum horo_status {
     HORO_ERR_MISMATCH = -3,
     HORO_ERR_UNSUPPORTED = -4,
     HORO_ERR_DUPLICATE_NAME = -5,
+    HORO_ERR_HANDLE = -6, /* there is no such handle, or it has been released */
     /* this process */
     HORO_ERR_RESOURCE = -20,
     HORO_ERR_FORKED = -21,
@@ -316,7 +317,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi24": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi29": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -347,7 +348,8 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
  * Leaves the group, which ends it for all ranks at one place of their common log: what was agreed on before is finished
  * first, everywhere; what is pending behind it fails with HORO_ERR_ABORTED, everywhere. Then joins the thread and frees
  * all. If nothing moves for two seconds (ten, where this rank is done and others are not), it leaves all the same,
- * which ends the group at once. No other call may be running or follow. NULL is allowed.
+ * which ends the group at once. Calls of horo_wait, horo_wait_any, horo_finish and horo_run that wait already return
+ * first, with what has become of their requests. No other call may be running, and none may follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
 
@@ -404,20 +406,24 @@ HORO_API int horo_added_team(horo_context *context, int64_t handle);
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* Once it is done: the rank of the job that joined last. HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_joined_last(horo_context *context, int64_t handle);
-/* HORO_IN_PROGRESS, HORO_OK or the error of the request. Never blocks. */
+/* HORO_IN_PROGRESS, HORO_OK, the error of the request, or HORO_ERR_HANDLE. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);
 /*
  * As horo_poll, but waits up to timeout_ms first; returns HORO_IN_PROGRESS early when a signal interrupted the wait,
  * so that Python can run its handlers. The request goes on meanwhile, driven by the background thread.
+ *
+ * Several threads may wait for one handle, by this function or horo_finish. Each that waits when another one releases
+ * the handle gets what has become of the request all the same, at once; one that comes later gets HORO_ERR_HANDLE. The
+ * sentence of an error goes to `error` (NULL, 0: horo_error has it, as long as nobody has released the handle).
  */
-HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms);
+HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes);
 /* Waits likewise until any of several requests is done or has failed: HORO_OK; an unknown handle counts as done. */
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms);
 /*
- * horo_wait and, after HORO_OK, horo_release at once. Of an allgather or alltoall the first extents are lost, and what
- * horo has allocated: only with HORO_SUBMIT_INTO.
+ * horo_wait and, where that is HORO_OK and no other thread has done so meanwhile, horo_release at once. Of an allgather
+ * or alltoall the first extents are lost, and what horo has allocated: only with HORO_SUBMIT_INTO.
  */
-HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms);
+HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes);
 /*
  * The threads of this rank that wait, for some time already: nothing more comes from it until one of these requests is
  * done, unless a thread may still submit something, which `others` names (empty: none may). Rank 0 puts together what
@@ -451,8 +457,8 @@ HORO_API void horo_stop_answers(horo_context *context);
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity);
 
 /*
- * The sentence that goes with a failed handle; truncated to fit. HORO_ERR_USAGE where there is no such handle, which is
- * the sentence then, else HORO_OK, HORO_ERR_NOT_INITIALIZED or HORO_ERR_FORKED.
+ * The sentence that goes with a failed handle; truncated to fit. HORO_ERR_HANDLE where there is none, which is the
+ * sentence then, else HORO_OK, HORO_ERR_NOT_INITIALIZED or HORO_ERR_FORKED.
  */
 HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes);
 
@@ -465,7 +471,10 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);
 HORO_API void horo_free(void *data);
-/* Forgets a finished handle. A pending one is refused with HORO_ERR_USAGE. */
+/*
+ * Forgets a finished handle. HORO_ERR_USAGE: it is pending, and stays; HORO_ERR_HANDLE: another thread has been first.
+ * Calls that wait for it go on to return what has become of the request.
+ */
 HORO_API int horo_release(horo_context *context, int64_t handle);
 
 /* HORO_OK while the group is whole; after a loss the status and sentence that every request now gets. */

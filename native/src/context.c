@@ -22,7 +22,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi28";
+    return "0.1.0+abi29";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -276,9 +276,20 @@ HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
     return status == HORO_OK ? hr_engine_joined_last(&context->engine, handle) : status;
 }
 
-HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_wait(&context->engine, handle, timeout_ms) : status;
+static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,
+                    size_t error_bytes) {
+    struct hr_error failure;
+    failure.code = HORO_OK;
+    const int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        return hr_engine_wait(&context->engine, handle, timeout_ms, end, error, error_bytes);
+    }
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {
+    return wait_for(context, &handle, timeout_ms, HR_WAIT_KEEPS, error, error_bytes);
 }
 
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
@@ -331,9 +342,8 @@ HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_
     return status == HORO_OK ? hr_engine_wait_any(&context->engine, handles, count, timeout_ms) : status;
 }
 
-HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms) {
-    const int status = horo_wait(context, handle, timeout_ms);
-    return status == HORO_OK ? horo_release(context, handle) : status;
+HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {
+    return wait_for(context, &handle, timeout_ms, HR_WAIT_RELEASES, error, error_bytes);
 }
 
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -374,16 +384,7 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
                       char *error, size_t error_bytes) {
     *handle = 0;
     HR_TRY(horo_submit(context, request, handle, error, error_bytes));
-    int status = horo_wait(context, *handle, timeout_ms);
-    if (status != HORO_OK || ((request->flags & HORO_SUBMIT_OFFER) != 0 &&
-                              hr_engine_holds_results(&context->engine, *handle))) {
-        return status;
-    }
-    status = horo_release(context, *handle);
-    if (status == HORO_OK) {
-        *handle = 0;
-    }
-    return status;
+    return wait_for(context, handle, timeout_ms, HR_WAIT_RELEASES_WHAT_FITS, NULL, 0);
 }
 
 HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {

@@ -75,7 +75,11 @@ def test_who_only_asks_by_waits_of_no_time_gets_an_answer(hosts: list[int]) -> N
     def body(rank: Rank) -> None:
         for _ in range(3):
             handle = rank.submit("barrier", "x", [], sync=True)
-            wait_for(lambda handle=handle: _core.lib.horo_wait(rank.context._context, handle, 0) == _core.lib.HORO_OK)
+            wait_for(
+                lambda handle=handle: (
+                    _core.lib.horo_wait(rank.context._context, handle, 0, _core.ffi.NULL, 0) == _core.lib.HORO_OK
+                )
+            )
             rank.finish(handle)
 
     with Group(hosts) as group:

@@ -312,7 +312,10 @@ def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
                     _core.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
                 )
                 handle = rank.context.submit(request)
-                assert _core.lib.horo_wait(rank.context._context, handle, 2) == _core.lib.HORO_IN_PROGRESS
+                assert (
+                    _core.lib.horo_wait(rank.context._context, handle, 2, _core.ffi.NULL, 0)
+                    == _core.lib.HORO_IN_PROGRESS
+                )
                 late.set()
                 rank.context.wait(handle)
                 rank.context.release(handle)

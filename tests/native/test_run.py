@@ -131,7 +131,7 @@ def test_what_run_refuses_leaves_nothing_behind() -> None:
         assert np.all(good == rank.size)
         handle = rank.submit("barrier", "last", [])
         rank.finish(handle)
-        assert lib.horo_poll(rank.context._context, handle - 1) == lib.HORO_ERR_USAGE  # the one before was released
+        assert lib.horo_poll(rank.context._context, handle - 1) == lib.HORO_ERR_HANDLE  # the one before was released
 
     with Group([2]) as group:
         group.run(body)

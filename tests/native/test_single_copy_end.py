@@ -17,7 +17,7 @@ import os, sys
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
-from horo._core import Context, lib
+from horo._core import Context, ffi, lib
 from horo.errors import HoroError
 
 AT_ONCE = 1 << 19  # as READ_AT_ONCE of direct.c
@@ -40,7 +40,8 @@ if me == 1:
     print(outcome(), flush=True)
     os._exit(0)
 with open(os.environ["HELD_BY"], "wb"):  # opened once rank 1 has opened it
-    assert lib.horo_wait(rank.context._context, handle, 500) == lib.HORO_IN_PROGRESS  # its part is done meanwhile
+    status = lib.horo_wait(rank.context._context, handle, 500, ffi.NULL, 0)
+    assert status == lib.HORO_IN_PROGRESS  # its part is done meanwhile
     rank.context.end("enough")
     assert outcome().startswith("PeerLostError this rank ended with enough")
     array[:] = 99

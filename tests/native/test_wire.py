@@ -433,7 +433,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             ),
             "negative origin": oracle.request_message(-1, 0, b"", oracle.request(REDUCE)),
             "request in progress": oracle.request_message(0, 1, b"", oracle.request(REDUCE)),
-            "request with an unknown error": oracle.request_message(0, -6, b"", oracle.request(REDUCE)),
+            "request with an unknown error": oracle.request_message(0, -7, b"", oracle.request(REDUCE)),
             "id 0": oracle.ids_message([1, 0]),
             "too many ids": oracle.ids_message([1] * (oracle.TENSORS_MAX + 1)),
             "reference to nothing": oracle.batch_message([(0, b"")]),

@@ -131,9 +131,9 @@ def done_message(rank: int) -> bytes:
     return struct.pack("<Bi", DONE, rank)
 
 
-def joined_message(rank: int) -> bytes:
+def joined_message(rank: int, at: int = 0) -> bytes:
     """JOINED."""
-    return struct.pack("<Bi", JOINED, rank)
+    return struct.pack("<BiQ", JOINED, rank, at)
 
 
 def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
@@ -211,7 +211,7 @@ def samples() -> dict[str, bytes]:
         "lost-last-reason": lost_message(0x7FFFFFFF, -60, REASONS[-1]),
         "leave": leave_message(7),
         "done": done_message(7),
-        "joined": joined_message(3),
+        "joined": joined_message(3, 1 << 40),
         "batch-join": batch_message([(0, b"join.noname")], [300]),
         "blocked-joined": blocked_message(1, b"'join.noname'", b"", [lane(0, 2, 9, [0, 5])]),
         "fail": fail_message(-3, b"layer.weight", b"allreduce 'layer.weight': rank 0 and rank 1 disagree"),

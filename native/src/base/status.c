@@ -30,6 +30,7 @@ HORO_API const char *horo_status_name(int status) {
     case HORO_ERR_MISMATCH: return "mismatch";
     case HORO_ERR_UNSUPPORTED: return "unsupported";
     case HORO_ERR_DUPLICATE_NAME: return "duplicate name";
+    case HORO_ERR_HANDLE: return "handle";
     case HORO_ERR_RESOURCE: return "resource";
     case HORO_ERR_FORKED: return "forked";
     case HORO_ERR_PEER_LOST: return "peer lost";

@@ -373,7 +373,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         HR_TRY(hr_agree_keep(entry, &request)); /* which tells the parent that nobody waits */
     }
     if (message->request.op == HORO_JOIN) {
-        HR_TRY(hr_agree_note_join(agree, entry, message->rank));
+        HR_TRY(hr_agree_note_join(agree, entry));
     }
     return hr_agree_complete_if_all(agree, entry);
 }

@@ -71,6 +71,8 @@ struct hr_agree_list {
 struct hr_agree_joined {
     struct hr_agree_entry *entry; /* NULL: nobody here has joined */
     int is_known;                 /* some rank below has, its member perhaps not wholly; it needs requests in full */
+    int last;                     /* the rank below that joined last, and when */
+    uint64_t last_at;
 };
 
 struct hr_agree {
@@ -138,10 +140,10 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * agree_join.c. Some rank of this subtree has joined. And: something has moved here, so those who wait for others to
- * join have no reason to doubt that they will.
+ * agree_join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those who
+ * wait for others to join have no reason to doubt that they will.
  */
-void hr_agree_note_joined(struct hr_agree *agree);
+void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at);
 void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
 
 /* A tensor that some members have announced and others not; valid until the agreement changes. */

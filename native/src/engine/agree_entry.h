@@ -98,7 +98,7 @@ int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entr
  */
 void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry);
-int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int rank);
+int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_has_all_joined(const struct hr_agree *agree);
 int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message);
 /* agree.c: the entry of a name, a new one where there is none; NULL: no memory. Keeps the request as this round's. */

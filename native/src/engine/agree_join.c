@@ -13,8 +13,12 @@ static size_t word_count(const struct hr_agree *agree) {
     return ((size_t)agree->config.member_count + 63) / 64;
 }
 
-void hr_agree_note_joined(struct hr_agree *agree) {
+void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at) {
     agree->joined.is_known = 1;
+    if (at >= agree->joined.last_at) {
+        agree->joined.last = rank;
+        agree->joined.last_at = at;
+    }
 }
 
 void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry) {
@@ -105,12 +109,11 @@ int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
 }
 
 /* Completes what waited for this member only, and what was refused, before JOIN can be: both go before it. */
-int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry, int rank) {
+int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry) {
     static const enum hr_agree_state open[] = {HR_AGREE_REFUSED, HR_AGREE_WAITING};
     struct hr_agree_entry *next;
     agree->joined.entry = entry;
     agree->joined.is_known = 1;
-    entry->current.rank = rank; /* the last one so far */
     for (size_t i = 0; i < sizeof open / sizeof *open; i++) {
         for (struct hr_agree_entry *other = agree->lists[open[i]].first; other != NULL; other = next) {
             next = other->next;

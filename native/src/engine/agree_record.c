@@ -281,7 +281,7 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
     uint8_t last[HR_WIRE_VAR_MAX];
     if (agree->lists[HR_AGREE_CHOSEN].first == agree->joined.entry) {
-        rows = hr_wire_encode_row(agree->joined.entry->current.rank, last);
+        rows = hr_wire_encode_row(agree->joined.last, last);
     }
     while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
         HR_TRY(entry == agree->joined.entry ? HORO_OK : hr_agree_join_rows(agree, entry, &rows));

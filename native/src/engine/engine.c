@@ -105,6 +105,11 @@ void hr_engine_fini(struct hr_engine *engine) {
     (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_node_wake(engine->node, engine->node->local_rank);
     (void)pthread_join(engine->driver.thread, NULL);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    while (engine->submission.calls > 0) { /* which end now, for all that they wait for has ended */
+        hr_engine_wait_for_driver(engine, INT64_MAX);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     hr_engine_end_nccl(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
@@ -149,7 +154,7 @@ static void kick_if_idle(struct hr_engine *engine) {
 int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    const int status = request == NULL ? HORO_ERR_USAGE : atomic_load(&request->status);
+    const int status = request == NULL ? HORO_ERR_HANDLE : atomic_load(&request->status);
     if (status == HORO_IN_PROGRESS) {
         kick_if_idle(engine);
     }
@@ -157,7 +162,7 @@ int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
     return status;
 }
 
-static void wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
+void hr_engine_wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
     const int64_t fallback_ns = hr_now_ns() + CALLER_FALLBACK_MS * 1000000ll;
     const int64_t until_ns = deadline_ns < fallback_ns ? deadline_ns : fallback_ns;
     const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
@@ -181,7 +186,7 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     const int leaves_links = atomic_load(&driver->serves_hosts) &&
                              (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
     if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_nccl_busy(engine) ||
-        hr_engine_is_called(engine)) {
+        hr_engine_is_called(engine) || atomic_load(&driver->stop)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {
@@ -198,14 +203,8 @@ static void ask_to_drive(struct hr_engine *engine, const struct hr_request *requ
     }
 }
 
-int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    if (request == NULL) {
-        (void)pthread_mutex_unlock(&engine->submission.lock);
-        return HORO_ERR_USAGE;
-    }
-    hr_engine_note_caller(engine);
+/* With the lock held, which it lets go meanwhile: the caller is one of the request's owners. */
+static int wait_for_request(struct hr_engine *engine, const struct hr_request *request, int32_t timeout_ms) {
     int status;
     int64_t deadline_ns = 0; /* a request that is done already needs no clock */
     while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS) {
@@ -221,12 +220,96 @@ int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms)
             break; /* done, out of time, or a signal to be handled first */
         }
         ask_to_drive(engine, request);
-        wait_for_driver(engine, deadline_ns);
+        hr_engine_wait_for_driver(engine, deadline_ns);
     }
     if (deadline_ns != 0 && atomic_load(&engine->driver.serves_hosts)) {
         engine->driver.called_ns = hr_now_ns();
     }
+    return status;
+}
+
+/* With the lock held. */
+static int write_unknown(int64_t handle, char *text, size_t text_bytes) {
+    if (text_bytes > 0) {
+        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
+    }
+    return HORO_ERR_HANDLE;
+}
+
+static void write_error(const struct hr_request *request, char *text, size_t text_bytes) {
+    if (text_bytes > 0) {
+        const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
+        (void)snprintf(text, text_bytes, "%s",
+                       done && request->error_text != NULL ? request->error_text : "the operation is still running");
+    }
+}
+
+/* With the lock held: the table of handles owns it no longer. */
+static void forget_handle(struct hr_engine *engine, struct hr_request *request) {
+    (void)hr_map_remove(&engine->submission.handles, hr_hash_number(request->handle), (const char *)&request->handle,
+                        sizeof request->handle);
+    request->handle = 0;
+    request->owners--;
+}
+
+/* With the lock held: whether results of a request that has ended well lie in memory that the core has allocated. */
+static int holds_results(const struct hr_request *request) {
+    int holds = 0;
+    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
+        holds |= !request->gathered[i].is_given || request->room != NULL;
+    }
+    return holds;
+}
+
+static int releases(const struct hr_request *request, enum hr_wait_end end) {
+    return end == HR_WAIT_RELEASES ||
+           (end == HR_WAIT_RELEASES_WHAT_FITS &&
+            ((request->call.flags & HORO_SUBMIT_OFFER) == 0 || !holds_results(request)));
+}
+
+/* Without the lock, of a request that nobody owns. */
+static void free_request(struct hr_engine *engine, struct hr_request *request) {
+    const int is_on_gpu = request->call.device != 0;
+    hr_request_destroy(request);
+    if (is_on_gpu) {
+        hr_engine_trim_pinned(engine);
+    }
+}
+
+/* With the lock held, which it lets go: a call ends, for which `unowned` is left (NULL: nothing is). */
+static void end_call(struct hr_engine *engine, struct hr_request *unowned) {
+    if (unowned != NULL) {
+        (void)pthread_mutex_unlock(&engine->submission.lock);
+        free_request(engine, unowned);
+        (void)pthread_mutex_lock(&engine->submission.lock);
+    }
+    if (--engine->submission.calls == 0 && atomic_load(&engine->driver.stop)) {
+        (void)pthread_cond_broadcast(&engine->submission.done); /* hr_engine_fini waits for this */
+    }
     (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+int hr_engine_wait(struct hr_engine *engine, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *text,
+                   size_t text_bytes) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, *handle);
+    if (request == NULL) {
+        (void)pthread_mutex_unlock(&engine->submission.lock);
+        return write_unknown(*handle, text, text_bytes);
+    }
+    hr_engine_note_caller(engine);
+    engine->submission.calls++;
+    request->owners++;
+    const int status = wait_for_request(engine, request, timeout_ms);
+    if (status < 0) {
+        write_error(request, text, text_bytes);
+    } else if (status == HORO_OK && releases(request, end)) {
+        *handle = 0;
+        if (request->handle != 0) { /* else another call has released it meanwhile */
+            forget_handle(engine, request);
+        }
+    }
+    end_call(engine, --request->owners == 0 ? request : NULL);
     return status;
 }
 
@@ -246,27 +329,27 @@ int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t
     const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     (void)pthread_mutex_lock(&engine->submission.lock);
     hr_engine_note_caller(engine);
+    engine->submission.calls++;
     int done;
     while (!(done = is_any_done(engine, handles, count)) && hr_now_ns() < deadline_ns) {
         kick_if_idle(engine);
-        wait_for_driver(engine, deadline_ns);
+        hr_engine_wait_for_driver(engine, deadline_ns);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    end_call(engine, NULL);
     return done ? HORO_OK : HORO_IN_PROGRESS;
 }
 
 int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
+    int status = HORO_OK;
     (void)pthread_mutex_lock(&engine->submission.lock);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request == NULL) {
-        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
+        status = write_unknown(handle, text, text_bytes);
     } else {
-        const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
-        (void)snprintf(text, text_bytes, "%s",
-                       done && request->error_text != NULL ? request->error_text : "the operation is still running");
+        write_error(request, text, text_bytes);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    return request == NULL ? HORO_ERR_USAGE : HORO_OK;
+    return status;
 }
 
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
@@ -288,33 +371,21 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
     return status;
 }
 
-int hr_engine_holds_results(struct hr_engine *engine, int64_t handle) {
-    int holds = 0;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    for (int i = 0; request != NULL && request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given || request->room != NULL;
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    return holds;
-}
-
 int hr_engine_release(struct hr_engine *engine, int64_t handle) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
-    int status = HORO_ERR_USAGE;
-    int is_on_gpu = 0;
-    if (request != NULL && atomic_load(&request->status) != HORO_IN_PROGRESS) {
-        is_on_gpu = request->call.device != 0;
-        (void)hr_map_remove(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
-        status = HORO_OK;
+    struct hr_request *unowned = NULL;
+    int status = HORO_ERR_HANDLE;
+    if (request != NULL) {
+        status = atomic_load(&request->status) == HORO_IN_PROGRESS ? HORO_ERR_USAGE : HORO_OK;
+    }
+    if (status == HORO_OK) {
+        forget_handle(engine, request);
+        unowned = request->owners == 0 ? request : NULL;
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    if (status == HORO_OK) {
-        hr_request_destroy(request);
-    }
-    if (is_on_gpu) {
-        hr_engine_trim_pinned(engine);
+    if (unowned != NULL) {
+        free_request(engine, unowned);
     }
     return status;
 }

@@ -74,6 +74,7 @@ struct hr_submission {
     pthread_mutex_t lock;
     pthread_cond_t done; /* a request has finished, or the driver has let go */
     int waiters;
+    int calls; /* that wait for requests, in whatever way; each holds up hr_engine_fini */
     struct hr_request *queue_head, **queue_tail;
     struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
     struct hr_map handles;              /* handle -> request not released */
@@ -219,14 +220,18 @@ int hr_engine_joined_last(struct hr_engine *engine, int64_t handle);
 /* join.c: with the lock held, whether this rank may join: not while a change of teams is pending. */
 int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
-int hr_engine_wait(struct hr_engine *engine, int64_t handle, int32_t timeout_ms);
+/*
+ * As horo_wait, and what is done with the handle once the request has ended well. *handle is 0 if it has been released,
+ * by this call or another one meanwhile. The request is there as long as the call lasts, whoever releases the handle.
+ */
+enum hr_wait_end { HR_WAIT_KEEPS, HR_WAIT_RELEASES, HR_WAIT_RELEASES_WHAT_FITS /* as horo_run */ };
+int hr_engine_wait(struct hr_engine *engine, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *text,
+                   size_t text_bytes);
 int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms);
 int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims);
 int hr_engine_release(struct hr_engine *engine, int64_t handle);
-/* Whether results of a request that has ended well lie in memory that the core has allocated, to be taken. */
-int hr_engine_holds_results(struct hr_engine *engine, int64_t handle);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
@@ -364,6 +369,8 @@ void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 /* Driver: the team has been removed, and its lane is about to go. */
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 
+/* engine.c: with the lock held, which it lets go meanwhile: until the driver changes, a moment, or the deadline. */
+void hr_engine_wait_for_driver(struct hr_engine *engine, int64_t deadline_ns);
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 

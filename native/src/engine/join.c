@@ -10,7 +10,8 @@
  *                       id, and evicts no id
  *     the root          the record JOINED: no eviction comes behind it until all have joined
  *     the rank          the request JOIN, in full, once it has executed that record, or nothing of it is pending by id
- *     all have          the record BATCH of the request, as of any other, with the rank that joined last
+ *     all have          the record BATCH of the request, as of any other, with the rank that joined last: by the clock
+ *                       of its host, which JOINED has, and between hosts in the order in which JOINED comes
  *
  * The JOIN waits for the record because of evictions under way. What this rank has announced by an id that is evicted
  * meanwhile, it announces again; were its JOIN in front of that, others might have done the operation without it, and
@@ -58,15 +59,34 @@ int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
 
 /* ---- Announcer ---- */
 
-static int tell_of_joining(struct hr_lane *lane) {
-    if (lane->is_leader) {
-        return hr_leader_note_joined(lane, lane->node->rank);
-    }
+static int put_joined(struct hr_buffer *out, int rank, uint64_t at) {
     size_t mark;
-    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_joined(&lane->announcer.request_out, lane->node->rank));
-    hr_frame_end(&lane->announcer.request_out, mark);
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_joined(out, rank, at));
+    hr_frame_end(out, mark);
     return HORO_OK;
+}
+
+/* At a time of this host's: when the rank called, or when the message of another host came. */
+static int note_joined(struct hr_lane *lane, int rank, uint64_t at) {
+    hr_agree_note_joined(&lane->leader.agree, rank, at);
+    if (lane->is_root) {
+        return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
+    }
+    return put_joined(&lane->leader.links[0].out, rank, at);
+}
+
+/* A leader that joins after others has heard of those: it reads what its links have for it first. */
+static int tell_of_joining(struct hr_lane *lane, const struct hr_request *request) {
+    if (!lane->is_leader) {
+        return put_joined(&lane->announcer.request_out, lane->node->rank, (uint64_t)request->submit_ns);
+    }
+    (void)hr_node_progress(lane->node);
+    lane->leader.heard_before_ns = request->submit_ns - 1;
+    const int heard = hr_leader_progress_links(lane);
+    lane->leader.heard_before_ns = 0;
+    HR_TRY(heard);
+    return note_joined(lane, lane->node->rank, (uint64_t)request->submit_ns);
 }
 
 /*
@@ -90,7 +110,7 @@ int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
     HR_TRY(hr_lone_give_up(lane)); /* requests from before the call are announced before */
     HR_TRY(hr_lane_write_ids(lane));
     lane->announcer.join = (struct hr_joining){.held = request};
-    HR_TRY(tell_of_joining(lane));
+    HR_TRY(tell_of_joining(lane, request));
     const int announced = hr_lane_go_on_joining(lane);
     return announced < 0 ? announced : HORO_OK;
 }
@@ -124,17 +144,17 @@ void hr_lane_end_join(struct hr_lane *lane) {
 
 /* ---- Leaders ---- */
 
-int hr_leader_note_joined(struct hr_lane *lane, int rank) {
-    hr_agree_note_joined(&lane->leader.agree);
-    if (lane->is_root) {
-        return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
+int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    if (member < lane->team->local_size) {
+        return note_joined(lane, message->rank, message->at);
     }
-    size_t mark;
-    struct hr_buffer *out = &lane->leader.links[0].out;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_joined(out, rank));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    struct hr_link *link = &lane->leader.links[lane->leader.has_parent + member - lane->team->local_size];
+    if (message->at <= link->joined_at) {
+        return note_joined(lane, message->rank, 0);
+    }
+    link->joined_at = message->at;
+    const int64_t at = lane->leader.heard_before_ns != 0 ? lane->leader.heard_before_ns : now_ns;
+    return note_joined(lane, message->rank, (uint64_t)at);
 }
 
 int hr_leader_may_tell_joined(const struct hr_lane *lane) {
@@ -146,12 +166,9 @@ int hr_leader_tell_joined(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->leader.log_out;
     const size_t begin = hr_buffer_size(out);
     while (hr_buffer_size(ranks) > 0) {
-        size_t mark;
         int rank;
         memcpy(&rank, hr_buffer_front(ranks), sizeof rank);
-        HR_TRY(hr_frame_begin(out, &mark));
-        HR_TRY(hr_wire_put_joined(out, rank));
-        hr_frame_end(out, mark);
+        HR_TRY(put_joined(out, rank, 0));
         hr_buffer_consume(ranks, sizeof rank);
     }
     HR_TRY(hr_leader_hand_down(lane, begin));

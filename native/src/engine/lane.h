@@ -20,6 +20,7 @@ struct hr_link {
     int leader_rank;
     int open;
     int has_said_done; /* the other leader has said DONE: the end of the link is no loss */
+    uint64_t joined_at; /* by its own clock: when a rank behind it joined last */
     int has_no_memory; /* for what came: nothing more is received, but what is to be sent still goes out */
     uint8_t *received; /* being received */
     struct hr_io recv;
@@ -126,6 +127,7 @@ struct hr_leader {
     struct hr_due_tuning tuning;
     struct hr_deadlock deadlock; /* the root of all ranks */
     struct hr_buffer joined_ranks; /* the root: ints, of which no record has been written yet */
+    int64_t heard_before_ns; /* this rank joins: what the links bring now has come before, at this time; else 0 */
     uint64_t announced_seen;
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
@@ -244,8 +246,11 @@ int hr_lane_go_on_joining(struct hr_lane *lane);
 int hr_lane_execute_joined(struct hr_lane *lane, int rank);
 /* The request to join is over, well or not; with the lock of submission held. */
 void hr_lane_end_join(struct hr_lane *lane);
-/* Leader: a rank of this subtree joins; the root hears of it before it hears of what others then do without it. */
-int hr_leader_note_joined(struct hr_lane *lane, int rank);
+/*
+ * Leader: a rank of this subtree joins, by JOINED of a member; the root hears of it before it hears of what others then
+ * do without it.
+ */
+int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 /* The root: whether there are records JOINED to write; writes them: 1 or a status. */
 int hr_leader_may_tell_joined(const struct hr_lane *lane);
 int hr_leader_tell_joined(struct hr_lane *lane);

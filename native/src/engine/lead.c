@@ -146,7 +146,8 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
     case HR_WIRE_JOINED:
-        return message->rank < lane->node->size ? hr_leader_note_joined(lane, message->rank) : HORO_ERR_INTERNAL;
+        return message->rank < lane->node->size ? hr_leader_note_joined(lane, member, message, now_ns)
+                                                : HORO_ERR_INTERNAL;
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
         return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;

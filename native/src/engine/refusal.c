@@ -156,6 +156,7 @@ int hr_lane_end_refusal(struct hr_lane *lane, struct hr_wire_text name) {
         lane->refused_bytes -= bytes_of(refusal);
         if (next == NULL) {
             held = hr_map_find(&lane->in_flight, hash, name.data, name.bytes);
+            held = held != NULL && held->is_held ? held : NULL; /* else it is still in the queue, or on its way there */
         } else {
             status = hr_map_insert(&lane->refused, hash, next->call.name, next->name_bytes, next);
             push(lane->engine, next);
@@ -167,7 +168,7 @@ int hr_lane_end_refusal(struct hr_lane *lane, struct hr_wire_text name) {
     }
     hr_request_destroy(refusal);
     HR_TRY(status);
-    if (held != NULL && held->is_held) { /* else it is still in the queue */
+    if (held != NULL) {
         held->is_held = 0;
         HR_TRY(hr_lane_announce_request(lane, held));
         HR_TRY(hr_lane_write_ids(lane));

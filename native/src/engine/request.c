@@ -160,6 +160,7 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
     char *name = (char *)(shape + dims);
     *request = (struct hr_request){
         .call = *call,
+        .owners = 1,
         .name_bytes = name_bytes,
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_bytes + 1,

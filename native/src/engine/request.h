@@ -26,7 +26,9 @@ struct hr_request {
     struct hr_request *next;          /* in the submit queue */
     struct hr_request *older, *newer; /* among those not done */
     struct hr_lane *lane;             /* of its team; as long as it is not done */
-    int64_t handle;
+    int64_t handle; /* 0 from its release on */
+    /* under the lock: the table of handles, and each call that waits for it. The last one frees it, without the lock */
+    int owners;
     _Atomic int status; /* HORO_IN_PROGRESS until done */
     char *error_text;
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */

@@ -180,6 +180,9 @@ void *hr_engine_main(void *arg) {
             rest(engine);
         }
     }
+    while (engine->driver.who != HR_DRIVER_NONE) { /* a call that still waits */
+        hr_engine_wait_for_driver(engine, INT64_MAX);
+    }
     drive_as_thread(engine); /* until it has left */
     (void)pthread_mutex_unlock(&engine->submission.lock);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);

@@ -312,8 +312,12 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_ASK:
     case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
+        message->rank = read_i32(reader);
+        require(reader, message->rank >= 0);
+        break;
     case HR_WIRE_JOINED:
         message->rank = read_i32(reader);
+        message->at = read_u64(reader);
         require(reader, message->rank >= 0);
         break;
     case HR_WIRE_DATA:

@@ -302,8 +302,13 @@ int hr_wire_put_done(struct hr_buffer *out, int rank) {
     return put_rank(out, HR_WIRE_DONE, rank);
 }
 
-int hr_wire_put_joined(struct hr_buffer *out, int rank) {
-    return put_rank(out, HR_WIRE_JOINED, rank);
+int hr_wire_put_joined(struct hr_buffer *out, int rank, uint64_t at) {
+    uint8_t *cursor = begin(out, 1 + 4 + 8);
+    if (cursor == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *cursor++ = HR_WIRE_JOINED;
+    return finish(out, hr_store_u64(write_i32(cursor, rank), at));
 }
 
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {

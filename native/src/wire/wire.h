@@ -21,8 +21,9 @@
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank                             (both directions)
  *   DONE     i32 rank                             (both directions)
- *   JOINED   i32 rank                             (up: this rank joins, all of its subtree need not; a record: the root
- *            knows of it)
+ *   JOINED   i32 rank, u64 at                     (up: this rank joins, all of its subtree need not; a record: the root
+ *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; in the
+ *            record 0)
  *
  * REQUEST is a record too, with its origin and no rows: what a BATCH behind it has by name, where a rank has joined,
  * which has not submitted it.
@@ -148,7 +149,7 @@ struct hr_wire_message {
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
     uint32_t id;              /* DATA, RESULT, AHEAD, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
-    uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE */
+    uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE; JOINED: a time */
     const uint8_t *data;      /* DATA, RESULT, AHEAD: packed values */
     size_t data_bytes;        /* at least 1 */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane;
@@ -216,7 +217,7 @@ int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t
 int hr_wire_put_leave(struct hr_buffer *out, int rank);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
-int hr_wire_put_joined(struct hr_buffer *out, int rank);
+int hr_wire_put_joined(struct hr_buffer *out, int rank, uint64_t at);
 int hr_wire_put_query(struct hr_buffer *out, uint32_t question);
 /* At most HR_WIRE_KNOBS_MAX values. */
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);

@@ -311,12 +311,12 @@ void slot_await(struct rank *rank, struct slot *slot, uint32_t way) {
     const int finishes = way == 0 && !gives;
     while (slot->handle != 0 && slot->status == HORO_IN_PROGRESS) {
         if (finishes) {
-            slot->status = horo_finish(rank->context, slot->handle, PATIENT_MS);
+            slot->status = horo_finish(rank->context, slot->handle, PATIENT_MS, NULL, 0);
         } else if (way == 1) {
             slot->status = horo_poll(rank->context, slot->handle);
             (void)sched_yield();
         } else {
-            slot->status = horo_wait(rank->context, slot->handle, way == 2 ? IMPATIENT_MS : PATIENT_MS);
+            slot->status = horo_wait(rank->context, slot->handle, way == 2 ? IMPATIENT_MS : PATIENT_MS, NULL, 0);
         }
     }
     if (slot->handle != 0 && !(finishes && slot->status == HORO_OK)) {
