@@ -116,6 +116,9 @@ class Context:
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
+        self.step = ffi.new("int64_t *")
+        """The step of its training that the program is in, counted from 1; 0: in none. Messages name it."""
+        lib.horo_show_step(self._context, self.step)
         self.blocked_after_s = _BLOCKED_AFTER_S
         """Seconds for which a thread waits before it reports that; deadlocks between ranks are found in the reports."""
         self.is_alone = False
@@ -125,7 +128,7 @@ class Context:
         self._given_up: threading.Thread | None = None
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
-        self._answers = Answers(self._context, self._callers)
+        self._answers = Answers(self._context, self.callers)
         if setup.stall_warning_ms > 0:
             self._answers.start()
 
@@ -307,7 +310,7 @@ class Context:
     def _report_blocked(self) -> None:
         """Reports to the core the requests for which the threads of this context wait."""
         question = lib.horo_blocked_question(self._context)  # frames that are read from here on answer it
-        callers = self._callers()
+        callers = self.callers()
         blocked = describe_blocked(self, self._wait_long.__code__, callers, self.duplicate, is_alone=self.is_alone)
         others = blocked.others or ("one of many threads" if len(callers) == lib.HORO_CALLERS_MAX else "")
         places = [ffi.new("char[]", wait.place.encode("utf-8", "replace")) for wait in blocked.waits]
@@ -340,7 +343,7 @@ class Context:
         if status != _OK:
             raise error_from_status(_STATUS_NAMES[status], _text(words))
 
-    def _callers(self) -> list[int]:
+    def callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""
         threads = ffi.new("uint64_t[]", lib.HORO_CALLERS_MAX)
         count = lib.horo_callers(self._context, threads, lib.HORO_CALLERS_MAX)
@@ -457,12 +460,17 @@ class Context:
         if self._context != ffi.NULL:
             lib.horo_after_fork(self._context)
 
-    def end(self, words: str) -> None:
-        """Ends the group for all ranks, since the program of this rank has ended with the error in ``words``.
+    def end(self, words: str, *, has_failed: bool = True) -> None:
+        """Leaves the group behind what all ranks have agreed on; other ranks get an error with ``words`` for the rest.
 
-        Does nothing where the group has ended already.
+        Blocks as ``destroy``, which is to follow. The error is PeerLostError, or AbortedError if nothing has failed.
         """
-        lib.horo_end(self._context, _as_words(words))
+        status = lib.HORO_ERR_PEER_LOST if has_failed else lib.HORO_ERR_ABORTED
+        lib.horo_leave(self._context, status, _as_words(words))
+
+    def count_of(self, *ops: str) -> int:
+        """The number of operations of these kinds that this rank has submitted; their names are in ``OPS``."""
+        return sum(int(lib.horo_count_of(self._context, OPS[op])) for op in ops)
 
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""

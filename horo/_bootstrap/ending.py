@@ -2,8 +2,9 @@
 
 Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was set before prints the
 traceback first. For ``SystemExit`` Python calls no hook and only reads its ``code``: so ``sys.exit`` raises a subclass
-that detects a read by the interpreter. (``raise SystemExit(7)`` is not detected and ends a rank as a shutdown does.)
-hororun reads messages, one line of JSON each, from a pipe that it has passed to the rank.
+that detects a read by the interpreter. (``raise SystemExit(7)`` is not detected: the rank comes to the end of its
+script, and only hororun learns the code.) hororun reads messages, one line of JSON each, from a pipe that it has passed
+to the rank.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from horo._blocked import innermost_own, is_of_horo
-from horo.errors import DeadlockError, HoroError, InternalError
+from horo.errors import DeadlockError, HoroError, InternalError, MismatchError
 
 __all__ = [
     "EndReporter",
-    "blames_another",
     "culprit_of",
+    "culprit_of_chain",
     "describe_exception",
     "exit_status",
     "script_line",
     "shorten_traceback",
     "stay_behind_cause",
+    "unwatch_exceptions",
     "watch_exceptions",
 ]
 
-_TEXT_MAX = 200
-_CULPRIT = re.compile(r"rank (\d+)\b")
+_HEAD_BYTES, _TAIL_BYTES = 520, 300
+"""Of a long message. The remedy stands at its end; the core keeps 895 bytes, and a pipe takes 4096 as one write."""
+_CULPRIT = re.compile(r"(?:init\(\) was given up because another rank failed: )?rank (\d+)\b")
 _AFTER_CAUSE_S = 1.0
 """Time by which a rank that another one has ended stays behind it: torchrun and srun report the process that ends
 first, and the cause may be slow to end."""
@@ -99,25 +102,27 @@ class EndReporter:
 
 def culprit_of(health: HoroError | None) -> int | None:
     """The rank that the core's message about the end of the group names as the cause; None: it names none."""
-    if health is None or isinstance(health, DeadlockError):  # a deadlock names all ranks, and none as the cause
+    if health is None or isinstance(health, (DeadlockError, MismatchError)):  # they name ranks, and none as the cause
         return None
     found = _CULPRIT.match(str(health))
     return int(found[1]) if found is not None else None
 
 
-def blames_another(error: BaseException) -> bool:
-    """Whether an exception, or one that it came of, is an error of horo that names another rank as the cause.
+def culprit_of_chain(error: BaseException, kind: type[HoroError] = HoroError) -> int | None:
+    """The rank that an exception names as the cause, or one that it came of, as an error of horo; None: none is named.
 
-    That shows a rank that another one has ended also where it has left the job before its exception ends it.
+    So a rank that another one has ended is known also where it has left the job before its exception ends it, or has
+    not come through ``init()``.
     """
     chain: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and not any(each is earlier for earlier in chain):
-        if isinstance(each, HoroError) and culprit_of(each) is not None:
-            return True
+        culprit = culprit_of(each) if isinstance(each, kind) else None
+        if culprit is not None:
+            return culprit
         chain.append(each)
         each = each.__cause__ or each.__context__
-    return False
+    return None
 
 
 def stay_behind_cause() -> None:
@@ -127,16 +132,25 @@ def stay_behind_cause() -> None:
 
 
 def describe_exception(error: BaseException) -> str:
-    """The exception as one line of printable characters, cut if it is long: ``ValueError: bad sample in shard 7``."""
+    """The exception as one line of printable characters: ``ValueError: bad sample in shard 7``.
+
+    A long one lacks its middle.
+    """
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be made)"
     name = type(error).__name__
-    line = f"{name}: {message}" if message else name
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line[: _TEXT_MAX + 1])
-    line = "".join(shown)
-    return line if len(line) <= _TEXT_MAX else line[: _TEXT_MAX - 3] + "..."
+    line = _cut(f"{name}: {message}" if message else name)
+    return _cut("".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line))
+
+
+def _cut(line: str) -> str:
+    data = line.encode("utf-8", "replace")
+    if len(data) <= _HEAD_BYTES + _TAIL_BYTES:
+        return data.decode()
+    head, tail = data[:_HEAD_BYTES].decode(errors="ignore"), data[-_TAIL_BYTES:].decode(errors="ignore")
+    return f"{head} ... {tail}"
 
 
 def exit_status(error: BaseException) -> int:
@@ -180,67 +194,144 @@ def shorten_traceback(error: BaseException) -> None:
         last.tb_next = None
 
 
-@cache
-def watch_exceptions(tell: Callable[[BaseException, str], None]) -> None:
-    """Registers ``tell``, which is called with the exception that ends this process and with its ``script_line``.
+class _Hook:
+    """A function of the interpreter in whose place horo puts one of its own, which calls it."""
+
+    def __init__(self, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._module, self._name, self._make = module, name, make
+        self._before: Any = None
+        self._own: Any = None
+
+    def put(self) -> None:
+        """Does nothing where it is in use."""
+        if self._own is None:
+            self._before = getattr(self._module, self._name)
+            self._own = self._make(self._before)
+            setattr(self._module, self._name, self._own)
+
+    def take_back(self) -> None:
+        """Does nothing where the program has put a function of its own there since, which may call this one."""
+        if self._own is not None and getattr(self._module, self._name) is self._own:
+            setattr(self._module, self._name, self._before)
+            self._own = None
+
+
+class _Watch:
+    """The caller of ``watch_exceptions``."""
+
+    tell: Callable[[BaseException, str], None] | None = None
+    note_thread: Callable[[int | None, BaseException], None] | None = None
+    process = 0
+
+    def is_off(self) -> bool:
+        return self.tell is None or os.getpid() != self.process
+
+
+_watch = _Watch()
+
+
+def watch_exceptions(
+    tell: Callable[[BaseException, str], None],
+    note_thread: Callable[[int | None, BaseException], None] | None = None,
+) -> None:
+    """Has ``tell`` called with the exception that ends this process, and with its ``script_line``.
 
     The traceback of the exception has been printed by then. A ``SystemExit`` counts if ``sys.exit`` was called in the
-    main thread with a code that is not 0.
+    main thread with a code that is not 0. ``note_thread`` is called with the identity of another thread and with the
+    exception that has ended it.
     """
-    before, process = sys.excepthook, os.getpid()
+    _watch.tell, _watch.note_thread, _watch.process = tell, note_thread, os.getpid()
+    for hook in _hooks:
+        hook.put()
 
+
+def unwatch_exceptions() -> None:
+    """Takes the functions of the interpreter back, unless an exception is on its way that may end this process."""
+    if sys.exc_info()[0] is None:
+        _watch.tell = _watch.note_thread = None
+        for hook in _hooks:
+            hook.take_back()
+
+
+def _make_excepthook(before: Any) -> Any:
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if os.getpid() != process or sys.flags.interactive or hasattr(sys, "ps1"):  # the process goes on
+        # In an interactive session the process goes on.
+        if _watch.is_off() or sys.flags.interactive or hasattr(sys, "ps1"):
             before(kind, error, traceback)
             return
         shorten_traceback(error)
         try:
             before(kind, error, error.__traceback__)
         finally:
-            tell(error, script_line(error.__traceback__))
+            _tell(error, script_line(error.__traceback__))
 
-    sys.excepthook = hook
-    _watch_exit(lambda error, where: tell(error, where) if os.getpid() == process else None)
+    return hook
 
 
-def _watch_exit(tell: Callable[[BaseException, str], None]) -> None:
-    before, code_of = sys.exit, SystemExit.__dict__["code"]
+def _tell(error: BaseException, where: str) -> None:
+    if _watch.tell is not None and not _watch.is_off():
+        _watch.tell(error, where)
 
-    class Exit(SystemExit):
-        """A ``SystemExit`` that differs from the original only in its type."""
 
-        where = ""
+def _make_thread_hook(before: Any) -> Any:
+    def hook(args: threading.ExceptHookArgs, /) -> None:
+        try:
+            before(args)
+        finally:
+            if _watch.note_thread is not None and not _watch.is_off() and args.exc_value is not None:
+                _watch.note_thread(None if args.thread is None else args.thread.ident, args.exc_value)
 
-        def _code(self) -> object:
-            """The interpreter reads it, from no frame of Python, when this exception ends the process."""
-            code: object = code_of.__get__(self)
-            if _has_no_caller(2) and code is not None and not (isinstance(code, int) and code == 0):
-                tell(self, self.where)
-            return code
+    return hook
 
-        def _set_code(self, code: object) -> None:
-            code_of.__set__(self, code)
 
-        code = property(_code, _set_code)
+_CODE: Any = SystemExit.__dict__["code"]
 
-        def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
-            return SystemExit, self.args
 
-    Exit.__name__ = Exit.__qualname__ = SystemExit.__name__
-    Exit.__module__ = SystemExit.__module__
+class _Exit(SystemExit):
+    """A ``SystemExit`` that differs from the original only in its type."""
 
+    where = ""
+
+    def _get_code(self) -> object:
+        """The interpreter reads it, from no frame of Python, when this exception ends the process."""
+        code: object = _CODE.__get__(self)
+        if _has_no_caller(2) and code is not None and not (isinstance(code, int) and code == 0):
+            _tell(self, self.where)
+        return code
+
+    def _set_code(self, code: object) -> None:
+        _CODE.__set__(self, code)
+
+    code = property(_get_code, _set_code)
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
+        return SystemExit, self.args
+
+
+_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
+_Exit.__module__ = SystemExit.__module__
+
+
+def _make_exit(before: Any) -> Any:
     @wraps(before)
     def leave(status: object = None, /) -> NoReturn:
         if threading.current_thread() is not threading.main_thread() or isinstance(status, BaseException):
-            before(status)  # type: ignore[arg-type]  # ends the thread alone, or is an exception of the program
+            before(status)  # ends the thread alone, or is an exception of the program
         try:
-            before(status)  # type: ignore[arg-type]
+            before(status)
         except SystemExit as error:
-            ended = Exit(*error.args)
+            ended = _Exit(*error.args)
         ended.where = _line_of_frame(sys._getframe(1))
         raise ended
 
-    sys.exit = leave
+    return leave
+
+
+_hooks = (
+    _Hook(sys, "excepthook", _make_excepthook),
+    _Hook(sys, "exit", _make_exit),
+    _Hook(threading, "excepthook", _make_thread_hook),
+)
 
 
 def _line_of_frame(frame: FrameType | None) -> str:

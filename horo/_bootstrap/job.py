@@ -6,14 +6,13 @@ import logging
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from horo._bootstrap import ending
+from horo._bootstrap import ending, living
 from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.ending import EndReporter, culprit_of
@@ -56,7 +55,7 @@ from horo._core import Context, arena_bytes, create_memory, create_wake, simd_na
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo._passed_over import misspelt, passed_over
 from horo._settings import Settings, settings_of
-from horo.errors import AbortedError, GroupError, HoroError, InternalError, NotInitializedError
+from horo.errors import AbortedError, GroupError, InternalError, NotInitializedError
 
 __all__ = ["Connection", "RunningRank", "connect", "start"]
 
@@ -95,6 +94,7 @@ class RunningRank:
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
         settings: those in force at the start; see ``settings_now``.
+        thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
         gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
     """
 
@@ -116,15 +116,16 @@ class RunningRank:
         self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
         if self.mpi is not None:
             if self.mpi.size == self.mpi.mpi.COMM_WORLD.Get_size():
-                _losses.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
-            watch_loss(_find_loss)
-            watch_end(self.mpi.mpi, _close_all)
+                living.LOSSES.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
+            watch_loss(living.find_loss)
+            watch_end(self.mpi.mpi, living.close_all)
         self.host_names = tuple(setup.host_name_of_rank)
         self._reporter = reporter or EndReporter(None)
         self._pid = os.getpid()
         self._closed = False
+        self.thread_error = ""
         self._teams_begun = 0
-        _living.add(self)
+        living.RANKS.add(self)
 
     def overlap_now(self) -> str:
         """The value of ``HORO_OVERLAP`` for the next backward."""
@@ -147,13 +148,21 @@ class RunningRank:
             return self.settings
         return self.settings.tuned(tuned_settings(self.context, self._tuned_from))
 
-    def close(self) -> None:
-        """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child."""
+    def close(self, words: str = "") -> None:
+        """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child.
+
+        Args:
+            words: what this rank has done, for other ranks that still wait for it; empty: it has shut horo down.
+        """
         if not self._closed and os.getpid() == self._pid:
-            _living.discard(self)
+            living.RANKS.discard(self)
             self.note_loss()
             self._reporter.lost(culprit_of(self.context.health()))
+            if words or self.thread_error:
+                self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
             self.context.destroy()
+            if not living.RANKS:
+                ending.unwatch_exceptions()
             self._closed = True  # last: a signal handler may raise before, or come here, too
 
     def add_team(self, ranks: Sequence[int]) -> int:
@@ -167,57 +176,11 @@ class RunningRank:
         """Records, under MPI, the loss of a peer for the exit handler."""
         health = self.context.health() if self.mpi is not None else None
         if isinstance(health, GroupError) and not isinstance(health, (AbortedError, NotInitializedError)):
-            _losses.append(health)
+            living.LOSSES.append(health)
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
+        """Called in a forked child."""
         self.context.after_fork()
-
-
-_living: weakref.WeakSet[RunningRank] = weakref.WeakSet()
-_losses: list[HoroError] = []
-
-
-def _find_loss() -> HoroError | None:
-    for job in list(_living):
-        job.note_loss()
-    return _losses[0] if _losses else None
-
-
-_end_reporters: list[EndReporter] = []
-"""The reporters of the last start only."""
-
-
-_ends_at_once: list[bool] = []
-"""Of the last start: whether a rank that another one has ended need not stay behind that one. hororun knows the cause,
-and under MPI it calls ``MPI_Abort``."""
-
-
-def _on_exception(error: BaseException, where: str) -> None:
-    """Reports the exception that ends this process."""
-    culprits = [culprit_of(job.context.health()) for job in _living]
-    culprit = next((rank for rank in culprits if rank is not None), None)
-    text = ending.describe_exception(error)
-    _end_reporters[-1].ended(text, where, culprit, ending.exit_status(error))
-    if isinstance(error, KeyboardInterrupt):
-        return  # Ctrl-C reaches all ranks: each gets its own, and leaves
-    for job in list(_living):
-        job.context.end(text)
-    if not _ends_at_once[-1] and (culprit is not None or ending.blames_another(error)):
-        ending.stay_behind_cause()
-
-
-def _close_all() -> None:
-    for job in list(_living):
-        if job.mpi is not None:
-            job.close()
-
-
-def _after_fork_in_child() -> None:
-    for job in list(_living):
-        job._forked()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @dataclass
@@ -267,9 +230,7 @@ def start(
             logging.getLogger("horo").warning(sentence)
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
-    _end_reporters[:] = [reporter]
-    _ends_at_once[:] = [reporter.has_reader or launch.mpi is not None]
-    ending.watch_exceptions(_on_exception)
+    living.watch(reporter, ends_at_once=reporter.has_reader or launch.mpi is not None)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     began = time.monotonic()

@@ -187,6 +187,7 @@ class BackwardReducer(GradientReducer):
         self.follow_runtime()
         self.keep_step_hooks()
         self.progress.begin()
+        self.begin_step()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
             self._go_on_after_broken(self.states[parameter])

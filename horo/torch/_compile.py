@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_autograd_compiled", "keep_from_dynamo", "keep_step_hooks"]
+__all__ = ["is_autograd_compiled", "keep_from_dynamo", "keep_step_hooks", "let_dynamo_go"]
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code that calls the hooks of a step, then the step."""
@@ -34,6 +34,11 @@ def keep_from_dynamo() -> None:
         _keep_by(rules)
     if not loaded and not any(isinstance(finder, _RulesFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RulesFinder())
+
+
+def let_dynamo_go() -> None:
+    """Takes out of the import system what waits for torch.compile to be loaded, at the end of a job."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _RulesFinder)]
 
 
 class _RulesFinder:

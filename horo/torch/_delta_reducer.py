@@ -92,6 +92,7 @@ class DeltaReducer(Member):
         self.follow_runtime()
         if self.size == 1:
             return
+        self.begin_step()
         if scaler_has_looked(optimizer):
             raise UnsupportedError(
                 "optimizer.step(): a GradScaler skips the steps of one rank alone, for which the others would wait "
@@ -155,6 +156,7 @@ class DeltaReducer(Member):
                 self.drain()
             raise
         self._forget()
+        self.end_step()
 
     def _combined(self) -> list[torch.Tensor]:
         """The combined changes of the parameters on all ranks; goes on where an earlier call was interrupted."""

@@ -53,6 +53,8 @@ class Member(abc.ABC):
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self.progress = StepProgress()
+        self._steps = 0
+        self._is_in_step = False
         self._runtime: _runtime.Runtime | None = None
         """The runtime of the job that it has taken part in last."""
         self._rounds = 0
@@ -162,6 +164,20 @@ class Member(abc.ABC):
                 "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
                 "all; call optimizer.zero_grad() and compute them again"
             )
+
+    def begin_step(self) -> None:
+        """Called when a reduction for the next step begins."""
+        self._is_in_step = True
+        if self._runtime is not None:
+            self._runtime.course.begin_step(self._steps)
+
+    def end_step(self) -> None:
+        """Called at the end of a step."""
+        if self._is_in_step:  # else the step() of a base class has been in it
+            self._is_in_step = False
+            self._steps += 1
+            if self._runtime is not None:
+                self._runtime.course.end_step(self._steps)
 
     def settle_join(self) -> None:
         """Ends, before gradients are submitted, a join that an exception has left, if all ranks have joined by now.

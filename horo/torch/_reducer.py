@@ -154,6 +154,7 @@ class GradientReducer(Exchange):
         self.settle_join()
         self.follow_runtime()
         self.progress.begin()
+        self.begin_step()
         self._due = self._active()
         self.name_gradients()
         has_unchecked = self._checked < len(self.states)
@@ -279,6 +280,7 @@ class GradientReducer(Exchange):
         self.is_reduced = False
         if not (self._skip and self._paused):  # else it is a step of this rank alone
             self.progress.reductions = 0
+            self.end_step()
 
     def begin_closure(self) -> None:
         """Called before a step's closure: its gradients count as not reduced, unless it calls ``synchronize()``."""

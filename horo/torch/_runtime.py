@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -20,7 +20,8 @@ import torch
 from horo._config import check_arguments
 from horo._thread_call import ThreadCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
-from horo.torch._compile import keep_from_dynamo
+from horo.torch._compile import keep_from_dynamo, let_dynamo_go
+from horo.torch._course import SCRIPT_ENDED, SHUT_DOWN, Course
 from horo.torch._devices import let_go
 from horo.torch._joining import Joining
 from horo.torch._request_cache import RequestCache, taken_name
@@ -84,6 +85,7 @@ class Runtime:
         """Its process sets."""
         self.is_joining = False  # else a call of join() has not returned, or was interrupted: operations settle it
         self.joining = Joining(self)
+        self.course = Course(job)
         self._gradient_names: Counter[tuple[int, str]] = Counter()
         """The number of gradients of optimizers that have had a name, by the id of their team and that name."""
         self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
@@ -224,8 +226,8 @@ class Runtime:
             if self.core.release_if_done(handle):
                 self.abandoned.pop(handle, None)
 
-    def close(self) -> int:
-        """Leaves the job.
+    def close(self, end: str) -> int:
+        """Leaves the job. Other ranks that wait for this one are told of that ``end``.
 
         Returns:
             The highest number that a request had.
@@ -242,7 +244,10 @@ class Runtime:
         for call in left:
             self.teams.give_up(call)
         last_number = self.handle_base + self.core.counters()["requests"]
-        self.job.close()
+        self.course.warn()
+        self.course.stop()
+        self.job.close(self.course.words(end))
+        let_dynamo_go()
         self.requests.clear()
         self.abandoned.clear()
         self.request_cache.clear()
@@ -268,7 +273,7 @@ class _Process:
         self.handle_base = FIRST_HANDLE_BASE
         """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
 
-    def leave(self) -> None:
+    def leave(self, end: str = SHUT_DOWN) -> None:
         """Leaves the job, if there is one. The caller holds the lock.
 
         Raises:
@@ -276,18 +281,18 @@ class _Process:
         """
         runtime = self.runtime  # a signal handler may leave it meanwhile
         if runtime is not None and not runtime.forked:
-            self.handle_base = max(self.handle_base, runtime.close())
+            self.handle_base = max(self.handle_base, runtime.close(end))
         self.runtime = None
 
-    def leave_ended(self, what: str) -> None:
-        """Leaves a job that has ended, if there is one. The caller, whose name is in messages, holds the lock.
+    def leave_ended(self, what: str, caller: FrameType | None) -> None:
+        """Leaves a job that has ended, if there is one. The caller holds the lock.
 
-        Blocks until operations of other threads have got their errors, which takes a moment.
+        Blocks until operations of other threads have got their errors. ``caller``: may be within an operation.
 
         Raises:
             UsageError: An operation goes on: one that the signal handler that calls this has interrupted, say.
         """
-        until_s = time.monotonic() + (0.0 if _is_in_operation(sys._getframe(2)) else _CALLS_END_S)
+        until_s = time.monotonic() + (0.0 if _is_in_operation(caller) else _CALLS_END_S)
         while self.runtime is not None and self.runtime.core.health() is not None:
             try:
                 self.leave()
@@ -362,7 +367,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
     with _process.lock:
         if _process.runtime is not None and _process.runtime.forked:
             raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
-        _process.leave_ended("init()")
+        _process.leave_ended("init()", sys._getframe(1))
         if _process.runtime is not None:
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
@@ -445,10 +450,14 @@ def shutdown() -> None:
         hvd.barrier()  # the others have finished their operations, too
         hvd.shutdown()
     """
+    _leave(SHUT_DOWN, sys._getframe(1))
+
+
+def _leave(end: str, caller: FrameType | None) -> None:
     with _process.lock:
         if _process.runtime is not None and not _process.runtime.forked:
-            _process.leave_ended("shutdown()")
-        _process.leave()
+            _process.leave_ended("shutdown()", caller)
+        _process.leave(end)
 
 
 def is_initialized() -> bool:
@@ -480,10 +489,8 @@ def find() -> Runtime | None:
 
 def _at_exit() -> None:
     # A daemon thread may be inside the core. Then its memory must stay; the peers see the end of the process.
-    try:
-        shutdown()
-    except UsageError:
-        return
+    with suppress(UsageError):
+        _leave(SCRIPT_ENDED, None)
 
 
 def _after_fork_in_child() -> None:

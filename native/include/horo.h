@@ -352,14 +352,14 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
  * first, with what has become of their requests. No other call may be running, and none may follow. NULL is allowed.
  */
 HORO_API void horo_destroy(horo_context *context);
-
 /*
- * Ends the group for all ranks at once: the program of this rank has ended with an error, which the sentence `words`
- * describes (895 bytes of it count). Every pending and later request gets HORO_ERR_PEER_LOST with these words, here and
- * elsewhere. Returns at once; the background thread tells other hosts, and horo_destroy waits for that for a moment.
- * Does nothing where the group has ended already, and in a forked child.
+ * Leaves the group as horo_destroy, which follows. What is not finished then gets `status`, here and elsewhere, with
+ * 895 bytes of `words`: HORO_ERR_PEER_LOST, the program's error; HORO_ERR_ABORTED, what it has done, or "".
  */
-HORO_API void horo_end(horo_context *context, const char *words);
+HORO_API void horo_leave(horo_context *context, int32_t status, const char *words);
+/* The step that the program is in, from 1, or 0, is there until horo_destroy. Of an op it has submitted so many. */
+HORO_API void horo_show_step(horo_context *context, const int64_t *step);
+HORO_API uint64_t horo_count_of(horo_context *context, int32_t op);
 /* In a forked child: closes its copies of all descriptors; every later call says HORO_ERR_FORKED. */
 HORO_API void horo_after_fork(horo_context *context);
 /* Never blocks. On HORO_OK *handle is positive and must be given to horo_release once. Else see horo_error. */

@@ -121,10 +121,18 @@ HORO_API void horo_destroy(horo_context *context) {
     free(context);
 }
 
-HORO_API void horo_end(horo_context *context, const char *words) {
-    if (context != NULL && hr_owner_is_here(&context->owner) && hr_engine_end(&context->engine).code == HORO_OK) {
-        hr_node_end(&context->node, HORO_ERR_PEER_LOST, context->node.rank, words, strlen(words));
+HORO_API void horo_leave(horo_context *context, int32_t status, const char *words) {
+    if (context != NULL && hr_owner_is_here(&context->owner)) {
+        hr_engine_leave(&context->engine, status, words);
     }
+}
+
+HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
+    context->engine.step = step;
+}
+
+HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
+    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.submission.count_of[op]);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {

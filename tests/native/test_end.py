@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
 from horo import _core
-from horo.errors import HoroError, PeerLostError
+from horo.errors import AbortedError, HoroError, PeerLostError
 
 SUM = _core.REDUCE_OPS["sum"]
 WORDS = "ValueError: bad sample in shard 7"
@@ -29,11 +28,9 @@ def fails(rank: Rank, name: str) -> str:
 
 @pytest.mark.parametrize(("hosts", "ender"), ENDS, ids=str)
 def test_all_others_read_the_words_while_they_wait_and_afterwards(hosts: list[int], ender: int) -> None:
-    finished = threading.Barrier(sum(hosts))
 
     def body(rank: Rank) -> None:
         rank.allreduce(np.ones(3), "first")
-        finished.wait(20)  # the end is heard at once, also by those that have not finished
         if rank.rank == ender:
             rank.context.end(WORDS)
             assert fails(rank, "own").startswith(f"this rank ended with {WORDS}")
@@ -44,6 +41,60 @@ def test_all_others_read_the_words_while_they_wait_and_afterwards(hosts: list[in
         assert re.fullmatch(expected, str(rank.context.health()))
 
     with Group(hosts, log_level=5) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 1, 1]], ids=str)
+def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(hosts: list[int]) -> None:
+    """All have agreed on it, and it stands in the log in front of the end: nobody gets an error for it."""
+    size = sum(hosts)
+
+    def body(rank: Rank) -> None:
+        for step in range(3):
+            assert (rank.allreduce(np.full(5000, rank.rank + 1.0), f"x{step}") == size * (size + 1) / 2).all()
+        rank.barrier("last")
+        rank.context.end("SystemExit: 75")
+        health = str(rank.context.health())
+        assert re.fullmatch(r"(this rank|rank \d \(host\d\)) ended with SystemExit: 75", health)
+
+    for _ in range(20):
+        with Group(hosts, log_level=5) as group:
+            group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_rank_that_waits_is_told_what_the_other_has_done_and_in_which_step_it_is_itself(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        rank.barrier("start")
+        if rank.rank == 1:
+            rank.context.end("came to the end of its script after 30 steps", has_failed=False)
+            return
+        told = r"rank 1 \(host\d\) came to the end of its script after 30 steps, "
+        rank.context.step[0] = 31
+        with pytest.raises(AbortedError, match=told + "while rank 0 is in step 31: uneven data or an early stop; use "):
+            rank.barrier("gradient")
+        rank.context.step[0] = 0
+        with pytest.raises(AbortedError, match=told + "without a call that others wait for$"):
+            rank.barrier("metric")
+        assert rank.context.events()[-1].event == "left"
+
+    with Group(hosts, log_level=5) as group:
+        group.run(body)
+
+
+def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them() -> None:
+    words = "x" * 800 + "; use the remedy"
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            wait_for(lambda: group.contexts[0].counters()["requests"] > 0)
+            rank.context.end(words)
+            return
+        with pytest.raises(PeerLostError) as error:
+            rank.barrier("y" * 500)
+        assert f"{words}; pending here: 'yyy" in str(error.value)
+
+    with Group([2]) as group:
         group.run(body)
 
 

@@ -278,13 +278,13 @@ def test_questions_round_trip(wire: Wire, rank: int) -> None:
     assert (code, message.type, message.rank) == (OK, oracle.ASK, rank)
 
 
-@given(rank=ranks)
-def test_leaves_round_trip(wire: Wire, rank: int) -> None:
-    data = wire.written(wire.lib.shim_wire_put_leave, rank)
-    assert data == oracle.leave_message(rank)
+@given(rank=ranks, status=errors, text=texts)
+def test_leaves_round_trip(wire: Wire, rank: int, status: int, text: bytes) -> None:
+    data = wire.written(wire.lib.shim_wire_put_leave, rank, status, wire.text(text))
+    assert data == oracle.leave_message(rank, text, status)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
-    assert (code, message.type, message.rank) == (OK, oracle.LEAVE, rank)
+    assert (code, message.type, message.rank, message.status) == (OK, oracle.LEAVE, rank, status)
 
 
 @given(rank=ranks, status=errors, text=texts)
@@ -469,6 +469,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "fewer values than said": oracle.tune_message([1, 2])[:-1],
             "more values than said": oracle.tune_message([1, 2]) + b"x",
             "negative rank leaves": oracle.leave_message(-1),
+            "leaves with no error": oracle.leave_message(1, b"x", 0),
             "negative rank is done": oracle.done_message(-1),
             "data of no tensor": oracle.data_message(oracle.DATA, 0, b"x"),
             "no data": oracle.data_message(oracle.DATA, 1, b""),

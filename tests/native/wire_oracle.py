@@ -167,9 +167,9 @@ def tune_message(values: Sequence[int], final: int = 0) -> bytes:
     return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
 
 
-def leave_message(rank: int) -> bytes:
+def leave_message(rank: int, text: bytes = b"", status: int = -43) -> bytes:
     """LEAVE."""
-    return struct.pack("<Bi", LEAVE, rank)
+    return struct.pack("<Bii", LEAVE, rank, status) + str16(text)
 
 
 def fail_message(status: int, name: bytes, text: bytes) -> bytes:
@@ -210,6 +210,7 @@ def samples() -> dict[str, bytes]:
         "lost": lost_message(2, -40, 1),
         "lost-last-reason": lost_message(0x7FFFFFFF, -60, REASONS[-1]),
         "leave": leave_message(7),
+        "leave-words": leave_message(0, b"SystemExit: 75", -40),
         "done": done_message(7),
         "joined": joined_message(3, 1 << 40),
         "batch-join": batch_message([(0, b"join.noname")], [300]),

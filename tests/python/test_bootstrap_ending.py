@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import traceback
@@ -10,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from horo._bootstrap import ending
-from horo._bootstrap.ending import culprit_of, describe_exception, exit_status, script_line, shorten_traceback
+from horo._bootstrap.ending import (
+    culprit_of,
+    culprit_of_chain,
+    describe_exception,
+    exit_status,
+    script_line,
+    shorten_traceback,
+)
 from horo._bootstrap.launchers.environment import read_launch
-from horo.errors import InternalError, PeerLostError, UsageError
+from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.store.protocol import StoreAbandonedError
+from horo.errors import AbortedError, GroupError, InternalError, MismatchError, PeerLostError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -22,12 +32,22 @@ from horo.errors import InternalError, PeerLostError, UsageError
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (KeyError("x"), "KeyError: 'x'"),
         (ValueError("two\nlines\x1b[31m"), "ValueError: two\\nlines\\x1b[31m"),
-        (ValueError("\u00fc" * 300), f"ValueError: {chr(0xFC) * 185}..."),
-        (ValueError("\n" * 300), "ValueError: " + "\\n" * 92 + "\\..."),
+        (ValueError("\u00fc" * 300), "ValueError: " + "\u00fc" * 300),
+        (ValueError("x" * 300 + ": use the remedy"), "ValueError: " + "x" * 300 + ": use the remedy"),
     ],
 )
-def test_an_exception_is_one_bounded_line(error: BaseException, text: str) -> None:
+def test_an_exception_is_one_line(error: BaseException, text: str) -> None:
     assert describe_exception(error) == text
+
+
+@pytest.mark.parametrize("character", ["x", "\u00fc", "\n", "\U0001f600", "\0"])
+def test_a_long_exception_keeps_its_beginning_and_the_remedy_at_its_end(character: str) -> None:
+    """Bytes of it: those that the core keeps, and less than a pipe takes at once."""
+    line = describe_exception(ValueError(f"bad sample: {character * 3000}; use another one"))
+    assert line.startswith("ValueError: bad sample: ")
+    assert line.endswith("; use another one")
+    assert len(line.encode()) <= 895
+    assert len(json.dumps({"error": line})) < 4096 - 1024
 
 
 @pytest.mark.parametrize(
@@ -98,22 +118,32 @@ def test_the_culprit_is_the_rank_that_the_sentence_begins_with() -> None:
     assert culprit_of(None) is None
     assert culprit_of(PeerLostError("rank 12 (h2) is gone: its process ended")) == 12
     assert culprit_of(PeerLostError("horo was shut down on this rank before rank 3")) is None
+    assert culprit_of(PeerLostError("this rank is out of reach of rank 2 (h3): no answer for 30 s")) is None
 
 
-def test_an_error_blames_another_rank_also_where_it_came_of_one_that_does() -> None:
+def test_the_culprit_of_a_failed_init_is_the_rank_that_failed_and_not_one_that_differs() -> None:
+    rendezvous = Rendezvous(None, 0, 3, "h1", 1.0)  # type: ignore[arg-type]
+    given_up = rendezvous._aborted(StoreAbandonedError(b"ResourceError\nrank 2 (h3): no memory"))
+    assert type(given_up) is AbortedError
+    assert culprit_of(given_up) == 2
+    assert culprit_of(MismatchError("rank 1 (h2) has another version than rank 0 (h1)")) is None
+
+
+def test_the_culprit_is_known_also_where_an_error_came_of_one_that_names_it() -> None:
     lost = PeerLostError("rank 1 (h2) ended with ValueError: bad sample")
     own = ValueError("bad sample")
-    assert ending.blames_another(lost)
-    assert not ending.blames_another(own)
-    assert not ending.blames_another(ValueError("rank 1 is not mine"))
+    assert culprit_of_chain(lost) == 1
+    assert culprit_of_chain(own) is None
+    assert culprit_of_chain(ValueError("rank 1 is not mine")) is None
     own.__cause__ = lost
-    assert ending.blames_another(own)
+    assert culprit_of_chain(own) == 1
     behind = SystemExit(3)
     behind.__context__ = own
-    assert ending.blames_another(behind)
+    assert culprit_of_chain(behind) == 1
+    assert culprit_of_chain(UsageError("rank 1 has refused it"), GroupError) is None
     lost.__context__ = behind  # a circle
     lost.args = ("this rank ended",)
-    assert not ending.blames_another(behind)
+    assert culprit_of_chain(behind) is None
 
 
 STAYS = """
@@ -159,3 +189,41 @@ def test_an_exception_does_not_end_an_interactive_process() -> None:
         timeout=60,
     )
     assert done.stdout == "mine: x\non\n"
+
+
+PUT_BACK = """
+import sys, threading
+before = sys.excepthook, sys.exit, threading.excepthook
+from horo._bootstrap import ending
+told = []
+def watch():
+    ending.watch_exceptions(lambda error, where: told.append(repr(error)), lambda thread, error: told.append(repr(error)))
+def now():
+    return sys.excepthook, sys.exit, threading.excepthook
+watch()
+assert all(a is not b for a, b in zip(before, now()))
+try:
+    1 / 0
+except ZeroDivisionError:
+    ending.unwatch_exceptions()  # as in a script whose `finally` leaves the job
+assert now() != before
+ending.unwatch_exceptions()
+assert now() == before
+watch()
+mine, inner = (lambda *args: inner(*args)), sys.excepthook
+sys.excepthook = mine
+ending.unwatch_exceptions()
+assert now() == (mine, *before[1:])
+watch()
+assert sys.excepthook is mine
+threading.Thread(target=lambda: 1 / 0).start()
+import atexit
+atexit.register(lambda: print(told))
+raise ValueError("x")
+"""
+
+
+def test_what_horo_has_replaced_is_put_back_unless_others_have_replaced_it_since() -> None:
+    done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == """["ZeroDivisionError('division by zero')", "ValueError('x')"]\n"""

@@ -193,19 +193,34 @@ int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
 }
 
 /* Code in the upper half, reason in 8 bits, rank + 1 in 24; 0 means whole. */
-int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
+static int set_once(_Atomic uint64_t *word, int code, int rank, enum hr_abort_reason reason) {
     uint64_t expected = 0;
-    const uint64_t word = (uint64_t)(uint32_t)code << 32 | (uint64_t)reason << 24 | (uint32_t)(rank + 1);
-    return atomic_compare_exchange_strong(&arena->header->abort_word, &expected, word);
+    const uint64_t value = (uint64_t)(uint32_t)code << 32 | (uint64_t)reason << 24 | (uint32_t)(rank + 1);
+    return atomic_compare_exchange_strong(word, &expected, value);
 }
 
-struct hr_abort hr_arena_aborted(const struct hr_arena *arena) {
-    const uint64_t word = atomic_load(&arena->header->abort_word);
+static struct hr_abort read_word(uint64_t word) {
     return (struct hr_abort){
         .code = (int)(int32_t)(uint32_t)(word >> 32),
         .reason = (enum hr_abort_reason)(word >> 24 & 0xff),
         .rank = (int)(word & 0xffffff) - 1,
     };
+}
+
+int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
+    return set_once(&arena->header->abort_word, code, rank, reason);
+}
+
+struct hr_abort hr_arena_aborted(const struct hr_arena *arena) {
+    return read_word(atomic_load(&arena->header->abort_word));
+}
+
+int hr_arena_leave(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
+    return set_once(&arena->header->left_word, code, rank, reason);
+}
+
+struct hr_abort hr_arena_left(const struct hr_arena *arena) {
+    return read_word(atomic_load(&arena->header->left_word));
 }
 
 size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, uint64_t slowest_read, const void *data,

@@ -59,8 +59,8 @@ struct hr_contention {
 
 struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
-    /* 1 + the rank whose LEAVE record this host has executed: the log is closed; set once */
-    _Atomic uint64_t left_rank;
+    /* of the LEAVE record of all ranks, once one here has executed it: the log is closed; written like the other */
+    _Atomic uint64_t left_word;
     /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
     _Atomic uint64_t wants_leave;
     /* the last question whether the ranks here are still blocked; written by the leader, see engine/deadlock.h */
@@ -200,6 +200,9 @@ int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int t
 /* The first caller wins; returns 1 to it, 0 to later ones. */
 int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena);
+/* The same of the rank that has left in order. */
+int hr_arena_leave(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
+struct hr_abort hr_arena_left(const struct hr_arena *arena);
 
 /*
  * Rings. `write` copies up to `bytes` that fit before the slowest reader (at position `slowest_read`) and returns how

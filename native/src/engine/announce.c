@@ -165,18 +165,18 @@ int hr_engine_announce(struct hr_engine *engine) {
     return status < 0 ? status : count;
 }
 
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver) {
+int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words) {
     if (lane->announcer.has_asked_to_leave) {
         return HORO_OK;
     }
     HR_TRY(hr_lone_give_up(lane));
     lane->announcer.has_asked_to_leave = 1;
     if (lane->is_leader) {
-        return hr_leader_note_leaver(lane, leaver);
+        return hr_leader_note_leaver(lane, leaver, status, words);
     }
     size_t mark;
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver));
+    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver, status, words));
     hr_frame_end(&lane->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     /* partner: hr_engine_is_called */

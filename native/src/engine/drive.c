@@ -3,6 +3,8 @@
  */
 #include "engine/drive.h"
 
+#include <string.h>
+
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
     LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
@@ -74,7 +76,8 @@ static void end_quiet(struct hr_engine *engine) {
 static int leave_other_teams(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_executed_leave; i++) {
         engine->lanes[i]->is_due = 1;
-        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], hr_node_left(engine->node) - 1));
+        const int leaver = hr_arena_left(&engine->node->arena).rank;
+        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], leaver, HORO_ERR_ABORTED, (struct hr_wire_text){0}));
     }
     return HORO_OK;
 }
@@ -244,6 +247,21 @@ static void give_up(struct hr_engine *engine, int status) {
 
 /* ---- Leaving ---- */
 
+static struct hr_wire_text words_of(const struct hr_engine *engine) {
+    const char *words = engine->driver.leave_words;
+    return (struct hr_wire_text){.data = words, .bytes = strlen(words)};
+}
+
+static void leave_at_once(struct hr_engine *engine) {
+    const struct hr_wire_text words = words_of(engine);
+    const int status = engine->driver.leave_status;
+    if (words.bytes > 0) {
+        hr_node_end(engine->node, status, engine->node->rank, words.data, words.bytes);
+    } else {
+        hr_node_abort(engine->node, status, engine->node->rank, HR_REASON_LEFT);
+    }
+}
+
 /*
  * Part of each turn once the rank shuts down: asks for the LEAVE record, and waits for that and for CLOSING no longer
  * than things move.
@@ -259,12 +277,13 @@ static int turn_leaving(struct hr_engine *engine) {
     if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
         HR_TRY(announced);
-        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank));
+        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank, engine->driver.leave_status,
+                                    words_of(engine)));
         wait_to_leave(engine, now_ns);
     } else if (now_ns >= engine->driver.leave_ns) {
         /* In CLOSING too: with this leader others would lose the way by which they hear of a death. */
         if (engine->driver.leave_moves == leave_moves_of(engine)) {
-            hr_node_abort(engine->node, HORO_ERR_ABORTED, engine->node->rank, HR_REASON_LEFT);
+            leave_at_once(engine);
         }
         wait_to_leave(engine, now_ns);
     }

@@ -27,6 +27,7 @@ static void free_parts(struct hr_engine *engine) {
         (void)close(engine->driver.kick_fd);
     }
     (void)pthread_cond_destroy(&engine->submission.done);
+    (void)pthread_mutex_destroy(&engine->driver.leave_lock);
     (void)pthread_mutex_destroy(&engine->staging_lock);
     (void)pthread_mutex_destroy(&engine->submission.lock);
 }
@@ -39,6 +40,7 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_condattr_destroy(&attributes);
     (void)pthread_mutex_init(&engine->submission.lock, NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
+    (void)pthread_mutex_init(&engine->driver.leave_lock, NULL);
 }
 
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
@@ -98,13 +100,25 @@ void hr_engine_close_links(struct hr_engine *engine) {
     }
 }
 
+void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
+    struct hr_driver *driver = &engine->driver;
+    (void)pthread_mutex_lock(&driver->leave_lock);
+    if (!driver->has_joined) {
+        (void)pthread_mutex_lock(&engine->submission.lock);
+        driver->leave_status = status;
+        (void)snprintf(driver->leave_words, sizeof driver->leave_words, "%s", words);
+        atomic_store(&driver->stop, 1);
+        hr_engine_kick(engine);
+        (void)pthread_mutex_unlock(&engine->submission.lock);
+        hr_node_wake(engine->node, engine->node->local_rank);
+        (void)pthread_join(driver->thread, NULL);
+        driver->has_joined = 1;
+    }
+    (void)pthread_mutex_unlock(&driver->leave_lock);
+}
+
 void hr_engine_fini(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    atomic_store(&engine->driver.stop, 1);
-    hr_engine_kick(engine);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    hr_node_wake(engine->node, engine->node->local_rank);
-    (void)pthread_join(engine->driver.thread, NULL);
+    hr_engine_leave(engine, HORO_ERR_ABORTED, "");
     (void)pthread_mutex_lock(&engine->submission.lock);
     while (engine->submission.calls > 0) { /* which end now, for all that they wait for has ended */
         hr_engine_wait_for_driver(engine, INT64_MAX);

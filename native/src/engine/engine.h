@@ -80,6 +80,7 @@ struct hr_submission {
     struct hr_map handles;              /* handle -> request not released */
     int64_t last_handle;
     uint64_t passed; /* records executed that ended no request of this rank */
+    _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
     _Atomic uint32_t queued;  /* requests in the queue */
     _Atomic uint32_t pending; /* requests submitted and not done */
     struct hr_blocked blocked;
@@ -109,6 +110,10 @@ struct hr_driver {
     pthread_t thread;
     int kick_fd;
     _Atomic int stop;
+    int leave_status; /* for others, as the words; written before `stop` */
+    char leave_words[HR_LAST_WORDS_MAX + 1];
+    pthread_mutex_t leave_lock; /* of the one that joins the thread */
+    int has_joined;
     _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
     _Atomic int wanted;       /* there: a caller that waits for the only request would drive itself */
     int64_t called_ns;        /* there: when a caller's wait last ended */
@@ -177,6 +182,7 @@ struct hr_engine {
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_counts counts;
+    const int64_t *step; /* as horo_show_step; NULL: none is shown */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
@@ -194,7 +200,9 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
  * child.
  */
 void hr_engine_close_links(struct hr_engine *engine);
-/* Leaves the group (horo_destroy), joins the thread, frees. */
+/* As horo_leave: leaves the group and joins the thread, unless that has been done. */
+void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
+/* The same without words (horo_destroy); frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);

@@ -110,7 +110,8 @@ void hr_engine_note_end(struct hr_engine *engine) {
     if (end.code == 0 || atomic_exchange(&recorder->end_noted, 1)) {
         return;
     }
-    const int has_left = end.reason == HR_REASON_LEFT;
+    const int has_left =
+        end.reason == HR_REASON_LEFT || (end.reason == HR_REASON_ENDED && end.code == HORO_ERR_ABORTED);
     hr_recorder_add(recorder, &(struct hr_event){
                                   .event = has_left ? HORO_EVENT_LEFT : HORO_EVENT_LOST,
                                   .op = -1,

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "arena/last_words.h"
 #include "backend/carried.h"
 #include "base/op.h"
 #include "device/staging.h"
@@ -253,8 +254,14 @@ static int execute_tuning(struct hr_lane *lane, const struct hr_wire_message *re
 
 /* The last record: nothing that is still pending will ever be agreed on. */
 static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
-    uint64_t none = 0;
-    (void)atomic_compare_exchange_strong(&lane->node->arena.header->left_rank, &none, (uint64_t)record->rank + 1);
+    struct hr_arena *arena = &lane->node->arena;
+    const struct hr_wire_text words = record->text;
+    if (lane->team->number == 0) { /* the others are closed because of it, some ranks' before this */
+        if (words.bytes > 0) {
+            hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
+        }
+        (void)hr_arena_leave(arena, record->status, record->rank, words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT);
+    }
     lane->executor.has_executed_leave = 1;
     hr_engine_note_end(lane->engine);
     end_record(lane);

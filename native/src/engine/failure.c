@@ -8,15 +8,30 @@
 
 struct hr_abort hr_engine_end(const struct hr_engine *engine) {
     const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
-    const int left = hr_node_left(engine->node);
+    const struct hr_abort left = hr_arena_left(&engine->node->arena);
     /*
      * To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the
      * end have ended.
      */
-    if (left == 0 || (aborted.code != 0 && !hr_arena_has_closed(&engine->node->arena, engine->node->local_rank))) {
+    if (left.code == 0 || (aborted.code != 0 && !hr_arena_has_closed(&engine->node->arena, engine->node->local_rank))) {
         return aborted;
     }
-    return (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = left - 1, .reason = HR_REASON_LEFT};
+    return left;
+}
+
+/* A rank that has come to its end in order, with words about that: it will not do what others wait for. */
+static void describe_early_end(const struct hr_engine *engine, const char *who, const char *words, char *text,
+                               size_t text_bytes) {
+    /* the caller's, who writes it at any time */
+    const long long step = engine->step == NULL ? 0 : (long long)__atomic_load_n(engine->step, __ATOMIC_RELAXED);
+    if (step == 0) {
+        (void)snprintf(text, text_bytes, "%s %s, without a call that others wait for", who, words);
+        return;
+    }
+    (void)snprintf(text, text_bytes,
+                   "%s %s, while rank %d is in step %lld: uneven data or an early stop; use drop_last, "
+                   "DistributedSampler or hvd.join()",
+                   who, words, engine->node->rank, step);
 }
 
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes) {
@@ -44,28 +59,35 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
             (void)snprintf(text, text_bytes, "%s", words);
             return;
         }
+        if (end.code == HORO_ERR_ABORTED && end.rank != node->rank && words != NULL) {
+            describe_early_end(engine, who, words, text, text_bytes);
+            return;
+        }
+        if (end.code == HORO_ERR_ABORTED) {
+            break;
+        }
         (void)snprintf(text, text_bytes, "%s ended with %s", end.rank == node->rank ? "this rank" : who,
                        words != NULL ? words : "an error");
         return;
     }
-    case HR_REASON_LEFT:
-        if (end.rank == node->rank) {
-            (void)snprintf(text, text_bytes, "horo was shut down on this rank before the operation finished");
-        } else {
-            (void)snprintf(text, text_bytes, "%s has shut horo down", who);
-        }
-        return;
+    case HR_REASON_LEFT: break;
     case HR_REASON_NONE:
     case HR_REASON_INTERNAL:
-        break;
+        (void)snprintf(text, text_bytes, "%s has given up after an internal error; see its log", who);
+        return;
     }
-    (void)snprintf(text, text_bytes, "%s has given up after an internal error; see its log", who);
+    if (end.rank == node->rank) {
+        (void)snprintf(text, text_bytes, "horo was shut down on this rank before the operation finished");
+    } else {
+        (void)snprintf(text, text_bytes, "%s has shut horo down", who);
+    }
 }
 
-static void describe_pending(struct hr_engine *engine, char *text, size_t text_bytes) {
-    size_t used = 0;
+/* Behind the cause, which is whole: of the names as many as there is room for. */
+static void append_pending(struct hr_engine *engine, char *text, size_t text_bytes) {
+    size_t used = strlen(text);
     size_t count = 0;
-    text[0] = '\0';
+    used += (size_t)snprintf(text + used, text_bytes - used, "; pending here: ");
     for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             char where[32] = "";
@@ -85,11 +107,9 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     if (atomic_load(&engine->submission.pending) == 0) {
         return 0;
     }
-    char pending[HORO_MESSAGE_MAX / 2];
-    char why[HORO_MESSAGE_MAX];
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_engine_end(engine);
-    hr_engine_describe_end(engine, end, why, sizeof why);
+    hr_engine_describe_end(engine, end, text, sizeof text);
     hr_engine_show_end(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
     for (const struct hr_request *queued = engine->submission.queue_head; queued != NULL; queued = queued->next) {
@@ -98,11 +118,8 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
-    describe_pending(engine, pending, sizeof pending);
-    if (end.code == HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
-        (void)snprintf(text, sizeof text, "%s", why);
-    } else {
-        (void)snprintf(text, sizeof text, "%.400s; pending here: %s", why, pending);
+    if (end.code != HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
+        append_pending(engine, text, sizeof text);
     }
     while (engine->submission.oldest != NULL) {
         hr_engine_complete_locked(engine, engine->submission.oldest, end.code, text);

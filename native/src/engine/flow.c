@@ -45,7 +45,7 @@ static int has_come(const struct hr_request *request) {
 void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
     char words[HORO_MESSAGE_MAX];
     const int length = snprintf(words, sizeof words,
-                                "an error on GPU %d that lost the values of %s '%.60s': %.700s; if a kernel of the "
+                                "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
                                 "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
                                 call->device - 1, hr_op_name(call->op), call->name, text);
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);

@@ -133,6 +133,7 @@ struct hr_leader {
     int link_count;
     int has_parent;
     int leaver;          /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    struct hr_buffer leave_record; /* the root: the frame that closes the log */
     int expects_removal; /* the team is about to be removed, by all: the end of a link is no loss */
     int log_closed;      /* the LEAVE record has been written or passed on: nothing follows it */
     int told_abort, told_done;
@@ -217,7 +218,7 @@ int hr_lane_flush_requests(struct hr_lane *lane);
 /* Applies a BATCH ref to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
 /* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver);
+int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words);
 /* The request announced by this id and not done; NULL: there is none. */
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
@@ -322,7 +323,7 @@ int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes);
 /* The next record for the log is LEAVE. */
 void hr_leader_close_log(struct hr_lane *lane);
 /* A rank of this subtree wants to leave. */
-int hr_leader_note_leaver(struct hr_lane *lane, int rank);
+int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_wire_text words);
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id);
 
 /* ---- tuning.c ---- */

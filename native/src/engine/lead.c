@@ -100,6 +100,7 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
     free(lane->leader.member_of_rank);
     hr_buffer_fini(&lane->leader.log_out);
     hr_buffer_fini(&lane->leader.joined_ranks);
+    hr_buffer_fini(&lane->leader.leave_record);
     hr_carry_fini(lane);
     hr_deadlock_fini(&lane->leader.deadlock);
     hr_agree_fini(&lane->leader.agree);
@@ -114,19 +115,19 @@ static int announce_ids(struct hr_lane *lane, int member, const struct hr_wire_m
     return HORO_OK;
 }
 
-int hr_leader_note_leaver(struct hr_lane *lane, int rank) {
+int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_wire_text words) {
     if (lane->leader.leaver != 0) {
         return HORO_OK; /* one LEAVE record closes the log for all */
     }
     lane->leader.leaver = rank + 1;
-    if (lane->is_root) {
-        return HORO_OK; /* see form_batches */
-    }
     size_t mark;
-    struct hr_buffer *out = &lane->leader.links[0].out;
-    HR_TRY(hr_leader_collect(lane)); /* earlier announcements travel first */
+    struct hr_buffer *out = &lane->leader.leave_record; /* see form_batches */
+    if (!lane->is_root) {
+        out = &lane->leader.links[0].out;
+        HR_TRY(hr_leader_collect(lane)); /* earlier announcements travel first */
+    }
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_leave(out, rank));
+    HR_TRY(hr_wire_put_leave(out, rank, status, words));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -150,7 +151,9 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
                                                 : HORO_ERR_INTERNAL;
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
-        return message->rank < lane->node->size ? hr_leader_note_leaver(lane, message->rank) : HORO_ERR_INTERNAL;
+        return message->rank < lane->node->size
+                   ? hr_leader_note_leaver(lane, message->rank, message->status, message->text)
+                   : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -338,12 +341,10 @@ void hr_leader_close_log(struct hr_lane *lane) {
 /* Closes the log with the LEAVE record, behind what all have announced before the leaver asked, which still runs. */
 static int close_log(struct hr_lane *lane) {
     HR_TRY(write_batches(lane, 1));
+    const struct hr_buffer *record = &lane->leader.leave_record;
     const size_t begin = hr_buffer_size(&lane->leader.log_out);
-    size_t mark;
     hr_leader_close_log(lane);
-    HR_TRY(hr_frame_begin(&lane->leader.log_out, &mark));
-    HR_TRY(hr_wire_put_leave(&lane->leader.log_out, lane->leader.leaver - 1));
-    hr_frame_end(&lane->leader.log_out, mark);
+    HR_TRY(hr_buffer_append(&lane->leader.log_out, hr_buffer_front(record), hr_buffer_size(record)));
     return hr_leader_hand_down(lane, begin);
 }
 

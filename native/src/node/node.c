@@ -65,10 +65,6 @@ void hr_node_call(struct hr_node *node) {
     }
 }
 
-int hr_node_left(const struct hr_node *node) {
-    return (int)atomic_load(&node->arena.header->left_rank);
-}
-
 size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds) {
     size_t count = 0;
     for (int i = 0; i < node->local_size; i++) {

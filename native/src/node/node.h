@@ -154,9 +154,6 @@ void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count)
 /* Fills fds with the life lines still open; returns how many. Any thread. */
 size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds);
 
-/* 0, or 1 + the rank whose departure closed the log: nothing more will be agreed on. */
-int hr_node_left(const struct hr_node *node);
-
 /* "rank 3 (h2)". Returns out. */
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes);
 

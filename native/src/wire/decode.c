@@ -299,6 +299,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= -1 && hr_is_error(message->status));
         break;
     case HR_WIRE_ENDED:
+    case HR_WIRE_LEAVE:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->text = read_str16(reader);
@@ -310,7 +311,6 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->question != 0);
         break;
     case HR_WIRE_ASK:
-    case HR_WIRE_LEAVE:
     case HR_WIRE_DONE:
         message->rank = read_i32(reader);
         require(reader, message->rank >= 0);

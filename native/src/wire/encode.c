@@ -229,13 +229,21 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     return finish(out, at);
 }
 
-int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
+static int put_words(struct hr_buffer *out, enum hr_wire_type type, int rank, int status, struct hr_wire_text text) {
     uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text));
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    *at++ = HR_WIRE_ENDED;
+    *at++ = (uint8_t)type;
     return finish(out, write_str16(write_i32(write_i32(at, rank), status), text));
+}
+
+int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
+    return put_words(out, HR_WIRE_ENDED, rank, status, text);
+}
+
+int hr_wire_put_leave(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
+    return put_words(out, HR_WIRE_LEAVE, rank, status, text);
 }
 
 int hr_wire_begin_blocked(struct hr_buffer *out, int rank, uint32_t question, struct hr_wire_text text,
@@ -292,10 +300,6 @@ static int put_rank(struct hr_buffer *out, enum hr_wire_type type, int rank) {
     }
     *at++ = (uint8_t)type;
     return finish(out, write_i32(at, rank));
-}
-
-int hr_wire_put_leave(struct hr_buffer *out, int rank) {
-    return put_rank(out, HR_WIRE_LEAVE, rank);
 }
 
 int hr_wire_put_done(struct hr_buffer *out, int rank) {

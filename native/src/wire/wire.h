@@ -19,7 +19,7 @@
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
- *   LEAVE    i32 rank                             (both directions)
+ *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)
  *   JOINED   i32 rank, u64 at                     (up: this rank joins, all of its subtree need not; a record: the root
  *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; in the
@@ -140,10 +140,10 @@ struct hr_wire_message {
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
     int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
-    int status; /* LOST, ENDED, FAIL, REQUEST */
+    int status; /* LOST, ENDED, LEAVE, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* FAIL, REQUEST, ENDED, BLOCKED: what it waits for */
+    struct hr_wire_text text; /* FAIL, REQUEST, ENDED, LEAVE, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     int is_final;             /* TUNE: no other follows */
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
@@ -214,7 +214,7 @@ int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id,
                      size_t bytes);
 /* RECALL or RELEASE. */
 int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t at);
-int hr_wire_put_leave(struct hr_buffer *out, int rank);
+int hr_wire_put_leave(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);
 int hr_wire_put_joined(struct hr_buffer *out, int rank, uint64_t at);
@@ -240,9 +240,9 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
  * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
- * unknown, HORO_OK in LOST, ENDED and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are written
- * longer than they need to be or are of an operation that tells none, lanes that are not in the order of their teams,
- * a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * unknown, HORO_OK in LOST, ENDED, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are
+ * written longer than they need to be or are of an operation that tells none, lanes that are not in the order of their
+ * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

@@ -127,9 +127,9 @@ int64_t shim_wire_put_tune(int is_final, const uint64_t *values, uint32_t count,
     return finish(&buffer, hr_wire_put_tune(&buffer, is_final, values, count), out, out_bytes);
 }
 
-int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes) {
+int64_t shim_wire_put_leave(int rank, int status, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_leave(&buffer, rank), out, out_bytes);
+    return finish(&buffer, hr_wire_put_leave(&buffer, rank, status, to_core(text)), out, out_bytes);
 }
 
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes) {

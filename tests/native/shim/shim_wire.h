@@ -59,7 +59,7 @@ int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_
 int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_query(uint32_t question, void *out, size_t out_bytes);
 int64_t shim_wire_put_tune(int is_final, const uint64_t *values, uint32_t count, void *out, size_t out_bytes);
-int64_t shim_wire_put_leave(int rank, void *out, size_t out_bytes);
+int64_t shim_wire_put_leave(int rank, int status, shim_text text, void *out, size_t out_bytes);
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes);
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes);
 /* claimed_count is what the head says, count how many refs follow. */

@@ -165,7 +165,9 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_ASK: return hr_wire_put_ask(out, message->rank);
     case HR_WIRE_QUERY: return hr_wire_put_query(out, message->question);
     case HR_WIRE_TUNE: return encode_tune(message, out);
-    case HR_WIRE_LEAVE: return hr_wire_put_leave(out, message->rank);
+    case HR_WIRE_LEAVE:
+        touch(message->text);
+        return hr_wire_put_leave(out, message->rank, message->status, message->text);
     case HR_WIRE_JOINED: return hr_wire_put_joined(out, message->rank, message->at);
     case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
     case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
