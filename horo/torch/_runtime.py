@@ -483,7 +483,8 @@ def _at_exit() -> None:
     try:
         shutdown()
     except UsageError:
-        return
+        if _process.runtime is not None:
+            _process.runtime.core.log_lines.stop()
 
 
 def _after_fork_in_child() -> None:
