@@ -33,7 +33,7 @@ def _take(queue: Any) -> tuple[int, str] | None:
 
 
 class LogLines:
-    """The messages of one context, until ``close``. The engine never waits for Python: its messages go through a queue."""
+    """The messages of one context, until ``close``. They go through a queue: the engine waits for no Python."""
 
     def __init__(self, rank: int, *, is_logged: bool) -> None:
         """Starts the thread, if the messages are to be logged. Without one they are lines on stderr."""
