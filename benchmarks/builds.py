@@ -1,10 +1,11 @@
-"""Two builds of horo's core, in turn: what a change has done to the time of an allreduce.
+"""Two builds of horo, in turn: what a change has done to the time of an allreduce and of a training step.
 
     git worktree add ../before COMMIT && make -C ../before build
     python benchmarks/builds.py ../before . --layouts "2;4;1,1;1,1,1,1" --sizes 4,4K,64K,4M,64M --rounds 9
 
 Each tree has an environment of its own (`make build`). Ranks are forked processes of numpy arrays, hosts are joined by
-TCP over loopback; no torch, no launcher. A ratio below 1 says that the second tree takes less time.
+TCP over loopback; no torch, no launcher. A ratio below 1 says that the second tree takes less time. Then two ranks of
+each tree train a model, beside processes that exchange nothing: shares of that ceiling, and CPU time of a step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import report
 
@@ -24,13 +26,15 @@ TITLES = "{:<12} {:>8} {:>12} {:>12} {:>8} {:>15}"
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Two builds of horo's core, in turn.")
+    parser = argparse.ArgumentParser(description="Two builds of horo, in turn.")
     parser.add_argument("before", type=Path, help="a tree after `make build`")
     parser.add_argument("after", type=Path, help="another")
     parser.add_argument("--layouts", default="2;4;1,1;1,1,1,1", help="ranks of each host, layouts apart by ';'")
     parser.add_argument("--sizes", default="4,4K,64K,4M,64M", help="bytes of the tensor (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each tree (default: %(default)s)")
     parser.add_argument("--turn-ms", type=float, default=200, help="about, per size (default: %(default)s)")
+    parser.add_argument("--models", default="mlp", help="of training_step.py; '' for none (default: %(default)s)")
+    parser.add_argument("--step-turn-ms", type=float, default=1000, help="about, per model (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the result here too")
     chosen = parser.parse_args(words)
     for tree in (chosen.before, chosen.after):
@@ -54,12 +58,31 @@ def turn(tree: Path, layout: str, sizes: list[int], turn_ms: float) -> dict[int,
     return {int(size): micros for size, micros in json.loads(done.stdout).items()}
 
 
+def compare_steps(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints and returns the rows of whole steps."""
+    models = [name for name in chosen.models.split(",") if name]
+    if not models:
+        return []
+    import builds_steps as steps  # noqa: PLC0415 - it imports torch
+
+    try:
+        results = steps.compare(chosen.before, chosen.after, models, rounds=chosen.rounds, turn_ms=chosen.step_turn_ms)
+    except steps.ContestError as error:
+        raise SystemExit(f"builds.py: {error}") from None
+    titles = ("ratio", "(least, most)", "share", "share after", "CPU ms", "CPU ms after")
+    print(steps.TITLES.format("step of", "before", "after", *titles))
+    for result in results:
+        print(steps.line_of(result), flush=True)
+    return [steps.row_of(result) for result in results]
+
+
 def main(words: list[str]) -> None:
     chosen = parse_arguments(words)
     sizes = [report.parse_size(word) for word in chosen.sizes.split(",")]
-    rows = []
-    print(TITLES.format("hosts", "size", "before us", "after us", "ratio", "(least, most)"))
-    for layout in chosen.layouts.split(";"):
+    rows: list[dict[str, Any]] = []
+    if chosen.layouts:
+        print(TITLES.format("hosts", "size", "before us", "after us", "ratio", "(least, most)"))
+    for layout in filter(None, chosen.layouts.split(";")):
         before: dict[int, list[float]] = {size: [] for size in sizes}
         after: dict[int, list[float]] = {size: [] for size in sizes}
         for index in range(chosen.rounds):
@@ -78,6 +101,7 @@ def main(words: list[str]) -> None:
                 TITLES.format(layout, report.size_text(size), f"{a:.2f}", f"{b:.2f}", f"{ratio:.3f}", spread),
                 flush=True,
             )
+    rows += compare_steps(chosen)
     if chosen.json:
         options = {"rounds": chosen.rounds, "turn_ms": chosen.turn_ms}
         report.write(chosen.json, report.document("builds", rows, options=options))

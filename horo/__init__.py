@@ -1,12 +1,15 @@
 """horo: distributed data-parallel training for PyTorch. Import ``horo.torch`` in a training script."""
 
-from __future__ import annotations
+from horo._own_modules import leave_out_current_directory
 
-from typing import TYPE_CHECKING, Any
+leave_out_current_directory()  # before anything else is imported
 
-from horo._absent import explain_imports, explain_part
+from horo._absent import explain_imports, explain_part  # noqa: E402
 
+TYPE_CHECKING = False  # type checkers take it for true
 if TYPE_CHECKING:
+    from typing import Any
+
     from horo.runner.call import run
 
 __all__ = ["__version__", "run"]
@@ -16,7 +19,7 @@ __version__ = "0.1.0"
 explain_imports(explain_part)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name != "run":
         hint = "" if name.startswith("_") else "; the calls of a training script: import horo.torch as hvd"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from horo._blocked import describe_stacks
+from horo._blocked import OwnThread, describe_stacks
 from horo._native import ffi, lib
 
 __all__ = ["Answers"]
@@ -29,7 +28,7 @@ class Answers:
         self._callers = callers
         self._is_telling = False
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._answer, name="horo answers", daemon=True)
+        self._thread = OwnThread(target=self._answer, name="horo answers", daemon=True)
 
     def start(self) -> None:
         """Starts the thread; questions stay unanswered if none can be started."""

@@ -21,7 +21,16 @@ from typing import NamedTuple
 from horo._stack_frames import current_frames, locals_of
 from horo._thread_call import ThreadCall
 
-__all__ = ["Blocked", "Wait", "describe_blocked", "describe_stacks", "innermost_own", "is_of_horo", "place_of"]
+__all__ = [
+    "Blocked",
+    "OwnThread",
+    "Wait",
+    "describe_blocked",
+    "describe_stacks",
+    "innermost_own",
+    "is_of_horo",
+    "place_of",
+]
 
 _HORO = str(Path(__file__).resolve().parent) + os.sep
 _ALARM_S = 30.0
@@ -49,6 +58,10 @@ class Wait(NamedTuple):
     handle: int
     place: str
     """The line of the program, such as ``train.py:12``; empty: there is none."""
+
+
+class OwnThread(threading.Thread):
+    """A thread of horo that submits nothing: of the program, only log handlers run in it."""
 
 
 class Blocked(NamedTuple):
@@ -107,6 +120,7 @@ def describe_blocked(
     """
     frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_foreign(thread)}
+    own = {thread.ident for thread in threading.enumerate() if isinstance(thread, OwnThread)}
     waits, backward, others, waiters = [], [], [], []
     foreign_waits = has_thread_call = False
     counted: set[int | None] = set(callers)
@@ -123,7 +137,7 @@ def describe_blocked(
             has_thread_call |= call is not None
             waits.append(found if call is None else found._replace(place=_place_of_caller(frames, call)))
             foreign_waits |= thread not in names and _is_of_library([*_outwards(frame)][-1].f_code.co_filename)
-        elif thread not in counted and (not is_alone or _awaits_work(frame)):
+        elif thread not in counted and (not is_alone or thread in own or _awaits_work(frame)):
             continue
         elif _is_in_backward(frame):
             backward.append(thread)

@@ -136,8 +136,9 @@ class Config:
     log_level: str = variable(
         "LOG_LEVEL",
         "warning",
-        "Least severe message that is written to stderr: from `info` on, rank 0 describes the job when it has started, "
-        "from `debug` on, every rank its own place; `fatal`, a word of Horovod's, means `off`.",
+        "Least severe message that is logged, unless the program has set a level for the logger `horo` (see Logging): "
+        "from `info` on, rank 0 describes the job when it has started, from `debug` on, every rank its own place; "
+        "`fatal`, a word of Horovod's, means `off`.",
         Option("--log-level", "trace, debug, info, warning (the default), error or off", "LEVEL", key="logging: level"),
         choices=(*LOG_LEVELS, "fatal"),
     )

@@ -13,6 +13,7 @@ from horo._answers import Answers
 from horo._blocked import describe_blocked
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._event import Event, event_of
+from horo._log_lines import LogLines
 from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor
 from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
@@ -107,12 +108,17 @@ _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.hor
 class Context:
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, is_logged: bool = False) -> None:
+        """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr."""
         keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
         native = native_setup(setup, keep, ffi)
+        self.log_lines = LogLines(setup.rank, is_logged=is_logged)
+        native.log_queue = self.log_lines.queue
         out = ffi.new("horo_context **")
         error = _error_buffer()
-        _check(lib.horo_create(native, out, error, lib.HORO_MESSAGE_MAX), error)
+        if (status := lib.horo_create(native, out, error, _MESSAGE_MAX)) != _OK:
+            self.log_lines.close()
+        _check(status, error)
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
@@ -275,6 +281,7 @@ class Context:
         if status == lib.HORO_IN_PROGRESS:
             status = self._wait_long(handle)
         if status != _OK:
+            self.log_lines.log_waiting()
             raise error_from_status(_STATUS_NAMES[status], _text(words))
 
     def wait_any(self, handles: Sequence[int]) -> None:
@@ -478,6 +485,7 @@ class Context:
         self._answers.stop()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
+        self.log_lines.close()
         self._kept.clear()
 
     def _message(self, handle: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sysconfig
@@ -13,7 +14,7 @@ from typing import Any
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
-__all__ = ["CheckedBuild", "ParallelBuild", "compile_in_parallel", "what_is_missing"]
+__all__ = ["CheckedBuild", "ParallelBuild", "compile_in_parallel", "leave_out_library_paths", "what_is_missing"]
 
 
 def what_is_missing() -> str:
@@ -75,6 +76,21 @@ def compile_in_parallel(compiler: Any) -> None:
     compiler.compile = compile_all
 
 
+def leave_out_library_paths(compiler: Any) -> None:
+    """Takes from the linker's command the folder of Python's own libraries, which many Pythons have put into it.
+
+    The extension needs libc only, and would look for that in a folder that others may own where it is installed.
+    """
+    kept: list[str] = []
+    follows = False
+    for word in getattr(compiler, "linker_so", ()):
+        if not follows and not re.match(r"-Wl,(-R|--?rpath(,|=|$))", word):
+            kept.append(word)
+        follows = not follows and bool(re.fullmatch(r"-Wl,(-R|--?rpath)", word))  # its folder is the next word
+    if kept:
+        compiler.linker_so = kept
+
+
 class ParallelBuild(build_ext):
     """``build_ext`` with a parallel compiler. Symbols for a debugger stay where a checkout is built for itself."""
 
@@ -84,6 +100,7 @@ class ParallelBuild(build_ext):
 
     def build_extensions(self) -> None:
         compile_in_parallel(self.compiler)
+        leave_out_library_paths(self.compiler)
         if not (self.inplace or getattr(self, "editable_mode", False)):
             for extension in self.extensions:
                 extension.extra_link_args.append("-Wl,--strip-debug")

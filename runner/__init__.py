@@ -44,7 +44,6 @@ Imports neither torch nor the native core, so that it starts fast (only ``--chec
     config                   a job as frozen data
     hosts                    -H and host files -> HostSpec
     loop                     files, signals and timers
-    own_modules              hororun imports nothing from the current directory
     network                  addresses and ports of this machine; connections between hosts
     printable                text from elsewhere in hororun's own lines
     processes                starts, finds and ends processes; the guard

@@ -103,7 +103,7 @@ class RunningRank:
     ) -> None:
         setup = connection.setup
         self.settings = settings or Settings({}, {})
-        self.context = Context(setup)
+        self.context = Context(setup, is_logged=True)
         self.rank, self.size = setup.rank, setup.size
         self.local_rank, self.local_size, self.cross_rank, self.cross_size = connection.place
         self.is_homogeneous = connection.is_homogeneous

@@ -1,4 +1,4 @@
-"""Messages of the bootstrap on stderr, in the format of the native core: ``horo [rank] level: text``."""
+"""The logger "horo": its level, and lines on stderr, as the core's own: ``horo [rank] level: text``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not gener
         return f"{self._head}{record.levelname.lower()}: {super().format(record)}"
 
 
+_given = [logging.NOTSET]
+"""The level that the last start has given the logger. Another one is the program's."""
+
+
 def prepare_log(level: str, rank: int) -> None:
-    """Sets the level of the logger "horo"; gives it a handler only where the program has configured no logging."""
+    """Gives the logger "horo" a level, and a handler for stderr, each only where the program has given it none."""
     log = logging.getLogger("horo")
-    log.setLevel(_LEVELS[level])
+    if log.level in (logging.NOTSET, *_given):
+        log.setLevel(_LEVELS[level])
+        _given[:] = [log.level]
     for handler in [handler for handler in log.handlers if isinstance(handler, _LogHandler)]:
         log.removeHandler(handler)
     if not log.hasHandlers():

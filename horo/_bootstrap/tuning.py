@@ -11,6 +11,7 @@ from typing import Any
 from horo._config import Config
 from horo._core import Context
 from horo._core_setup import Autotune
+from horo._own_file import open_own_file
 from horo.errors import UsageError
 
 __all__ = [
@@ -67,7 +68,7 @@ def check_log(config: Config, rank: int) -> None:
 
 def _open_log(config: Config) -> int:
     try:
-        return os.open(str(config.autotune_log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        return open_own_file(str(config.autotune_log))
     except OSError as error:
         raise UsageError(f"{config.told('autotune_log')} cannot be written on rank 0: {error.strerror}") from None
 

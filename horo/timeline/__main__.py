@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from horo.runner.printable import printable
 from horo.timeline.merging import merge
 from horo.timeline.reading import TimelineError
 
@@ -22,9 +23,9 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     try:
         for sentence in merge(given.out, given.files):
-            print(sentence)
+            print(printable(sentence))
     except TimelineError as error:
-        print(f"horo.timeline: {error}", file=sys.stderr)
+        print(printable(f"horo.timeline: {error}"), file=sys.stderr)
         return 1
     return 0
 

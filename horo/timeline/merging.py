@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from horo._own_file import open_own_file
 from horo.timeline.clocks import Alignment, align
 from horo.timeline.reading import Timeline, TimelineError, read_timeline
 
@@ -42,7 +44,8 @@ def merge(out: str, paths: Sequence[str]) -> list[str]:
     timed.sort(key=lambda event: float(event["ts"]))  # what is of one rank stays in its order
     lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in (*heads, *timed))
     try:
-        Path(out).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        with os.fdopen(open_own_file(out), "wb") as file:
+            file.write(f"[\n{lines}\n]\n".encode(errors="backslashreplace"))  # a lone surrogate as JSON escapes it
     except OSError as error:
         raise TimelineError(f"{out}: cannot be written: {error.strerror}") from None
     ranks = "1 rank" if len(timelines) == 1 else f"{len(timelines)} ranks"

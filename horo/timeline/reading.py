@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Timeline", "TimelineError", "batches_of", "read_timeline"]
@@ -56,7 +58,7 @@ def read_timeline(path: str) -> Timeline:
         TimelineError: it cannot be read, or is no timeline of horo.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _read(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise TimelineError(f"{path}: cannot be read: {reason}") from None
@@ -82,6 +84,14 @@ def read_timeline(path: str) -> Timeline:
         )
     except (LookupError, TypeError, ValueError, OverflowError):
         raise TimelineError(f"{path}: is no timeline of a rank of horo") from None
+
+
+def _read(path: str) -> str:
+    """The text of a regular file; nothing else is waited for, such as the writer of a FIFO."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EPERM, "it is no regular file", path)
+        return file.read().decode("utf-8")
 
 
 def _whole_lines(text: str) -> Iterator[dict[str, Any]]:

@@ -489,8 +489,11 @@ def find() -> Runtime | None:
 
 def _at_exit() -> None:
     # A daemon thread may be inside the core. Then its memory must stay; the peers see the end of the process.
-    with suppress(UsageError):
+    try:
         _leave(SCRIPT_ENDED, None)
+    except UsageError:
+        if _process.runtime is not None:
+            _process.runtime.core.log_lines.stop()
 
 
 def _after_fork_in_child() -> None:

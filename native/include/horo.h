@@ -240,8 +240,7 @@ typedef struct {
                            are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
     uint64_t segment_bytes;               /* of one arena slot, and of segments without autotune; equal on all ranks */
-    /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
-    const int32_t *wake_fds;
+    const int32_t *wake_fds;    /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                    other local index, the others have one, to the leader (index 0); else -1 */
     const int32_t *control_fds; /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in
@@ -267,6 +266,7 @@ typedef struct {
     int32_t sleeps_under_contention; /* 1: where other programs want the cores, waits soon sleep; 0: they spin */
     const horo_mpi *mpi;                  /* NULL: none */
     const horo_autotune *autotune;        /* NULL: what is set above and the core's own values are kept */
+    struct horo_log_queue *log_queue;     /* for messages of this context, which it outlives; NULL: all go to stderr */
 } horo_setup;
 
 /* Counters since creation; for tests, benchmarks and reports. */

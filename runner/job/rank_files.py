@@ -7,12 +7,12 @@ hororun write into another file of its user nor hold it up nor get to read the o
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from horo._own_file import check_owner, open_own_file, refusal
 from horo.runner.config import EXIT_USAGE, JobError
 
 __all__ = ["RankFiles", "explained", "make_folder"]
@@ -67,7 +67,7 @@ class RankFiles:
             folder = _own_folder(path)
             try:
                 for stream, name in ((1, "stdout"), (2, "stderr")):
-                    self._fds[rank, stream] = _own_file(folder, path / name)
+                    self._fds[rank, stream] = open_own_file(path / name, folder=folder, instead="folder")
             finally:
                 os.close(folder)
 
@@ -85,49 +85,15 @@ class RankFiles:
 def _own_folder(path: Path) -> int:
     """A descriptor of the folder, which is made if need be."""
     if path.is_symlink():
-        raise _refusal(path, "it is a symbolic link; remove it or name another folder")
+        raise refusal(path, "it is a symbolic link; remove it or name another folder")
     path.mkdir(_FOLDER_MODE, exist_ok=True)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
-        _check_owner(path, status)
+        check_owner(path, status, "folder")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise _refusal(path, "others can write to it; 'chmod go-w' it or name another folder")
+            raise refusal(path, "others can write to it; 'chmod go-w' it or name another folder")
     except OSError:
         os.close(fd)
         raise
     return fd
-
-
-def _own_file(folder: int, path: Path) -> int:
-    """A descriptor of the empty file. Nothing is emptied before it is known to be the user's own."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(path.name, flags, 0o666, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _refusal(path, "it is a symbolic link; remove it or name another folder") from None
-        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, a socket
-            raise _refusal(path, "it is no regular file; remove it or name another folder") from None
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refusal(path, "it is no regular file; remove it or name another folder")
-        _check_owner(path, status)
-        if status.st_nlink != 1:
-            raise _refusal(path, f"it has {status.st_nlink} names (hard links); remove it or name another folder")
-        os.ftruncate(fd, 0)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
-        raise _refusal(path, f"it belongs to user {status.st_uid}, not to you; name another folder")
-
-
-def _refusal(path: Path, why: str) -> OSError:
-    return PermissionError(errno.EPERM, why, str(path))

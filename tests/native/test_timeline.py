@@ -182,7 +182,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
             (tmp_path / "none" / "t", "No such file"),
             (Path("/dev/null"), "no regular file"),
             (tmp_path / "folder", "Is a directory"),
-            (tmp_path / "pipe", "No such device"),
+            (tmp_path / "pipe", "no regular file"),
             (tmp_path / ("n" * 300), "File name too long"),
         ):
             with pytest.raises(UsageError, match=f"'{path}' cannot be written.*{reason}"):

@@ -14,7 +14,8 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     log = logging.getLogger("horo")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(log, "level", log.level)
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    monkeypatch.setattr("horo._bootstrap.log._given", [logging.NOTSET])
     return log
 
 
@@ -43,6 +44,22 @@ def test_a_program_with_its_own_logging_keeps_it(monkeypatch: pytest.MonkeyPatch
     logging.getLogger().addHandler(logging.NullHandler())
     prepare_log("warning", 0)
     assert log.handlers == []
+
+
+@pytest.mark.parametrize("own", [logging.DEBUG, logging.INFO, logging.ERROR])
+def test_the_level_of_the_program_stays(monkeypatch: pytest.MonkeyPatch, own: int) -> None:
+    log = bare_logging(monkeypatch)
+    log.setLevel(own)
+    prepare_log("warning", 0)
+    assert log.level == own
+    log.setLevel(logging.NOTSET)
+    prepare_log("warning", 0)
+    assert log.level == logging.WARNING
+    prepare_log("info", 0)  # the next start of the process has its own
+    assert log.level == logging.INFO
+    log.setLevel(own + 1)
+    prepare_log("warning", 0)
+    assert log.level == own + 1
 
 
 @pytest.mark.parametrize(

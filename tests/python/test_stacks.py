@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import horo
-from horo._blocked import describe_stacks
+from horo import _blocked
+from horo._blocked import OwnThread, describe_stacks
 
 INSIDE = str(Path(horo.__file__).with_name("_somewhere.py"))
 
@@ -52,3 +56,27 @@ def test_calls_that_horo_makes_of_the_program_stay() -> None:
 
     found = functions_of_a_thread("def step(call):\n    call()\n", train)
     assert found[found.index("train") :][:3] == ["train", "step", "compress"]
+
+
+@pytest.mark.parametrize(("kind", "others"), [(threading.Thread, "thread 'busy'"), (OwnThread, "")])
+def test_a_log_handler_in_a_thread_of_horo_is_no_thread_that_may_submit(
+    monkeypatch: pytest.MonkeyPatch, kind: type[threading.Thread], others: str
+) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def handle() -> None:
+        begun.set()
+        while not end.is_set():  # it computes, in a file that is no library's
+            pass
+
+    thread = kind(target=handle, name="busy")
+    thread.start()
+    try:
+        assert begun.wait(60)
+        frame = sys._current_frames()[thread.ident or 0]
+        monkeypatch.setattr(_blocked, "current_frames", lambda: {thread.ident: frame})
+        blocked = _blocked.describe_blocked(object(), handle.__code__, [], is_alone=True)
+    finally:
+        end.set()
+        thread.join()
+    assert blocked == _blocked.Blocked([], others)

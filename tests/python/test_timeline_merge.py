@@ -14,6 +14,7 @@ import pytest
 from trace_events import parse_timeline
 
 from horo.timeline import TimelineError, merge
+from horo.timeline.__main__ import main
 
 Clock = Callable[[float], float]
 """What a clock shows, in microseconds, at a true time."""
@@ -223,3 +224,33 @@ def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path) -> None:
         failed.stderr.splitlines()[-1]
         == f"horo.timeline: {tmp_path / 'none'}: cannot be read: No such file or directory"
     )
+
+
+def test_nothing_of_a_file_moves_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07\n\u202e"
+    path = tmp_path / "0"
+    first = write(path, 0, "a", lambda t: t, steps_of(2, 3, 1000)[0])
+    path.write_text(path.read_text().replace('"ha"', json.dumps(evil)).replace('"a"', json.dumps(evil)))
+    other = write(tmp_path / "1", 1, "b", lambda t: t, [])
+    assert main(["merge", str(tmp_path / "out"), first, other]) == 0
+    assert main(["merge", str(tmp_path / "out"), f"none{evil}"]) == 1
+    said = capsys.readouterr()
+    assert "beside \\x1b]0;title" in said.out or "of \\x1b]0;title" in said.out
+    assert "horo.timeline: none\\x1b]0;title" in said.err
+    for line in (said.out + said.err).splitlines():
+        assert line.isprintable(), line
+
+
+def test_a_file_of_a_hundred_thousand_brackets_is_no_timeline(tmp_path: Path) -> None:
+    deep = tmp_path / "deep"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(TimelineError, match=f"{deep}: is no timeline of a rank of horo"):
+        merge(str(tmp_path / "out"), [str(deep)])
+
+
+def test_a_name_that_is_no_text_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "0"
+    first = write(path, 0, "a", lambda t: t, steps_of(2, 3, 1000)[0], size=1)
+    path.write_text(path.read_text().replace('"x"', '"x\\ud800"'))
+    merge(str(tmp_path / "out"), [first])
+    assert any(event.get("args", {}).get("name") == "x\ud800" for event in json.loads((tmp_path / "out").read_text()))

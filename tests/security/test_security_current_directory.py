@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,35 @@ from jobs import Hororun, make_remote_shell
 NAMES = ("json", "secrets", "argparse", "selectors", "shlex", "subprocess", "hmac", "struct", "random", "socket", "pwd")
 
 
-def plant(folder: Path) -> Path:
+def plant(folder: Path, names: Sequence[str] = NAMES) -> Path:
     """Modules that write a file when they are imported; returns that file."""
     ran = folder / "ran"
-    for name in NAMES:
+    for name in names:
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write({name!r} + ' ')\nraise SystemExit(77)\n")
     return ran
+
+
+ALL = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("option", ["-m", "-Im", "-um"])
+@pytest.mark.parametrize("module", ["horo", "horo.runner", "horo.timeline", "horo.horovod"])
+def test_no_command_imports_any_module_of_that_name(tmp_path: Path, module: str, option: str) -> None:
+    ran = plant(tmp_path, (*ALL, "__future__"))
+    command = [sys.executable, f"{option}{module}" if option == "-um" else option, *[module] * (option != "-um"), "-h"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, ran.exists()) == (0, False), done.stderr
+
+
+def test_a_function_of_horo_run_finds_what_lies_beside_its_script(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("def rank():\n    return 7\n")
+    (tmp_path / "train.py").write_text(
+        "import beside, horo\nif __name__ == '__main__':\n    print(horo.run(beside.rank, np=1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "[7]\n", done.stderr
 
 
 @pytest.mark.parametrize("module", ["horo", "horo.runner"])

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fabric import make_setups
 
+from horo._bootstrap.tuning import check_log
+from horo._config import read_config
+from horo._core import Context
+from horo.errors import UsageError
 from horo.runner.job.rank_files import RankFiles
+from horo.timeline import TimelineError, merge
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -94,6 +101,75 @@ def test_files_of_an_earlier_job_are_replaced_whatever_the_umask(tmp_path: Path,
     finally:
         os.umask(before)
     assert (tmp_path / "logs" / "rank.0" / "stdout").read_bytes() == b"new"
+
+
+def merge_timelines(out: Path) -> None:
+    rank = out.with_name("t-0.json")
+    rank.write_text(
+        '[{"args": {"rank": 0, "size": 1, "host": "h", "clock": "c", "monotonic_ns": 1000,'
+        ' "start_time_since_epoch_in_micros": 5}}]'
+    )
+    merge(str(out), [str(rank)])
+
+
+def start_timeline(out: Path) -> None:
+    setup = make_setups([1])[0]
+    context = Context(setup)
+    try:
+        context.start_timeline(str(out))
+    finally:
+        context.destroy()
+
+
+def start_log(out: Path) -> None:
+    check_log(read_config({"HORO_AUTOTUNE": "1", "HORO_AUTOTUNE_LOG": str(out)}), 0)
+
+
+WRITERS = [merge_timelines, start_timeline, start_log]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_no_file_that_horo_writes_is_one_that_others_have_planted(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    _, secret = prepare(tmp_path)
+    link, name, pipe, read_pipe = (tmp_path / kind for kind in ("link", "name", "pipe", "read_pipe"))
+    link.symlink_to(secret)
+    name.hardlink_to(secret)
+    os.mkfifo(pipe)
+    os.mkfifo(read_pipe)
+    reader = os.open(read_pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for out, reason in (
+            (link, "symbolic link"),
+            (name, "2 names"),
+            (pipe, "no regular file"),
+            (read_pipe, "no regular file"),
+        ):
+            with pytest.raises((UsageError, TimelineError), match=f"{out}.*cannot be written.*{reason}"):
+                write(out)
+    finally:
+        os.close(reader)
+    assert secret.read_bytes() == b"12345"
+
+
+@needs_root
+@pytest.mark.parametrize("write", WRITERS)
+def test_no_file_that_horo_writes_belongs_to_another_user(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(b"12345")
+    os.chown(out, NOBODY, NOBODY)
+    with pytest.raises((UsageError, TimelineError), match=f"it belongs to user {NOBODY}, not to you"):
+        write(out)
+    assert out.read_bytes() == b"12345"
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_an_earlier_file_is_replaced(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    out = tmp_path / "out"
+    out.write_bytes(b"[" * 1_000_000)
+    write(out)
+    assert len(out.read_bytes()) < 10_000
 
 
 def test_hororun_says_which_file_it_is_and_what_to_do(tmp_path: Path) -> None:

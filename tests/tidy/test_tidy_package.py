@@ -9,11 +9,17 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tidy_binary
 from skips import apt_install, no_compiler
 from tidy_files import ROOT, below
+
+sys.path.insert(0, str(ROOT / "native"))
+from parallel import leave_out_library_paths
+
+import build as native_build
 
 FOLDERS = ("horo", "native")
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
@@ -115,6 +121,52 @@ def test_extension_defines_all_it_uses(extension: Path) -> None:
 
 def test_extension_needs_only_libc(extension: Path) -> None:
     assert tidy_binary.foreign_libraries(readelf("-d", extension)) == []
+
+
+def read_protection(path: Path) -> tuple[str, str, str]:
+    return readelf("-d", path), readelf("-l", path), readelf("--dyn-syms", path)
+
+
+def test_extension_is_hardened(extension: Path) -> None:
+    assert tidy_binary.unhardened(*read_protection(extension)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("gcc -shared -L/a/lib -Wl,-rpath,/a/lib -Wl,--rpath=/b -Wl,-R/c", "gcc -shared -L/a/lib"),
+        ("gcc -Wl,-rpath -Wl,/a/lib -Wl,-rpath-link,/b -Wl,-z,now", "gcc -Wl,-rpath-link,/b -Wl,-z,now"),
+        ("gcc -shared", "gcc -shared"),
+    ],
+)
+def test_the_linker_gets_no_paths_to_libraries(words: str, kept: str) -> None:
+    compiler = SimpleNamespace(linker_so=words.split())
+    leave_out_library_paths(compiler)
+    assert compiler.linker_so == kept.split()
+
+
+@pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
+@pytest.mark.parametrize(
+    ("without", "lack"),
+    [
+        ("-fno-stack-protector", ["a stack protector"]),
+        ("-U_FORTIFY_SOURCE", ["checked calls of libc (FORTIFY)"]),
+        ("-Wl,-z,lazy", ["BIND_NOW"]),
+        ("-Wl,-z,norelro", ["RELRO"]),
+        ("-Wl,-z,execstack", ["a stack without code"]),
+        ("-Wl,-rpath,/a", ["no path to libraries"]),
+        ("-Wall", []),
+    ],
+)
+def test_each_lack_of_protection_is_found(tmp_path: Path, without: str, lack: list[str]) -> None:
+    source, library = tmp_path / "one.c", tmp_path / "one.so"
+    source.write_text(
+        "#include <string.h>\n#include <stdio.h>\n"
+        "int one(const char *text) { char kept[8]; strcpy(kept, text); return puts(kept); }\n"
+    )
+    flags = ["-O2", *native_build.HARDENING_FLAGS, *native_build.HARDENING_LINK_FLAGS, without]
+    _run(["cc", "-shared", "-fPIC", *flags, "-o", str(library), str(source)], tmp_path)
+    assert tidy_binary.unhardened(*read_protection(library)) == lack
 
 
 @pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())

@@ -39,6 +39,21 @@ def foreign_libraries(dynamic_section: str) -> list[str]:
     return [name for name in needed if not _LIBRARIES.fullmatch(name)]
 
 
+def unhardened(dynamic_section: str, program_headers: str, dynamic_symbols: str) -> list[str]:
+    """What the extension lacks of protection (``readelf -dW``, ``-lW`` and ``--dyn-syms -W``)."""
+    checked = set(re.findall(r"\sUND\s+(__\w+_chk|__stack_chk_fail)\b", dynamic_symbols))
+    stack = re.search(r"GNU_STACK\s.*\s(R?W?E?)\s+0x", program_headers)
+    lacks = {
+        "a stack protector": "__stack_chk_fail" not in checked,
+        "checked calls of libc (FORTIFY)": not checked - {"__stack_chk_fail"},
+        "BIND_NOW": not re.search(r"\((FLAGS\).*BIND_NOW|FLAGS_1\).*\bNOW)\b", dynamic_section),
+        "RELRO": "GNU_RELRO" not in program_headers,
+        "a stack without code": stack is None or "E" in stack[1],
+        "no path to libraries": bool(re.search(r"\((RPATH|RUNPATH)\)", dynamic_section)),
+    }
+    return [what for what, is_lacking in lacks.items() if is_lacking]
+
+
 def unresolved(dynamic_symbols: str) -> list[str]:
     """Functions of ours that are used but defined nowhere; the linker lets them pass in a shared library."""
     return re.findall(r"^\s*\d+:.*\sUND\s+((?:hr|horo)_\w+)", dynamic_symbols, flags=re.MULTILINE)

@@ -27,7 +27,10 @@ class ImportRule:
 
 
 TORCH = ("torch", "horo.torch")
-CORE = ("horo._answers", "horo._core", "horo._core_libraries", "horo._request_buffer", "horo._native", "cffi")
+CORE = (
+    *("horo._answers", "horo._core", "horo._core_libraries", "horo._log_lines", "horo._request_buffer"),
+    *("horo._native", "cffi"),
+)
 IMPORT_RULES = (
     ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
     ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
@@ -35,8 +38,8 @@ IMPORT_RULES = (
     ImportRule(
         "horo",
         ("cffi", "horo._native"),
-        "only _answers.py, _core.py, _core_libraries.py and _request_buffer.py touch cffi",
-        unless=("horo/_answers.py", "horo/_core.py", "horo/_core_libraries.py", "horo/_request_buffer.py"),
+        "only _answers.py, _core.py, _core_libraries.py, _log_lines.py and _request_buffer.py touch cffi",
+        unless=tuple(f"{module.replace('.', '/')}.py" for module in CORE if module.startswith("horo._")),
     ),
     ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),

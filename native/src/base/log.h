@@ -1,14 +1,28 @@
-/* Lines to stderr: "horo [rank] level: text". One write per line, so lines of several ranks never mix. */
+/*
+ * Messages for whoever runs the job. Where the caller takes them for a log of its own, they wait in a queue until it
+ * has; else, and where it does not come, they are lines on stderr: "horo [rank] level: text". One write per line, so
+ * lines of several ranks never mix.
+ */
 #ifndef HR_BASE_LOG_H
 #define HR_BASE_LOG_H
 
 #include "horo.h"
 
 struct hr_log {
-    int level; /* enum horo_log_level: lines below it are dropped */
+    int level; /* enum horo_log_level: lines below it are dropped, but a queue gets them */
     int rank;
+    struct horo_log_queue *queue; /* the caller's, which outlives this; NULL: none */
 };
 
 void hr_log(const struct hr_log *log, int level, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/*
+ * Writes the queue to stderr where nobody has taken a message for seconds: a call of the program keeps the interpreter,
+ * or a log handler hangs. Returns when to come again; 0: nothing waits. To be called whenever the engine looks round.
+ */
+int64_t hr_log_check(const struct hr_log *log, int64_t now_ns);
+
+/* The line of a message on stderr. */
+void hr_log_write(int rank, int level, const char *text);
 
 #endif

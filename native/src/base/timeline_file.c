@@ -18,26 +18,51 @@ static int is_same_file(const struct stat *status, int fd) {
     return fd >= 0 && fstat(fd, &other) == 0 && other.st_dev == status->st_dev && other.st_ino == status->st_ino;
 }
 
+/* Why a file that is there is left alone: others may have planted it. NULL: it is the user's own. */
+static const char *refusal(const struct stat *status, char *text, size_t text_bytes) {
+    if (!S_ISREG(status->st_mode)) {
+        return "it is no regular file";
+    }
+    if (status->st_uid != geteuid()) {
+        (void)snprintf(text, text_bytes, "it belongs to user %u, not to you; name another file",
+                       (unsigned)status->st_uid);
+        return text;
+    }
+    if (status->st_nlink != 1) {
+        (void)snprintf(text, text_bytes, "it has %lu names (hard links); remove it or name another file",
+                       (unsigned long)status->st_nlink);
+        return text;
+    }
+    return NULL;
+}
+
+static const char *why_not_opened(int reason) {
+    return reason == ELOOP   ? "it is a symbolic link; remove it or name another file"
+           : reason == ENXIO ? "it is no regular file"
+                             : strerror(reason);
+}
+
 int hr_trace_open(struct hr_trace_file *file, const char *path, int written, struct hr_error *error) {
     *file = (struct hr_trace_file){.fd = -1, .end = 1, .is_empty = 1};
-    /* nonblocking: the open of a pipe that nobody reads would wait */
-    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
-    if (fd < 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: %s", path, strerror(errno));
-    }
     struct stat status;
-    if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode)) {
-        (void)close(fd);
-        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: it is no regular file", path);
-    }
-    if (is_same_file(&status, written)) {
-        (void)close(fd);
+    if (stat(path, &status) == 0 && is_same_file(&status, written)) {
         return HORO_OK;
     }
-    if (ftruncate(fd, 0) != 0 || pwrite(fd, "[\n]\n", 4, 0) != 4) {
-        const int reason = errno;
-        (void)close(fd);
-        return hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: %s", path, strerror(reason));
+    /* nonblocking: the open of a pipe that nobody reads would wait */
+    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    char text[96];
+    const char *why = fd < 0                      ? why_not_opened(errno)
+                      : fstat(fd, &status) != 0   ? strerror(errno)
+                                                  : refusal(&status, text, sizeof text);
+    if (why == NULL && (ftruncate(fd, 0) != 0 || pwrite(fd, "[\n]\n", 4, 0) != 4)) {
+        why = strerror(errno);
+    }
+    if (why != NULL) {
+        const int failed = hr_fail(error, HORO_ERR_USAGE, "the timeline '%.512s' cannot be written: %s", path, why);
+        if (fd >= 0) {
+            (void)close(fd);
+        }
+        return failed;
     }
     file->fd = fd;
     return HORO_OK;

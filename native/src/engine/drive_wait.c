@@ -164,6 +164,7 @@ static int64_t note_held(struct hr_engine *engine, int64_t now_ns) {
 
 /* The time when the wait must end by itself. */
 static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int64_t now_ns) {
+    deadline_ns = earlier(deadline_ns, hr_log_check(&engine->node->log, now_ns));
     if (engine->driver.stage == HR_ENGINE_ENDING) {
         return engine->driver.flush_ns;
     }

@@ -46,8 +46,8 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
         (void)snprintf(text, text_bytes, "%s is gone: the connection to it was closed", who);
         return;
     case HR_REASON_SILENT:
-        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %lld s", who,
-                       (long long)(node->peer_timeout_ns / 1000000000));
+        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %g s", who,
+                       (double)node->peer_timeout_ns / 1e9);
         return;
     case HR_REASON_STALLED:
         (void)snprintf(text, text_bytes, "%s has not submitted what others wait for, or not gone on with it, for %g s",

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "base/op.h"
 #include "engine/by_nccl.h"
 
@@ -67,12 +68,13 @@ static void report_late(const struct hr_engine *engine, struct hr_nccl_team *tea
     const struct hr_node *node = engine->node;
     const int64_t now_ns = hr_now_ns();
     char last[HR_NCCL_LAST_BYTES];
+    char seconds[HR_SECONDS_BYTES];
     hr_log(&node->log, HORO_LOG_WARNING,
-           "%s has been removed, and its last work by NCCL, %s, has not ended on %s, for %lld s; the job goes on",
+           "%s has been removed, and its last work by NCCL, %s, has not ended on %s, for %s s; the job goes on",
            team->name, hr_nccl_name_last(team, last),
            team->comm.state == HR_NCCL_IDLE ? "this rank's GPU, or on one that it waits for"
                                             : "the GPUs of other ranks",
-           (long long)((now_ns - team->gone_ns) / 1000000000));
+           hr_seconds(now_ns - team->gone_ns, seconds));
     team->report_ns = now_ns + node->stall_warning_ns;
 }
 

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "engine/drive.h"
 #include "engine/stall.h"
 
@@ -91,21 +92,23 @@ static const char *name_team(const struct hr_lane *lane, char *text) {
 static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns) {
     char lines[HORO_MESSAGE_MAX + HORO_MESSAGE_MAX / 2];
     char where[TEAM_TEXT_BYTES];
+    char seconds[HR_SECONDS_BYTES];
     char more[64] = "";
     hr_stall_describe(lane, stalled, lines, sizeof lines);
     if (stalled->total > stalled->count) {
         (void)snprintf(more, sizeof more, " (%d of %d names)", stalled->count, stalled->total);
     }
     hr_log(&lane->node->log, HORO_LOG_WARNING,
-           "waiting%s for %lld s for ranks that have not submitted what others have%s; they may be slow or stopped, or "
+           "waiting%s for %s s for ranks that have not submitted what others have%s; they may be slow or stopped, or "
            "take another path through the program:%s",
-           name_team(lane, where), (long long)((now_ns - stalled->oldest_ns) / 1000000000), more, lines);
+           name_team(lane, where), hr_seconds(now_ns - stalled->oldest_ns, seconds), more, lines);
 }
 
 static void log_undecided(struct hr_lane *lane, const char *names, int64_t waited_ns) {
     char where[TEAM_TEXT_BYTES];
-    hr_log(&lane->node->log, HORO_LOG_WARNING, "waiting%s for %lld s for an answer, all here have submitted: %s",
-           name_team(lane, where), (long long)(waited_ns / 1000000000), names);
+    char seconds[HR_SECONDS_BYTES];
+    hr_log(&lane->node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
+           name_team(lane, where), hr_seconds(waited_ns, seconds), names);
 }
 
 /* Returns when to look again. */
@@ -192,8 +195,9 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
                                                     : "another rank");
     }
     char where[TEAM_TEXT_BYTES];
-    hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %lld s",
-           name_team(lane, where), name, (long long)(waited_ns / 1000000000));
+    char seconds[HR_SECONDS_BYTES];
+    hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %s s",
+           name_team(lane, where), name, hr_seconds(waited_ns, seconds));
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING);
     if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);

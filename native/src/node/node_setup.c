@@ -212,7 +212,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *
         .sockets_per_peer = setup->sockets_per_peer == 0 ? 1 : setup->sockets_per_peer,
         .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
         .sleeps_under_contention = setup->sleeps_under_contention != 0,
-        .log = {.level = setup->log_level, .rank = setup->rank},
+        .log = {.level = setup->log_level, .rank = setup->rank, .queue = setup->log_queue},
     };
     if (node->sockets_per_peer < 1 || node->sockets_per_peer > HORO_SOCKETS_PER_PEER_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "sockets_per_peer must be 1 to %d, not %d", HORO_SOCKETS_PER_PEER_MAX,

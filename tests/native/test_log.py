@@ -1,0 +1,215 @@
+"""Messages of the core reach Python's logging, and stderr where Python does not come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import ranks
+from ranks import Group, Rank, recorded_stderr, wait_for
+
+from horo import _log_lines
+from horo._core import Context
+from horo.errors import PeerLostError
+
+INFO, WARNING, ERROR = 2, 3, 4
+LATER_NS = 60_000_000_000
+
+
+class Queue:
+    """A queue that nobody takes from, as while a call of the program keeps the interpreter."""
+
+    def __init__(self, native: ModuleType) -> None:
+        self._native = native
+        self.made = native.lib.horo_create_log_queue()
+
+    def log(self, text: str, level: int = WARNING) -> None:
+        self._native.lib.shim_log(self.made, WARNING, level, text.encode())
+
+    def take(self) -> tuple[int, str] | None:
+        level, text = self._native.ffi.new("int32_t *"), self._native.ffi.new("char[]", 2048)
+        if self._native.lib.horo_take_line(self.made, level, text, 2048) != self._native.lib.HORO_OK:
+            return None
+        return level[0], self._native.ffi.string(text).decode()
+
+    def check(self, later_ns: int) -> int:
+        return int(self._native.lib.shim_log_check(self.made, later_ns))
+
+    def destroy(self) -> None:
+        self._native.lib.horo_destroy_log_queue(self.made)
+        self.made = self._native.ffi.NULL
+
+
+@pytest.fixture
+def queue(native: ModuleType) -> Iterator[Queue]:
+    made = Queue(native)
+    yield made
+    made.destroy()
+
+
+def test_messages_are_taken_in_order_with_their_levels_and_none_is_written(queue: Queue) -> None:
+    with recorded_stderr() as written:
+        for level in (INFO, WARNING, ERROR):
+            queue.log(f"level {level}", level)
+        assert [queue.take() for _ in range(4)] == [*((n, f"level {n}") for n in (INFO, WARNING, ERROR)), None]
+        assert queue.check(LATER_NS) == 0
+        assert written() == ""
+
+
+def test_what_nobody_takes_is_written_in_the_end_if_its_level_is_shown(queue: Queue) -> None:
+    with recorded_stderr() as written:
+        queue.log("fine", INFO)
+        queue.log("bad")
+        assert 0 < queue.check(0) < LATER_NS
+        assert written() == ""
+        assert queue.check(LATER_NS) == 0
+        assert written() == "horo [3] warning: bad\n"
+    assert queue.take() is None
+
+
+def test_a_full_queue_is_written_and_nothing_is_lost(native: ModuleType, queue: Queue) -> None:
+    room = native.lib.shim_log_capacity()
+    with recorded_stderr() as written:
+        for i in range(room + 1):
+            queue.log(str(i))
+        assert written() == "".join(f"horo [3] warning: {i}\n" for i in range(room))
+    assert queue.take() == (WARNING, str(room))
+
+
+def test_what_is_left_at_the_end_is_written_and_so_is_what_comes_after_a_stop(native: ModuleType, queue: Queue) -> None:
+    with recorded_stderr() as written:
+        queue.log("left")
+        native.lib.horo_stop_log_queue(queue.made)
+        queue.log("late")
+        queue.destroy()
+        assert written() == "horo [3] warning: late\nhoro [3] warning: left\n"
+
+
+def test_a_forked_child_writes_to_stderr(queue: Queue) -> None:
+    with recorded_stderr() as written:
+        child = os.fork()
+        if child == 0:
+            queue.log("of the child")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert written() == "horo [3] warning: of the child\n"
+    assert queue.take() is None
+
+
+class Kept(logging.Handler):
+    """Keeps what it gets, or hangs, or fails."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._act = act
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self._act()
+
+    def named(self, name: str) -> list[str]:
+        return [f"{each.levelname} {each.getMessage()}" for each in self.records if each.name == name]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kept]]:
+    """A handler of the program's; contexts log."""
+    monkeypatch.setattr(ranks, "Context", partial(Context, is_logged=True))
+    log = logging.getLogger("horo")
+    monkeypatch.setattr(log, "level", logging.INFO)
+    made: list[Kept] = []
+
+    def make(act: Callable[[], object] = lambda: None) -> Kept:
+        made.append(Kept(act))
+        log.addHandler(made[-1])
+        return made[-1]
+
+    yield make
+    for handler in made:
+        log.removeHandler(handler)
+
+
+def wait_in_vain(rank: Rank, until: Callable[[], bool]) -> None:
+    """Rank 0 submits nothing before rank 1 has waited for so long that it has told of that."""
+    try:
+        if rank.rank == 0:
+            wait_for(until)
+    finally:
+        rank.barrier("late")
+
+
+def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callable[..., Kept]) -> None:
+    handler = kept()
+
+    def is_told() -> bool:
+        return any("has not submitted 'late'" in text for text in handler.named("horo.engine"))
+
+    with recorded_stderr() as written, Group((2,), stall_warning_ms=300) as group:
+        group.run(lambda rank: wait_in_vain(rank, is_told))
+        assert written() == ""
+    first = handler.named("horo.engine")[0]
+    assert first.startswith("WARNING waiting for 0.3 s for ranks that have not submitted")
+
+
+def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., Kept]) -> None:
+    handler = kept()
+    seen: list[list[str]] = []
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            group.kill(0)
+            return
+        with pytest.raises(PeerLostError):
+            rank.barrier("never")
+        seen.append(handler.named("horo.engine"))
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+    assert any(text.startswith("ERROR the last events on this rank") for text in seen[0])
+
+
+def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) -> None:
+    def refuse() -> None:
+        raise RuntimeError("this handler is broken")
+
+    kept(refuse)
+
+    with recorded_stderr() as written, Group((2,), stall_warning_ms=300) as group:
+        group.run(lambda rank: wait_in_vain(rank, lambda: "has not submitted 'late'" in written()))
+        assert written().startswith("horo [1] warning: waiting for 0.3 s")
+
+
+def test_a_handler_that_hangs_holds_up_no_operation_and_not_the_end(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_log_lines, "_END_S", 0.0)
+    goes_on = threading.Event()
+    handler = kept(lambda: goes_on.wait(60))
+    with recorded_stderr() as written:
+        with Group((2,), stall_warning_ms=300) as group:
+            group.run(lambda rank: wait_in_vain(rank, lambda: bool(handler.records)))
+        assert not goes_on.is_set()
+        # The first record of a rank hangs with its thread; those behind it are written.
+        assert "horo [1] warning: the last events on this rank" in written()
+    goes_on.set()
+
+
+def test_a_message_of_the_end_itself_is_a_record(kept: Callable[..., Kept], tmp_path: Path) -> None:
+    handler = kept()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with Group((1,)) as group:
+            group.contexts[0].start_timeline(str(tmp_path / "t.json"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (text,) = handler.named("horo.engine")
+    assert text.startswith("WARNING the timeline ends here, since it cannot be written")
