@@ -71,7 +71,7 @@ def _call(store: StoreClient, wanted: Call, rank: int, process: int) -> Outcome:
 
 def _rank(environ: Mapping[str, str]) -> int:
     """The number of this process: from hororun, or from the MPI that hororun has used."""
-    own = environ.get("HOROVOD_RANK")  # what hororun sets; HORO_RANK may be one of the user's
+    own = environ.get("HORO_RANK")
     if own is not None:
         return int(own)
     mpi = read_variables(MpiVariables, environ)

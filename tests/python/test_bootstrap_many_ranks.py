@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -24,9 +28,10 @@ from horo.errors import TimeoutError
 INFO = PeerInfo.of(Launch("none", 0, 1, "h"), Config(), read_identity(None), "10.0.0.1", "1+abi1")
 
 
-def rendezvous(server: StoreServer, rank: int, size: int, host: str = "h", timeout_s: float = 20) -> Rendezvous:
-    store = StoreClient(*server.endpoints[0], SECRET, 20)
-    return Rendezvous(prefixed(store, "job/1/"), rank, size, host, timeout_s)
+@contextmanager
+def rendezvous(server: StoreServer, rank: int, size: int, host: str, timeout_s: float = 20) -> Iterator[Rendezvous]:
+    with StoreClient(*server.endpoints[0], SECRET, 20) as store:
+        yield Rendezvous(prefixed(store, "job/1/"), rank, size, host, timeout_s)
 
 
 def reply_bytes(size: int) -> int:
@@ -35,14 +40,14 @@ def reply_bytes(size: int) -> int:
     def start(rank: int) -> None:
         host = f"node{rank // 2:04}"
         identity = Identity(f"{rank // 2:036}", 7, 0, "")
-        own = rendezvous(server, rank, size, host)
-        own.enter()
         cpus = 3 << 2 * (rank % 2)
         info = replace(INFO, size=size, host=host, identity=identity, local=(rank % 2, 2), cpus=cpus)
-        peers = exchange_peer_info(own, info)
-        assert peers[rank] == replace(info, identity=peers[rank].identity, sources={})
-        assert group_ranks([peer.identity for peer in peers]).host_of_rank == tuple(r // 2 for r in range(size))
-        own.finish()
+        with rendezvous(server, rank, size, host) as own:
+            own.enter()
+            peers = exchange_peer_info(own, info)
+            assert peers[rank] == replace(info, identity=peers[rank].identity, sources={})
+            assert group_ranks([peer.identity for peer in peers]).host_of_rank == tuple(r // 2 for r in range(size))
+            own.finish()
 
     with serving() as server:
         assert run_threads([lambda rank=rank: start(rank) for rank in range(size)]) == [None] * size  # type: ignore[misc]
@@ -56,8 +61,8 @@ def test_what_ranks_read_grows_with_their_number_not_with_its_square() -> None:
 
 
 def test_of_the_ranks_of_one_host_one_warns_each_time() -> None:
-    with serving() as server:
-        ranks = [rendezvous(server, rank, 4, host) for rank, host in enumerate("aaab")]
+    with serving() as server, ExitStack() as stack:
+        ranks = [stack.enter_context(rendezvous(server, rank, 4, host)) for rank, host in enumerate("aaab")]
         first = [rank._speaks_for_host("topic/0", 1) for rank in ranks]
         again = [rank._speaks_for_host("topic/0", 2) for rank in reversed(ranks)]
     assert first == [True, False, False, True]
@@ -72,10 +77,8 @@ def test_each_rank_names_those_missing_when_its_own_time_is_over() -> None:
         own.enter()
         own.share("topic", b"", lambda _: b"")
 
-    with serving() as server:
-        ranks = [
-            rendezvous(server, rank, 3, host, timeout_s) for rank, host, timeout_s in ((0, "a", 0.4), (1, "b", 0.2))
-        ]
+    with serving() as server, ExitStack() as stack:
+        ranks = [stack.enter_context(rendezvous(server, rank, 3, host, time_s)) for rank, host, time_s in TWO]
         ends = run_threads([lambda own=own: come(own) for own in ranks])  # type: ignore[misc]
     for end, time_s in zip(ends, ("0.4", "0.2"), strict=True):
         assert isinstance(end, TimeoutError)
@@ -86,14 +89,15 @@ def test_each_rank_names_those_missing_when_its_own_time_is_over() -> None:
 def test_a_rank_that_waits_for_rank_0_names_those_for_whom_that_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "horo")
     monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
-    said = "rank 2 (name2) has waited 0 s in init(): rank 1 has not called horo.torch.init()"
+    said = re.compile(r"^rank 2 \(name2\) has waited \d+ s in init\(\): rank 1 has not called horo\.torch\.init\(\)$")
     with serving() as server:
         environs = environments(server, 3)
         early: list[Connection | BaseException] = []
         thread = threading.Thread(target=lambda: early.extend(join_all([environs[0], environs[2]])))
         thread.start()
-        wait_until(lambda: said in caplog.text)
+        wait_until(lambda: any(said.match(record.getMessage()) for record in list(caplog.records)))
         late = join_all(environs[1:2])
         thread.join(30)
     for connection in (*early, *late):
