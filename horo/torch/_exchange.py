@@ -10,6 +10,7 @@ import torch
 from horo.errors import HoroError, MismatchError
 from horo.torch import _runtime
 from horo.torch._gradients import (
+    Group,
     PackedGradient,
     ParameterState,
     PendingReduction,
@@ -76,9 +77,9 @@ class Exchange(Member):
                 if grad is not None:
                     self._set_pending([member], UnsentReduction(member, grad, _kind(member), self.options))
             return
-        if state.group is not None:
-            members = [s for s in state.group.states if s.parameter.requires_grad or s.held]
-            self._submit_dense(state.group.name, members, sync)
+        group = _group_of(state)
+        if group is not None:
+            self._submit_dense(group.name, [member for member in group.states if _group_of(member)], sync)
             return
         grad = state.parameter.grad
         if grad is not None and self._travels_sparse(state, grad):
@@ -99,7 +100,8 @@ class Exchange(Member):
             trained = [other for other in self.states.values() if other.parameter.requires_grad]
             self._marked = min(trained or [state], key=lambda item: item.name)
         first = self._marked
-        return mark if state is first or (state.group is not None and state.group is first.group) else 0
+        group = _group_of(state)
+        return mark if state is first or (group is not None and group is _group_of(first)) else 0
 
     def _submit_dense(self, name: str, states: Sequence[ParameterState], sync: bool) -> None:
         packed = [self._pack(state) for state in states]
@@ -270,8 +272,14 @@ def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
+def _group_of(state: ParameterState) -> Group | None:
+    """The group in which its gradient travels. That of a parameter that was frozen meanwhile travels alone."""
+    return state.group if state.parameter.requires_grad or state.held else None
+
+
 def _request_name(state: ParameterState) -> str:
-    return state.name if state.group is None else state.group.name
+    group = _group_of(state)
+    return state.name if group is None else group.name
 
 
 def _kind(state: ParameterState) -> str:

@@ -37,6 +37,8 @@ class StepProgress:
     def __init__(self) -> None:
         self.reductions = 0
         self.is_at_step = False
+        self.trained: list[ParameterState] = []
+        """The parameters that required grad in the last reduction."""
         self.inputs: StepInputs | None = None
         """The inputs of the last step, where the next reduction compares them over all ranks."""
         self.steps = 0

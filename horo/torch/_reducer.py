@@ -156,6 +156,8 @@ class GradientReducer(Exchange):
         self.progress.begin()
         self.begin_step()
         self._due = self._active()
+        if self._due != self.progress.trained:
+            self.progress.trained = [state for state in self._due if state.parameter.requires_grad]
         self.name_gradients()
         has_unchecked = self._checked < len(self.states)
         if has_unchecked:
@@ -338,8 +340,17 @@ class GradientReducer(Exchange):
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
 
     def _active(self) -> list[ParameterState]:
-        """The parameters that take part in this step, in an order that all ranks share."""
-        return [state for state in self.adopt() if state.parameter.requires_grad or state.pending or state.held]
+        """The parameters that take part in this step, in an order that all ranks share.
+
+        One that was frozen since the last reduction takes part once more, with what it has accumulated until then.
+        """
+        active = [state for state in self.adopt() if state.parameter.requires_grad or state.pending or state.held]
+        before = self.progress.trained
+        if active == before or not self.leaves_unused:
+            return active
+        frozen = {state for state in before if not state.parameter.requires_grad}
+        frozen.update(active)
+        return [state for state in self.states.values() if state in frozen]
 
     def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> Group:
         states = [self.states[parameter] for parameter in self.states if any(parameter is member for member in members)]

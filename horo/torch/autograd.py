@@ -12,7 +12,7 @@ Horovod's:
   1/N of the gradient of the summed losses, so parameters whose gradients ``DistributedOptimizer`` averages get 1/N of
   that of the mean loss through it. ``result.register_hook(lambda gradient: gradient * hvd.size())`` makes up for that.
 - ``reducescatter``: the gradients of all ranks for their rows, for all but ``Average`` times N. It is N times the
-  gradient of the summed losses, and that of ``allreduce`` together with ``allgather``. Alone, it wants
+  gradient of the summed losses, and that of ``allreduce`` together with ``allgather``. Alone, it needs
   ``gradient / hvd.size()`` in such a hook.
 
 N is the number of ranks that take part. Factors are applied to gradients as to values.

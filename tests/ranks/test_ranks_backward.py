@@ -118,6 +118,34 @@ def test_no_sync_and_passes_per_step_save_exchanges(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"op": hvd.Sum}], ids=["alone", "in a group", "summed"])
+@pytest.mark.parametrize("used", [[0, 1], [1]], ids=["by all", "by one rank"])
+def test_what_a_frozen_parameter_has_accumulated_is_averaged(
+    ranks2: RankPool, options: dict[str, Any], used: list[int]
+) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model, **options)
+        optimizer.step()
+        optimizer.zero_grad()
+        alone = copy.deepcopy(model)
+        for ranks in (used, range(2)):
+            torch.stack([make_loss(alone, rank) for rank in ranks]).sum().div(2).backward()
+            alone[2].requires_grad_(False)
+        wanted = [grad * (2 if "op" in options else 1) for grad in gradients_of(alone) if grad is not None]
+        if hvd.rank() in used:
+            with optimizer.no_sync():
+                make_loss(model, hvd.rank()).backward()
+        model[2].requires_grad_(False)
+        make_loss(model, hvd.rank()).backward()
+        assert_close(gradients_of(model), wanted)
+        optimizer.step()
+        model[2].requires_grad_(True)
+        optimizer.zero_grad()
+
+    ranks2.run(check)
+
+
 def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends(ranks2: RankPool) -> None:
     def check() -> None:
         model = make_model()

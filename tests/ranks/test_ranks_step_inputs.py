@@ -1,4 +1,4 @@
-"""What ranks step by besides gradients, the loss scale and the learning rate: it stays equal, or ranks are told."""
+"""The inputs of a step besides gradients, loss scale and learning rate: they stay equal, or ranks get an error."""
 
 from __future__ import annotations
 
