@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from horo._answers import Answers
@@ -15,7 +15,7 @@ from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._event import Event, event_of
 from horo._log_lines import LogLines
 from horo._native import ffi, lib
-from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor
+from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
 from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
 
 __all__ = [
@@ -103,6 +103,7 @@ def create_wake() -> int:
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _OK = lib.HORO_OK
 _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.horo_finish  # looked up once, not per call
+_words = Words()
 
 
 class Context:
@@ -166,7 +167,7 @@ class Context:
         if buffer.last_handle[0] == 0:
             self._submit_again(buffer)
         if buffer.offers:
-            self._wait_and_keep(buffer.last_handle[0])
+            self._release_failed(self.wait, buffer.last_handle[0])
         else:
             self.finish(buffer.last_handle[0])
 
@@ -211,7 +212,7 @@ class Context:
         if status != _OK:
             close_all((*(control_fds or ()), *(data_fds or ())))
         _check(status, error)
-        self._wait_and_keep(out[0])
+        self._release_failed(self.wait, out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
         self.release(out[0])
         return team
@@ -246,10 +247,10 @@ class Context:
         """The rank that joined last, by a handle of ``start_join`` that is finished; negative for any other."""
         return int(lib.horo_joined_last(self._context, handle))
 
-    def _wait_and_keep(self, handle: int) -> None:
-        """As ``wait``, but releases the handle if its request failed."""
+    def _release_failed(self, wait: Callable[[int], None], handle: int) -> None:
+        """Waits, and releases the handle if its request failed."""
         try:
-            self.wait(handle)
+            wait(handle)
         except HoroError:  # an error of the core; after an exception of a signal handler, the request stays in progress
             self.release_if_done(handle)
             raise
@@ -333,11 +334,7 @@ class Context:
             HoroError: the error of the request; its handle is released.
             BaseException: the exception of a signal handler, as from ``wait``; then the handle stays valid.
         """
-        try:
-            self.finish_or_keep(handle)
-        except HoroError:  # as in _wait_and_keep
-            self.release_if_done(handle)
-            raise
+        self._release_failed(self.finish_or_keep, handle)
 
     def finish_or_keep(self, handle: int) -> None:
         """As ``finish``, but the handle of a request that has failed stays valid."""
@@ -501,16 +498,6 @@ _BLOCKED_EVERY_S = 0.5
 
 def _error_buffer() -> Any:
     return ffi.new("char[]", lib.HORO_MESSAGE_MAX)
-
-
-class _Words(threading.local):
-    """The sentence of the error of a thread's last wait: the core writes it while nobody can release the request."""
-
-    def __init__(self) -> None:
-        self.chars = _error_buffer()
-
-
-_words = _Words()
 
 
 def _as_words(text: str) -> bytes:

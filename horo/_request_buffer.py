@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
+import threading
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from horo._native import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor"]
+__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words"]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -282,6 +283,13 @@ class TakenResult:
             return None
         kept = ffi.gc(self.data[0], functools.partial(_keep, self.data), self.bytes[0])
         return ffi.buffer(kept, self.bytes[0])
+
+
+class Words(threading.local):
+    """The sentence of the error of a thread's last wait: the core writes it while nobody can release the request."""
+
+    def __init__(self) -> None:
+        self.chars = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
 
 
 def _free_target(pointer: Any, free: Any = lib.horo_free) -> None:  # at the end of Python, `lib` may be gone first

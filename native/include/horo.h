@@ -332,8 +332,7 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, i
 
 /*
  * Makes, on one rank for horo_setup, what a host's ranks share: a memfd of so many zero bytes, which can grow but not
- * shrink, and a nonblocking eventfd at zero. Both are close-on-exec and the caller's. HORO_OK, or HORO_ERR_RESOURCE
- * with a sentence.
+ * shrink, and a nonblocking eventfd at zero; close-on-exec, the caller's. HORO_OK or HORO_ERR_RESOURCE, a sentence.
  */
 HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes);
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes);
@@ -410,29 +409,26 @@ HORO_API int horo_joined_last(horo_context *context, int64_t handle);
 HORO_API int horo_poll(horo_context *context, int64_t handle);
 /*
  * As horo_poll, but waits up to timeout_ms first; returns HORO_IN_PROGRESS early when a signal interrupted the wait,
- * so that Python can run its handlers. The request goes on meanwhile, driven by the background thread.
- *
- * Several threads may wait for one handle, by this function or horo_finish. Each that waits when another one releases
- * the handle gets what has become of the request all the same, at once; one that comes later gets HORO_ERR_HANDLE. The
- * sentence of an error goes to `error` (NULL, 0: horo_error has it, as long as nobody has released the handle).
+ * so that Python can run its handlers. The request goes on meanwhile, driven by the background thread. Where several
+ * threads wait for one handle, each gets what has become of the request when it is done, whoever releases the handle;
+ * who comes later gets HORO_ERR_HANDLE. `error` gets the sentence of an error (NULL: see horo_error).
  */
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes);
 /* Waits likewise until any of several requests is done or has failed: HORO_OK; an unknown handle counts as done. */
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms);
 /*
- * horo_wait and, where that is HORO_OK and no other thread has done so meanwhile, horo_release at once. Of an allgather
- * or alltoall the first extents are lost, and what horo has allocated: only with HORO_SUBMIT_INTO.
+ * horo_wait and, after HORO_OK, horo_release at once, unless another thread has meanwhile. Of an allgather or alltoall
+ * the first extents are lost, and what horo has allocated: only with HORO_SUBMIT_INTO.
  */
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes);
 /*
- * The threads of this rank that wait, for some time already: nothing more comes from it until one of these requests is
- * done, unless a thread may still submit something, which `others` names (empty: none may). Rank 0 puts together what
- * all ranks say. Where all wait and nothing can finish, it asks all once more, and when they answer the same, the group
- * ends with HORO_ERR_DEADLOCK; with a thread that may still submit, a warning is logged. `question` is what
- * horo_blocked_question returned before the threads were looked at. A report holds until a request of this rank is
- * submitted or done, and until the next one; count 0 takes it back. Repeating one costs nothing. Ignored: one with a
- * request that is done, or with more than HORO_WAITING_MAX threads, and all where stall_warning_ms is 0. Never blocks.
- * HORO_OK, or as horo_poll.
+ * The threads of this rank that have waited for some time: nothing more comes from it until one of these requests is
+ * done, unless a thread may still submit something, which `others` names (empty: none may). Where all ranks wait and
+ * nothing can finish, rank 0 asks all once more, and when they answer the same, the group ends with HORO_ERR_DEADLOCK;
+ * with a thread that may still submit, a warning is logged. `question` is what horo_blocked_question returned before
+ * the threads were looked at. A report holds until a request of this rank is submitted or done, and until the next one;
+ * count 0 takes it back. Repeating one costs nothing. Ignored: one with a request that is done, or with more than
+ * HORO_WAITING_MAX threads, and all where stall_warning_ms is 0. Never blocks. HORO_OK, or as horo_poll.
  */
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
                                  const char *others);
@@ -465,16 +461,12 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
 /*
  * After an allgather or alltoall: the result of tensor `index` of the request. *rows is the first extent of the result
  * and first_dims (room for as many values as the team has members) how many of them come from each rank. The memory
- * passes to the caller: horo_free. Where it is the caller's already (HORO_SUBMIT_INTO), *data is NULL, and *bytes what
- * was written.
+ * passes to the caller: horo_free. With HORO_SUBMIT_INTO it is the caller's: *data is NULL, *bytes what was written.
  */
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims);
 HORO_API void horo_free(void *data);
-/*
- * Forgets a finished handle. HORO_ERR_USAGE: it is pending, and stays; HORO_ERR_HANDLE: another thread has been first.
- * Calls that wait for it go on to return what has become of the request.
- */
+/* Forgets a finished handle. HORO_ERR_USAGE: it is pending, and stays. HORO_ERR_HANDLE: it has been released. */
 HORO_API int horo_release(horo_context *context, int64_t handle);
 
 /* HORO_OK while the group is whole; after a loss the status and sentence that every request now gets. */
@@ -485,10 +477,9 @@ HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
 /*
- * The last events of this rank, at most `capacity` and at most HORO_EVENTS_MAX of them, in the order in which they were
- * noted. Never blocks and holds nobody up: an event that is being noted meanwhile may be missing. events has room for
- * `capacity`. Returns how many were written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED,
- * HORO_ERR_FORKED.
+ * The last events of this rank, at most `capacity` (the room in events) and HORO_EVENTS_MAX, in the order in which they
+ * were noted. Never blocks and holds nobody up: one that is being noted meanwhile may be missing. Returns how many were
+ * written, or HORO_ERR_USAGE (a negative capacity), HORO_ERR_NOT_INITIALIZED, HORO_ERR_FORKED.
  */
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
 
@@ -497,7 +488,6 @@ HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int
  * after each write; a thread of horo's own does that every 50 ms. `about` is put into the arguments of its first event:
  * members of a JSON object, or empty. marks_batches: an event also for each batch that begins. What was in the file is
  * lost, but where it is being written already it goes on, and only marks_batches changes; another file is closed first.
- *
  * HORO_ERR_USAGE with a sentence: the file cannot be written; what is being written goes on. stop: writes what is left;
  * nothing where there is none. horo_destroy does that as well. Neither waits for other ranks.
  */

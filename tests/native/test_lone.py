@@ -36,6 +36,26 @@ def until_counted(rank: Rank, steps: Callable[[], None]) -> int:
             return counted(rank)
 
 
+def test_a_long_spin_counts_as_well_and_ends_with_the_time_of_its_wait() -> None:
+    """A minute, which a wait that heeded nothing else would take; ``HORO_SPIN_US`` may be a second."""
+    has_looked = threading.Event()
+
+    def body(rank: Rank) -> int:
+        many = until_counted(rank, lambda: allreduce(rank, 1, 3))
+        if rank.rank == 0:
+            handle = rank.submit("barrier", "late", [], sync=True)
+            status = _core.lib.horo_wait(rank.context._context, handle, 2, _core.ffi.NULL, 0)
+            has_looked.set()
+            assert status == _core.lib.HORO_IN_PROGRESS
+            rank.finish(handle)
+        else:
+            assert has_looked.wait(30)
+            rank.barrier("late")
+        return many
+
+    assert min(run_ranks(body, [2], spin_us=60_000_000, sleeps_under_contention=False)) > 0
+
+
 def gather(rank: Rank, op: str, name: str, array: np.ndarray, **options: Any) -> np.ndarray:
     """An allgather or alltoall of one tensor, as a caller that waits for it at once."""
     tensor = describe([array], [array])[0]

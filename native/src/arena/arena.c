@@ -8,30 +8,37 @@
 
 #include "base/cut.h"
 
-enum { PAGE = 4096 };
+enum {
+    SEGMENT_UNIT = 4096,
+    PAGES = 1 << 16, /* a multiple of the pages of every kernel, which have 4, 16 or 64 KiB */
+};
 
 _Static_assert(HR_TEAMS_MAX == 64, "a bit per team in a word");
 
-/* Offsets of the parts of a partition; the last one is the size. */
+/*
+ * Offsets of the parts of a partition, and of the end of its words; the last one is the size. It is whole pages, and so
+ * is what stands before the rings: partitions are mapped by themselves, and pages from the rings on given back.
+ */
 struct layout {
-    size_t blocks, request_rings, log_ring, slots, bytes;
+    size_t blocks, words_end, request_rings, log_ring, slots, bytes;
 };
 
 static struct layout lay_out(int local_size, size_t segment_bytes) {
     const size_t ranks = (size_t)local_size;
     struct layout layout;
     layout.blocks = hr_round_up(sizeof(struct hr_partition_header), HR_LINE);
-    layout.request_rings = hr_round_up(layout.blocks + ranks * sizeof(struct hr_partition_block), PAGE);
+    layout.words_end = layout.blocks + ranks * sizeof(struct hr_partition_block);
+    layout.request_rings = hr_round_up(layout.words_end, PAGES);
     layout.log_ring = layout.request_rings + ranks * HR_REQUEST_RING_BYTES;
-    layout.slots = hr_round_up(layout.log_ring + HR_LOG_RING_BYTES, PAGE);
-    layout.bytes = layout.slots + ranks * 2 * segment_bytes;
+    layout.slots = hr_round_up(layout.log_ring + HR_LOG_RING_BYTES, SEGMENT_UNIT);
+    layout.bytes = hr_round_up(layout.slots + ranks * 2 * segment_bytes, PAGES);
     return layout;
 }
 
 /* The bytes before the partitions. */
 static size_t common_bytes(int local_size) {
     const size_t blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
-    return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGE);
+    return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGES);
 }
 
 static size_t partition_offset(const struct hr_arena *arena, int team) {
@@ -74,9 +81,9 @@ static int check_size(const struct hr_arena *arena, struct hr_error *error) {
 
 int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
                  size_t segment_bytes, struct hr_error *error) {
-    if (segment_bytes < PAGE || segment_bytes % PAGE != 0) {
+    if (segment_bytes == 0 || segment_bytes % SEGMENT_UNIT != 0) {
         return hr_fail(error, HORO_ERR_USAGE, "segment size %zu is not a positive multiple of %d bytes", segment_bytes,
-                       PAGE);
+                       SEGMENT_UNIT);
     }
     struct hr_arena mapped = {
         .base = memory,
@@ -164,7 +171,7 @@ int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_p
         return 0;
     }
     const struct layout layout = lay_out(arena->local_size, partition->segment_bytes);
-    memset(partition->base, 0, layout.request_rings);
+    memset(partition->base, 0, layout.words_end);
     (void)madvise(partition->base + layout.request_rings, layout.bytes - layout.request_rings, MADV_REMOVE);
     atomic_store(&arena->header->leave_at[team], 0);
     atomic_store(&arena->header->stall_report_ns[team], 0);

@@ -165,9 +165,18 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns,
     }
 }
 
+/* When to stop spinning: not behind the deadline. 0: it looks once. */
+static int64_t end_of_spin(int64_t now_ns, int64_t spin_ns, int64_t deadline_ns) {
+    if (spin_ns <= 0) {
+        return 0;
+    }
+    const int64_t end_ns = now_ns + spin_ns;
+    return deadline_ns != 0 && deadline_ns < end_ns ? deadline_ns : end_ns;
+}
+
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns,
                  int64_t deadline_ns) {
-    for (int64_t end_ns = spin_ns > 0 ? now_ns + spin_ns : 0;;) {
+    for (int64_t end_ns = end_of_spin(now_ns, spin_ns, deadline_ns);;) {
         if (spin(node, ready, arg, now_ns, end_ns)) {
             return HORO_OK;
         }
@@ -180,7 +189,7 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         }
         /* one look: spinning has been tried */
         now_ns = hr_now_ns();
-        end_ns = awoken == AWOKEN_TO_LOOK || spin_ns <= 0 ? 0 : now_ns + spin_ns;
+        end_ns = awoken == AWOKEN_TO_LOOK ? 0 : end_of_spin(now_ns, spin_ns, deadline_ns);
     }
 }
 

@@ -1,0 +1,75 @@
+"""Kernels with pages of 16 or 64 KiB, as on servers with aarch64: a double of theirs is loaded before the C library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doubles import build_double
+
+# Two ranks map the memory of their host by its descriptor. What a process set has used is given back with it.
+SCRIPT = """
+import os, sys, threading
+import numpy as np
+from fabric import make_setups
+from ranks import Rank
+from horo import _core
+
+page, segment = map(int, sys.argv[1:])
+for teams in 1, 2, 3:
+    assert _core.arena_bytes(3, segment, teams) % page == 0
+setups = make_setups([2], segment_bytes=segment)
+memory = os.dup(setups[0].arena_fd)
+ranks = [Rank(_core.Context(setup)) for setup in setups]
+blocks = []
+
+def check(rank, **options):
+    for count in 3, 300_000:
+        array = np.arange(count) + float(rank.rank)
+        rank.allreduce(array, f"x{count}", **options)
+        assert np.array_equal(array, 2.0 * np.arange(count) + 1)
+
+def body(rank):
+    check(rank)
+    for turn in range(3):
+        rank.barrier(f"before {turn}")
+        if rank.rank == 0:
+            blocks.append(os.fstat(memory).st_blocks)
+        team = rank.context.add_team([0, 1])
+        check(rank, team=team)
+        rank.context.remove_team(team)
+    rank.barrier("end")
+    rank.context.destroy()
+
+threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*blocks)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("segment", [4096, 3 * 4096, 1 << 18])
+@pytest.mark.parametrize("page", [1 << 14, 1 << 16])
+def test_ranks_share_memory_in_larger_pages(tmp_path: Path, page: int, segment: int) -> None:
+    folder = Path(__file__).resolve().parent
+    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    double = build_double("libpages.so", tmp_path, PAGE_BYTES=page)
+    preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(double)]))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", str(page), str(segment)],
+        env={**os.environ, "LD_PRELOAD": preload},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = map(int, done.stdout.split())
+    few = 8 * page // 512  # the words of the set that are cleared one by one
+    assert second <= first + few and third <= second + few, "what the process set has used is still there"
