@@ -40,7 +40,8 @@ static void describe_broken_link(const struct hr_node *node, struct hr_abort end
 static void describe_early_end(const struct hr_engine *engine, const char *who, const char *words, char *text,
                                size_t text_bytes) {
     /* the caller's, who writes it at any time */
-    const long long step = engine->step == NULL ? 0 : (long long)__atomic_load_n(engine->step, __ATOMIC_RELAXED);
+    const int64_t *shown = atomic_load(&engine->step);
+    const long long step = shown == NULL ? 0 : (long long)__atomic_load_n(shown, __ATOMIC_RELAXED);
     if (step == 0) {
         (void)snprintf(text, text_bytes, "%s %s, without a call that others wait for", who, words);
         return;
