@@ -22,7 +22,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi29";
+    return "0.1.0+abi30";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -128,7 +128,7 @@ HORO_API void horo_leave(horo_context *context, int32_t status, const char *word
 }
 
 HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
-    context->engine.step = step;
+    atomic_store(&context->engine.step, step);
 }
 
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {

@@ -70,4 +70,5 @@ def side_by_side(command: Sequence[str], endings: Sequence[Ending], store: Store
     none_came = store is not None and store.connected_count == 0 and not any(each.note.joined for each in endings)
     if len(endings) < 2 or not runs_python or not none_came or any(each.failed for each in endings):
         return ""
-    return f"no rank called init() of horo: for horo, {len(endings)} copies ran side by side"
+    copies = len(endings)
+    return f"no rank called init() of horo: for horo, {copies} copies ran side by side; is hvd.init() missing?"

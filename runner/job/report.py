@@ -125,11 +125,18 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
     the last lines on its stderr follow.
     """
     note = cause.note
-    if note.error and not cause.lost:
-        how = f"ended with {note.error} ({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
-    else:
+    endings = list(endings)
+    left = [each.rank for each in endings if each.rank == note.points_at and not each.failed]
+    kind, _, words = note.error.partition(": ")
+    place = f"({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
+    if cause.lost or not note.error:
         how = ("was " if cause.lost or cause.signal else "") + how_it_ended(cause)
-    text = printable(f"hororun: rank {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
+    elif left and words.startswith("rank "):  # that one has ended well, but too early
+        how = f"ended with {kind} {place}"
+    else:
+        words, how = "", f"ended with {note.error} {place}"
+    reason = f"{words}; so " if left and words else ""
+    text = printable(f"hororun: {reason}rank {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
     if not note.error:
         text += _last_lines(cause)
     groups: dict[str, list[int]] = {}

@@ -52,6 +52,29 @@ def test_slurm_says_that_a_job_has_failed(slurm: Slurm, tmp_path: Path) -> None:
     assert "exited with code 1" in job.output
 
 
+ASKS_FOR_A_REQUEUE = """
+import sys
+from horo._bootstrap.job import start
+from horo._core import OPS, RequestBuffer
+job = start()
+job.context.finish(job.context.submit(RequestBuffer.of(OPS["barrier"], "last")))
+sys.exit(75)
+"""
+
+
+def test_slurm_is_asked_for_a_requeue_by_the_script_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
+    """All ranks come through the barrier, whichever ends first, and srun exits with their code."""
+    page = (ROOT / "docs" / "how-to" / "preemption.md").read_text()
+    (tmp_path / "job.sh").write_text(page.partition("```bash script=srun\n")[2].partition("```")[0])
+    (tmp_path / "train.py").write_text(ASKS_FOR_A_REQUEUE)
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > "{tmp_path}/scontrol.log"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    job = slurm.batch(tmp_path, "--ntasks-per-node=2", "job.sh", environment={"PATH": f"{tmp_path}:{VENV}"})
+    assert (job.state, job.exit_code) == ("FAILED", "75:0"), job.output
+    assert job.output.count("Error") == 0
+    assert (tmp_path / "scontrol.log").read_text() == f"requeue {job.number}\n"
+
+
 @pytest.mark.parametrize("name", ["pbs", "lsf", "sge"])
 def test_other_systems_by_what_they_set(cluster: Cluster, tmp_path: Path, name: str) -> None:
     a, b = (host.name for host in cluster.hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -66,6 +67,35 @@ def test_bytes_that_are_no_message_end_the_job(said: bytes, sender: int, capfd: 
     assert "the engine stops: internal error" in capfd.readouterr().err
 
 
+SILENT, CLOSED = 3, 2
+TOLD = {
+    SILENT: (
+        r"rank 1 \(host1\) is out of reach: no answer for \d+ s, seen from rank 2 \(host2\)",
+        r"this rank is out of reach of rank 2 \(host2\): no answer for \d+ s",
+    ),
+    CLOSED: (
+        r"rank 1 \(host1\) is gone: the connection to it was closed, seen from rank 2 \(host2\)",
+        r"the connection of rank 2 \(host2\) to this rank was closed",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", [SILENT, CLOSED])
+def test_all_are_told_between_which_two_ranks_a_connection_is_broken(reason: int) -> None:
+    with Group([1, 1, 1]) as group:
+
+        def body(rank: Rank) -> str:
+            with pytest.raises(PeerLostError) as error:
+                rank.barrier(f"of {rank.rank}")  # which no other rank calls
+            return str(error.value)
+
+        group.say(0, framed(oracle.lost_message(1, -40, reason, 2)))  # to rank 1, which passes it on
+        told = group.run(body)
+    seen, own = TOLD[reason]
+    for text, expected in zip(told, (seen, own, seen), strict=True):
+        assert re.match(expected, text), text
+
+
 def test_a_leader_that_reads_nothing_is_out_of_reach() -> None:
     """Nobody is at the other end, which stays open: a process that is stopped."""
     nobody, setup = make_setups([1, 1], tcp=True, peer_timeout_ms=1000)
@@ -74,7 +104,9 @@ def test_a_leader_that_reads_nothing_is_out_of_reach() -> None:
         rank = Rank(context)
         arrays = [np.zeros((1,) * 64)] * (1 << 15)  # 512 bytes each in the announcement: more than a connection buffers
         handle = rank.submit("allreduce", "x", arrays, reduce_op=1)
-        with pytest.raises(PeerLostError, match=r"rank 0 \(host0\) is out of reach: no answer for 1 s"):
+        with pytest.raises(
+            PeerLostError, match=r"rank 0 \(host0\) is out of reach: no answer for 1 s, seen from rank 1 "
+        ):
             rank.finish(handle)
         context.destroy()
     finally:

@@ -252,10 +252,10 @@ def test_batches_round_trip(wire: Wire, refs: list[tuple[int, str]], gathered: l
     assert wire.rows_of(message) == gathered
 
 
-@given(rank=ranks | st.just(-1), status=errors, reason=st.sampled_from(oracle.REASONS))
-def test_losses_round_trip(wire: Wire, rank: int, status: int, reason: int) -> None:
-    data = wire.written(wire.lib.shim_wire_put_lost, rank, status, reason)
-    assert data == oracle.lost_message(rank, status, reason)
+@given(rank=ranks | st.just(-1), status=errors, reason=st.sampled_from(oracle.REASONS), by=ranks | st.just(-1))
+def test_losses_round_trip(wire: Wire, rank: int, status: int, reason: int, by: int) -> None:
+    data = wire.written(wire.lib.shim_wire_put_lost, rank, status, reason, by)
+    assert data == oracle.lost_message(rank, status, reason, by)
     assert wire.status(data) == OK
     code, message = wire.decode(data)
     assert (code, message.type, message.rank, message.status) == (OK, oracle.LOST, rank, status)
@@ -445,6 +445,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "loss with an unknown error": oracle.lost_message(1, -59, 1),
             "loss that is none": oracle.lost_message(1, 0, 1),
             "loss of rank -2": oracle.lost_message(-2, -40, 1),
+            "loss found by rank -2": oracle.lost_message(1, -40, 1, -2),
             "loss without a reason": oracle.lost_message(1, -40, 0),
             "loss with an unknown reason": oracle.lost_message(1, -40, 7),
             "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),

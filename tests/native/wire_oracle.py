@@ -111,9 +111,9 @@ def request_message(origin: int, status: int, text: bytes, body: bytes, values: 
     return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + rows(values) + body
 
 
-def lost_message(rank: int, status: int, reason: int) -> bytes:
-    """LOST; rank -1 if nobody knows which."""
-    return struct.pack("<BiiB", LOST, rank, status, reason)
+def lost_message(rank: int, status: int, reason: int, by: int = 0) -> bytes:
+    """LOST, found by a rank; -1 if nobody knows which."""
+    return struct.pack("<BiiBi", LOST, rank, status, reason, by)
 
 
 def data_message(kind: int, number: int, data: bytes, at: int = 0) -> bytes:

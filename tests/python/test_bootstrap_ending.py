@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from horo._bootstrap import ending
 from horo._bootstrap.ending import (
     culprit_of,
     culprit_of_chain,
@@ -197,7 +196,8 @@ before = sys.excepthook, sys.exit, threading.excepthook
 from horo._bootstrap import ending
 told = []
 def watch():
-    ending.watch_exceptions(lambda error, where: told.append(repr(error)), lambda thread, error: told.append(repr(error)))
+    tell, note = (lambda error, where: told.append(repr(error))), (lambda thread, error: told.append(repr(error)))
+    ending.watch_exceptions(tell, note)
 def now():
     return sys.excepthook, sys.exit, threading.excepthook
 watch()

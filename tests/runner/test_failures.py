@@ -117,7 +117,7 @@ def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(
     done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         0,
-        "hororun: no rank called init() of horo: for horo, 2 copies ran side by side\n",
+        "hororun: no rank called init() of horo: for horo, 2 copies ran side by side; is hvd.init() missing?\n",
     )
     assert hororun.run("-np", "1", "train.py", where=where, cwd=tmp_path).stderr == ""
     assert hororun.run("-np", "2", "true", where=where).stderr == ""

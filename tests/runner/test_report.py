@@ -75,6 +75,17 @@ def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end
     )
 
 
+def test_a_rank_that_has_ended_well_but_too_early_is_named_first() -> None:
+    words = "rank 1 (h) came to the end of its script after 30 steps, while rank 0 is in step 31: use drop_last"
+    waits = Ending(0, "h", code=1, note=Note(error=f"AbortedError: {words}", where="train.py, line 7", points_at=1))
+    endings = [Ending(1, "h"), waits]
+    assert root_cause(endings) == waits
+    cause, others = report(waits, endings).decode().splitlines()
+    end = "so rank 0 on h ended with AbortedError (train.py, line 7; exited with code 1); the job was ended"
+    assert cause == f"hororun: {words}; {end}"
+    assert others == "hororun: the others: rank 1 exited with code 0"
+
+
 @pytest.mark.parametrize(("status", "code"), [(75, 75), (255, 255), (0, 1)])
 def test_a_rank_that_did_not_come_to_the_end_of_its_exit_has_its_code(status: int, code: int) -> None:
     note = Note(error="SystemExit: something", status=status)

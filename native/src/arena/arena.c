@@ -199,31 +199,33 @@ int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
     return 1;
 }
 
-/* Code in the upper half, reason in 8 bits, rank + 1 in 24; 0 means whole. */
-static int set_once(_Atomic uint64_t *word, int code, int rank, enum hr_abort_reason reason) {
+/* The negative code in 8 bits, the reason in 8, rank + 1 and by + 1 in 24 each; 0 means whole. */
+static int set_once(_Atomic uint64_t *word, struct hr_abort end) {
     uint64_t expected = 0;
-    const uint64_t value = (uint64_t)(uint32_t)code << 32 | (uint64_t)reason << 24 | (uint32_t)(rank + 1);
+    const uint64_t value = (uint64_t)(uint8_t)-end.code << 56 | (uint64_t)end.reason << 48 |
+                           (uint64_t)(uint32_t)(end.rank + 1) << 24 | (uint32_t)(end.by + 1);
     return atomic_compare_exchange_strong(word, &expected, value);
 }
 
 static struct hr_abort read_word(uint64_t word) {
     return (struct hr_abort){
-        .code = (int)(int32_t)(uint32_t)(word >> 32),
-        .reason = (enum hr_abort_reason)(word >> 24 & 0xff),
-        .rank = (int)(word & 0xffffff) - 1,
+        .code = -(int)(word >> 56),
+        .reason = (enum hr_abort_reason)(word >> 48 & 0xff),
+        .rank = (int)(word >> 24 & 0xffffff) - 1,
+        .by = (int)(word & 0xffffff) - 1,
     };
 }
 
-int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
-    return set_once(&arena->header->abort_word, code, rank, reason);
+int hr_arena_abort(struct hr_arena *arena, struct hr_abort end) {
+    return set_once(&arena->header->abort_word, end);
 }
 
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena) {
     return read_word(atomic_load(&arena->header->abort_word));
 }
 
-int hr_arena_leave(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason) {
-    return set_once(&arena->header->left_word, code, rank, reason);
+int hr_arena_leave(struct hr_arena *arena, struct hr_abort end) {
+    return set_once(&arena->header->left_word, end);
 }
 
 struct hr_abort hr_arena_left(const struct hr_arena *arena) {

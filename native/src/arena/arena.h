@@ -38,6 +38,7 @@ enum {
 struct hr_abort {
     int code; /* enum horo_status; 0: the group is whole */
     int rank; /* the rank at fault, -1 if unknown */
+    int by;   /* the rank that has found it, -1 if unknown */
     enum hr_abort_reason reason;
 };
 
@@ -198,10 +199,10 @@ int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
 int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team);
 
 /* The first caller wins; returns 1 to it, 0 to later ones. */
-int hr_arena_abort(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
+int hr_arena_abort(struct hr_arena *arena, struct hr_abort end);
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena);
 /* The same of the rank that has left in order. */
-int hr_arena_leave(struct hr_arena *arena, int code, int rank, enum hr_abort_reason reason);
+int hr_arena_leave(struct hr_arena *arena, struct hr_abort end);
 struct hr_abort hr_arena_left(const struct hr_arena *arena);
 
 /*

@@ -51,7 +51,7 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
                           const uint8_t *frame, size_t frame_bytes) {
     const int from_parent = lane->leader.has_parent && link_index == 0;
     const int member = lane->team->local_size + link_index - lane->leader.has_parent;
-    if (message->rank >= lane->node->size) {
+    if (message->rank >= lane->node->size || message->by >= lane->node->size) {
         return HORO_ERR_INTERNAL;
     }
     if (message->type == HR_WIRE_DONE) {
@@ -59,7 +59,10 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
         return HORO_OK;
     }
     if (message->type == HR_WIRE_LOST) {
-        hr_node_abort(lane->node, message->status, message->rank, message->reason);
+        hr_node_pass_abort(lane->node, (struct hr_abort){.code = message->status,
+                                                         .rank = message->rank,
+                                                         .by = message->by,
+                                                         .reason = message->reason});
         return HORO_OK;
     }
     if (message->type == HR_WIRE_ENDED) {
@@ -185,7 +188,8 @@ static int put_end(struct hr_lane *lane, struct hr_buffer *out, struct hr_abort 
     if (words != NULL) {
         return hr_wire_put_ended(out, end.rank, end.code, (struct hr_wire_text){.data = words, .bytes = strlen(words)});
     }
-    return hr_wire_put_lost(out, end.rank, end.code, end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason);
+    const enum hr_abort_reason reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason;
+    return hr_wire_put_lost(out, end.rank, end.code, reason, end.by);
 }
 
 /* Each leader passes an abort on once, to all its neighbours. */

@@ -182,7 +182,7 @@ struct hr_engine {
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_counts counts;
-    const int64_t *step; /* as horo_show_step; NULL: none is shown */
+    const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */

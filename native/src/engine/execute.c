@@ -260,7 +260,10 @@ static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *rec
         if (words.bytes > 0) {
             hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
         }
-        (void)hr_arena_leave(arena, record->status, record->rank, words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT);
+        (void)hr_arena_leave(arena, (struct hr_abort){.code = record->status,
+                                                      .rank = record->rank,
+                                                      .by = record->rank,
+                                                      .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     }
     lane->executor.has_executed_leave = 1;
     hr_engine_note_end(lane->engine);

@@ -19,11 +19,29 @@ struct hr_abort hr_engine_end(const struct hr_engine *engine) {
     return left;
 }
 
+/* A connection between two ranks, of which either may be the one that others cannot reach. */
+static void describe_broken_link(const struct hr_node *node, struct hr_abort end, const char *who, char *text,
+                                 size_t text_bytes) {
+    const long long timeout_s = (long long)(node->peer_timeout_ns / 1000000000);
+    char by[HR_NAME_TEXT_BYTES];
+    (void)hr_node_name_rank(node, end.by, by, sizeof by);
+    if (end.reason == HR_REASON_SILENT && end.rank == node->rank) {
+        (void)snprintf(text, text_bytes, "this rank is out of reach of %s: no answer for %lld s", by, timeout_s);
+    } else if (end.reason == HR_REASON_SILENT) {
+        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %lld s, seen from %s", who, timeout_s, by);
+    } else if (end.rank == node->rank) {
+        (void)snprintf(text, text_bytes, "the connection of %s to this rank was closed", by);
+    } else {
+        (void)snprintf(text, text_bytes, "%s is gone: the connection to it was closed, seen from %s", who, by);
+    }
+}
+
 /* A rank that has come to its end in order, with words about that: it will not do what others wait for. */
 static void describe_early_end(const struct hr_engine *engine, const char *who, const char *words, char *text,
                                size_t text_bytes) {
     /* the caller's, who writes it at any time */
-    const long long step = engine->step == NULL ? 0 : (long long)__atomic_load_n(engine->step, __ATOMIC_RELAXED);
+    const int64_t *shown = atomic_load(&engine->step);
+    const long long step = shown == NULL ? 0 : (long long)__atomic_load_n(shown, __ATOMIC_RELAXED);
     if (step == 0) {
         (void)snprintf(text, text_bytes, "%s %s, without a call that others wait for", who, words);
         return;
@@ -43,12 +61,7 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
         (void)snprintf(text, text_bytes, "%s is gone: its process ended without shutting horo down", who);
         return;
     case HR_REASON_LINK:
-        (void)snprintf(text, text_bytes, "%s is gone: the connection to it was closed", who);
-        return;
-    case HR_REASON_SILENT:
-        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %g s", who,
-                       (double)node->peer_timeout_ns / 1e9);
-        return;
+    case HR_REASON_SILENT: describe_broken_link(node, end, who, text, text_bytes); return;
     case HR_REASON_STALLED:
         (void)snprintf(text, text_bytes, "%s has not submitted what others wait for, or not gone on with it, for %g s",
                        end.rank == node->rank ? "this rank" : who, (double)node->stall_shutdown_ns / 1e9);

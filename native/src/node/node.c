@@ -44,11 +44,15 @@ void hr_node_wake_all(struct hr_node *node) {
  * Every eventfd is written, whether its rank says that it sleeps or not, and whether or not this abort was the first:
  * who cleared a sleeper's mark, or aborted first, may have been killed before it wrote.
  */
-void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason) {
-    (void)hr_arena_abort(&node->arena, code, rank, reason);
+void hr_node_pass_abort(struct hr_node *node, struct hr_abort end) {
+    (void)hr_arena_abort(&node->arena, end);
     for (int i = 0; i < node->local_size; i++) {
         write_event(node, i); /* my own too: the caller need not be the driver */
     }
+}
+
+void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason) {
+    hr_node_pass_abort(node, (struct hr_abort){.code = code, .rank = rank, .by = node->rank, .reason = reason});
 }
 
 void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes) {

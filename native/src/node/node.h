@@ -146,6 +146,8 @@ void hr_node_call(struct hr_node *node);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
+/* The same for a reason that another rank has found. */
+void hr_node_pass_abort(struct hr_node *node, struct hr_abort end);
 /* The same with the sentence that everybody is told: of a rank whose program ended with an error, and the like. */
 void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes);
 

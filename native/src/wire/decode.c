@@ -296,7 +296,8 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->reason = read_reason(reader);
-        require(reader, message->rank >= -1 && hr_is_error(message->status));
+        message->by = read_i32(reader);
+        require(reader, message->rank >= -1 && message->by >= -1 && hr_is_error(message->status));
         break;
     case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:

@@ -217,8 +217,8 @@ int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr
     return finish(out, at + request_bytes);
 }
 
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason) {
-    uint8_t *at = begin(out, 1 + 4 + 4 + 1);
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason, int by) {
+    uint8_t *at = begin(out, 1 + 4 + 4 + 1 + 4);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -226,7 +226,7 @@ int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_
     at = write_i32(at, rank);
     at = write_i32(at, status);
     *at++ = (uint8_t)reason;
-    return finish(out, at);
+    return finish(out, write_i32(at, by));
 }
 
 static int put_words(struct hr_buffer *out, enum hr_wire_type type, int rank, int status, struct hr_wire_text text) {

@@ -12,7 +12,8 @@
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   RELEASE  u64 at                                        AHEAD    u32 id, u64 at, u32 n, n bytes    (no record)
  *                                                          RECALL   u64 at                            (no record)
- *   LOST     i32 rank, i32 status, u8 reason      (both directions; enum hr_abort_reason; rank -1: nobody knows which)
+ *   LOST     i32 rank, i32 status, u8 reason, i32 by    (both directions; enum hr_abort_reason; by: the rank that has
+ *            found it; -1: nobody knows which)
  *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
  *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is not
  *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
@@ -142,6 +143,7 @@ struct hr_wire_message {
     int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
     int status; /* LOST, ENDED, LEAVE, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
+    int by;     /* LOST (-1: unknown) */
     struct hr_wire_text name; /* FAIL */
     struct hr_wire_text text; /* FAIL, REQUEST, ENDED, LEAVE, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
@@ -204,7 +206,7 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows rows);
 int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
                         struct hr_wire_rows rows, const void *request, size_t request_bytes);
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason);
+int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason, int by);
 int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
 /*
  * DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get; AHEAD:

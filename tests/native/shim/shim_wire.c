@@ -87,9 +87,9 @@ int64_t shim_wire_put_request(int origin, int status, shim_text text, const int6
     return finish(&buffer, result, out, out_bytes);
 }
 
-int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes) {
+int64_t shim_wire_put_lost(int rank, int status, int reason, int by, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason), out, out_bytes);
+    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason, by), out, out_bytes);
 }
 
 int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, size_t out_bytes) {

@@ -51,7 +51,7 @@ int64_t shim_wire_put_ids(const uint32_t *ids, uint32_t count, void *out, size_t
 int64_t shim_wire_put_rows(uint32_t id, const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes);
 int64_t shim_wire_put_request(int origin, int status, shim_text text, const int64_t *rows, uint32_t row_count,
                               const void *request, size_t request_bytes, void *out, size_t out_bytes);
-int64_t shim_wire_put_lost(int rank, int status, int reason, void *out, size_t out_bytes);
+int64_t shim_wire_put_lost(int rank, int status, int reason, int by, void *out, size_t out_bytes);
 int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, size_t out_bytes);
 /* Lanes of the teams 0, 2, 4 and so on, with 1, 2 and more members, each with so many hashes. */
 int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_text others, uint32_t lanes,

@@ -150,7 +150,7 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         return hr_wire_put_request(out, message->rank, message->status, message->text, walk_rows(message->rows),
                                    message->request.bytes, message->request.byte_count);
     case HR_WIRE_ROWS: return hr_wire_put_rows(out, message->id, walk_rows(message->rows));
-    case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason);
+    case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason, message->by);
     case HR_WIRE_DATA:
     case HR_WIRE_RESULT:
     case HR_WIRE_AHEAD:
