@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,8 +113,8 @@ class Rank:
         return [min(result), max(result)]
 
     def counters(self) -> dict[str, int]:
-        """The core's, and ``cpu_ns``: the processor time of this process, all threads."""
-        return {**self.job.context.counters(), "cpu_ns": time.process_time_ns()}
+        """The core's."""
+        return self.job.context.counters()
 
     def be_hasty(self) -> None:
         """From now on the process ends at once after any error, as a script does that does not catch it."""

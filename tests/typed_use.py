@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from typing_extensions import assert_type
@@ -38,3 +39,21 @@ def train(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     own: torch.optim.Optimizer = optimizer
     own.zero_grad()
     return hvd.allreduce(batch, op=hvd.Sum, compression=hvd.Compression.fp16)
+
+
+def start(chosen: dict[str, Any]) -> None:
+    """Settings by their names, of their types."""
+    hvd.init(cycle_time_ms=1, log_level="info", autotune=None)
+    hvd.init([0, 1], process_sets=[[0]], **chosen)
+
+
+def mistakes(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    """Each is an error to a type checker; mypy refuses an ``ignore`` of what is none."""
+    hvd.init(cycle_time=3)  # type: ignore[call-arg]
+    hvd.init(cycle_time_ms="3")  # type: ignore[arg-type]
+    hvd.allreduce(batch, opp=hvd.Sum)  # type: ignore[call-arg]
+    hvd.allreduce(batch.tolist, op=hvd.Sum)  # type: ignore[arg-type]
+    hvd.synchronize(batch)  # type: ignore[arg-type]
+    hvd.broadcast_parameters(model, root_rank="0")  # type: ignore[arg-type]
+    hvd.DistributedOptimizer(model, model.named_parameters())  # type: ignore[arg-type]
+    hvd.no_such_function()  # type: ignore[attr-defined]

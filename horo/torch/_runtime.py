@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -31,7 +31,10 @@ from horo.torch._teams import Teams
 if TYPE_CHECKING:
     from types import FrameType
 
+    from typing_extensions import Unpack
+
     from horo._bootstrap.job import RunningRank
+    from horo._init_settings import InitSettings
     from horo._settings import Settings
     from horo.torch._backward_reducer import BackwardReducer
     from horo.torch._request import Request
@@ -333,7 +336,7 @@ def _refuse_within(caller: FrameType | None) -> None:
         caller = caller.f_back
 
 
-def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
+def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSettings]) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
     Blocks until all ranks have come. Does nothing if the process is in a job already. Where that has ended, since
@@ -384,7 +387,7 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Any) -> None:
         _register(added)
 
 
-def _check_unchanged(wanted: dict[str, Any], settings: Settings) -> None:
+def _check_unchanged(wanted: Mapping[str, Any], settings: Settings) -> None:
     for name, value in check_arguments(wanted).items():
         if value != settings[name]:
             raise UsageError(f"init({name}={wanted[name]!r}): horo is initialized already; call hvd.shutdown() before")

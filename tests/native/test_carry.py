@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from horo import _core
 from horo.errors import MismatchError
 
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
+SEGMENT_BYTES = 1 << 16
 LIMIT = 1 << 14
 """Bytes that one tensor may have to be carried, as tuning.carried of ``team.h``."""
 
@@ -172,8 +174,26 @@ def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
     run_ranks(body, [1, 1], cache_capacity=capacity)
 
 
-def test_a_tensor_alone_on_one_host_is_not_carried() -> None:
-    """There the arena is quicker."""
-    with Group([2]) as group:
-        group.run(lambda rank: warm_up(rank, "x", np.ones(5, np.float32)))
-        assert all(context.counters()["link_bytes"] == 0 for context in group.contexts)
+@pytest.mark.parametrize(("hosts", "is_carried"), [([2], False), ([2, 1], True)], ids=str)
+def test_a_tensor_alone_on_one_host_is_not_carried(native: ModuleType, hosts: list[int], is_carried: bool) -> None:
+    """There the arena is quicker: what rank 1 writes to its leader is an announcement, which has no data."""
+    data, steps = np.ones(1000, np.float32), 10
+
+    def written(group: Group) -> int:
+        memory = native.ffi.cast("void *", group.arena_address(0))
+        return int(native.lib.shim_arena_requests_written(memory, 2, SEGMENT_BYTES, 1))
+
+    def body(rank: Rank) -> None:
+        for _ in range(steps):
+            array = data.copy()
+            rank.finish(rank.submit("allreduce", "x", [array], reduce_op=1))  # by what waits, it would be counted
+            assert (array == rank.size).all()
+            rank.barrier()
+
+    with Group(hosts, segment_bytes=SEGMENT_BYTES) as group:
+        group.run(lambda rank: warm_up(rank, "x", data))
+        before = written(group)
+        group.run(body)
+        sent = written(group) - before
+    assert steps * 4 <= sent
+    assert (sent >= steps * data.nbytes) == is_carried, sent

@@ -6,10 +6,13 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import psutil
 import pytest
+from descriptors import open_descriptors
 from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
 
 from horo import _core
@@ -302,16 +305,23 @@ def test_ranks_may_submit_in_any_order_with_any_cache(hosts: list[int], capacity
     run_ranks(body, hosts, cache_capacity=capacity)
 
 
-def test_many_long_names_at_once_flow_through_small_rings() -> None:
+def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:
+    names = [f"{'long' * 60}.{i}" for i in range(1500)]
+
     def body(rank: Rank) -> None:
-        names = [f"{'long' * 60}.{i}" for i in range(1500)]
         order = names if rank.rank else names[::-1]
         for _ in range(2):
             handles = [rank.submit("barrier", name, []) for name in order]
             for handle in handles:
                 rank.finish(handle)
 
-    run_ranks(body, [2, 1], cache_capacity=64)
+    with Group([2, 1], cache_capacity=64, segment_bytes=1 << 16) as group:
+        group.run(body)
+        memory = native.ffi.cast("void *", group.arena_address(0))
+        written = native.lib.shim_arena_requests_written(memory, 2, 1 << 16, 1)
+        assert group.contexts[1].counters()["requests"] == 2 * len(names)
+    assert written > 2 * sum(map(len, names))  # each name in each turn, since so few are remembered
+    assert sum(map(len, names)) > 5 * native.lib.shim_arena_request_ring_bytes()
 
 
 def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
@@ -619,8 +629,16 @@ def test_a_rank_that_dies_in_the_middle_of_an_allgather_is_named(
 
 
 def test_contexts_come_and_go() -> None:
+    def count(folder: str) -> int:
+        return len(list(Path("/proc/self", folder).iterdir()))
+
+    run_ranks(lambda rank: rank.barrier(), [2])  # what the first one leaves is there for all
+    descriptors, threads, mappings = open_descriptors(), count("task"), count("map_files")
     for _ in range(20):
         run_ranks(lambda rank: rank.barrier(), [2])
+    assert open_descriptors() <= descriptors
+    wait_for(lambda: count("task") <= threads)  # one that has ended is listed a moment longer
+    assert count("map_files") <= mappings + 10  # stacks that libc keeps for threads to come; each context has several
 
 
 def test_many_ranks_in_one_process() -> None:

@@ -63,6 +63,7 @@ class Between:
         self._ends: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._cut = threading.Timer(CUT_S, self._shut)
+        self.has_damaged = False
 
     def rewire(self, setups: Sequence[Setup]) -> list[Setup]:
         """The setups of two hosts with this between their leaders."""
@@ -99,7 +100,9 @@ class Between:
             while length := source.recv(LENGTH_BYTES, socket.MSG_WAITALL):
                 message = source.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
                 hit = sender == self._sender and count == self._place
-                sink.sendall(damage(message, self._rng) if hit else length + message)
+                sent = damage(message, self._rng) if hit else length + message
+                self.has_damaged |= sent != length + message
+                sink.sendall(sent)
                 count += 1
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
@@ -108,7 +111,7 @@ class Between:
 def work(rank: Rank, kept: list[np.ndarray]) -> None:
     """Some of everything; ``kept`` holds the memory of operations that are in progress when another one fails."""
     with suppress(HoroError, ValueError):  # ValueError: results that do not fit the test's own arithmetic
-        for _ in range(3):
+        for _ in range(8):
             rank.allreduce(np.ones(10, np.int32), "small")
             rank.allgather(np.ones((rank.rank + 1, 2), np.int8))
             rank.broadcast(np.ones(4, np.int8), 1)
@@ -131,3 +134,4 @@ def test_a_damaged_message_of_a_member_ends_the_job_or_nothing(seed: int) -> Non
             group.run(lambda rank: work(rank, kept))
     finally:
         between.close()
+    assert between.has_damaged

@@ -15,12 +15,16 @@ DIMS_MAX = 64
 FIXED_BYTES, TENSOR_BYTES = 29, 3 + 8 * DIMS_MAX
 
 
-def request_of(byte_count: int) -> _core.RequestBuffer:
-    """A group of tensors without elements, whose canonical form takes so many bytes."""
+def request_of(byte_count: int, last: np.ndarray | None = None) -> _core.RequestBuffer:
+    """A group of tensors without elements, but for the last one, whose canonical form takes so many bytes."""
     count = (byte_count - FIXED_BYTES - 1) // TENSOR_BYTES
     name = "n" * (byte_count - FIXED_BYTES - count * TENSOR_BYTES)
     tensor = _core.Tensor(64, 64, (0,) * DIMS_MAX, _core.DTYPES["float32"])
-    return _core.RequestBuffer.of(_core.OPS["allreduce"], name, [tensor] * count, reduce_op=1)
+    tensors = [tensor] * count
+    if last is not None:
+        address = last.ctypes.data
+        tensors[-1] = _core.Tensor(address, address, (1,) * (DIMS_MAX - 1) + last.shape, _core.DTYPES["float32"])
+    return _core.RequestBuffer.of(_core.OPS["allreduce"], name, tensors, reduce_op=1)
 
 
 @pytest.mark.parametrize("byte_count", [REQUEST_MAX + 1, (64 << 20) - 5, 65 << 20])
@@ -39,7 +43,8 @@ def test_a_request_that_could_not_travel_is_refused_with_its_size(byte_count: in
 @pytest.mark.skipif(native_build.FLAVOUR == "thread", reason="what is looked for is memory, which the other one checks")
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
-    requests = [request_of(REQUEST_MAX) for _ in range(2)]
+    arrays = [np.full(3, 10.0**rank, np.float32) for rank in range(2)]
+    requests = [request_of(REQUEST_MAX, array) for array in arrays]
 
     def body(rank: Rank) -> None:
         handle = rank.context.submit(requests[rank.rank])
@@ -47,3 +52,4 @@ def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
         rank.context.release(handle)
 
     run_ranks(body, hosts)
+    assert [array.tolist() for array in arrays] == [[11.0] * 3] * 2

@@ -49,7 +49,13 @@ def test_collectives_over_three_sockets_per_peer(hosts: list[int], tcp: bool) ->
 @pytest.mark.parametrize("sockets", [2, 8])
 def test_waits_sleep_on_every_socket(sockets: int) -> None:
     """Nobody spins, and segments of many pieces keep all sockets busy."""
-    run_ranks(collectives, [1, 1, 1], sockets_per_peer=sockets, spin_us=0, segment_bytes=1 << 21)
+    hosts, options = [1, 1, 1], {"sockets_per_peer": sockets, "spin_us": 0, "segment_bytes": 1 << 21}
+    with Group(hosts, tcp=True, **options) as group:
+        group.run(collectives)
+        assert all(context.counters()["sleeps"] > 0 for context in group.contexts)
+        for rank in range(len(hosts)):
+            received = [received_bytes(group.data_end(rank, number)) for number in range(2 * sockets)]
+            assert min(received) > 0, received
 
 
 def test_the_bytes_are_shared_among_the_sockets() -> None:

@@ -225,10 +225,13 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any], said: str) -> No
 
 
 def test_a_log_that_cannot_be_written_ends_without_harm(tmp_path: Path) -> None:
-    options, _ = search(tmp_path, [1], log_fd=os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC))
+    full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
+    options, _ = search(tmp_path, [1], log_fd=full)
 
     def body(rank: Rank) -> None:
+        log = Path("/proc/self/fd", str(full))
+        assert not log.exists() or str(log.readlink()) != "/dev/full"  # nothing is tried again
         while not rank.context.tuning()[1]:
-            rank.allreduce(np.ones(20_000, np.float32), "x")
+            assert (rank.allreduce(np.full(20_000, 3.0, np.float32), "x") == 3.0).all()
 
     run_ranks(body, [1], **options)

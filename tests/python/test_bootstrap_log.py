@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import resource
+from pathlib import Path
 
 import pytest
 
+from horo._bootstrap.job import start
 from horo._bootstrap.log import prepare_log
 
 
@@ -81,3 +84,17 @@ def test_each_level_shows_itself_and_what_is_worse(
     for name in ("debug", "info", "warning", "error"):
         getattr(log, name)("text")
     assert capsys.readouterr().err == "".join(f"horo [0] {name}: text\n" for name in shown)
+
+
+def test_messages_of_the_core_of_a_job_are_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    job = start({})
+    try:
+        job.context.start_timeline(str(tmp_path / "t.json"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        job.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (record,) = [record for record in caplog.records if record.name == "horo.engine"]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("the timeline ends here, since it cannot be written: ")

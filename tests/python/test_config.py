@@ -22,6 +22,7 @@ from horo._config import (
     read_variables,
     variables_of,
 )
+from horo._init_settings import InitSettings
 from horo.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,3 +205,9 @@ def test_reference_page_is_current() -> None:
     hint = f"run python {path.relative_to(ROOT)}"
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), hint
     assert module.OPTIONS_PAGE.read_text(encoding="utf-8") == module.options_page(), hint
+
+
+def test_init_takes_each_setting_by_its_type() -> None:
+    """What type checkers and editors know is the table."""
+    wanted = {name: f"{row.kind.__name__} | None" for name, row in variables_of(Config).items() if row.is_argument}
+    assert {name: kind.__forward_arg__ for name, kind in InitSettings.__annotations__.items()} == wanted

@@ -127,8 +127,10 @@ def test_gathered_dtypes_and_graphs_change_from_call_to_call(ranks2: RankPool) -
                 assert torch.equal(hvd.alltoall(given, name="a"), torch.stack([row, row]))
         for _ in range(4):
             leaf = torch.ones(2, 4, requires_grad=True)
-            (hvd.allgather(leaf, name="g").sum() + hvd.alltoall(leaf, name="a").sum()).backward()
-            assert leaf.grad is not None and leaf.grad.shape == leaf.shape
+            mine = torch.tensor([3.0, 5.0])[hvd.rank()]  # how each rank weighs what it gets
+            (mine * hvd.allgather(leaf, name="g").sum() + mine * hvd.alltoall(leaf, name="a").sum()).backward()
+            # of the gather: the mean of what both ranks want; of the exchange: row r is what rank r wants
+            assert leaf.grad is not None and leaf.grad.tolist() == [[4.0 + 3.0] * 4, [4.0 + 5.0] * 4]
             hvd.allgather(grid, name="g"), hvd.alltoall(grid, name="a")
 
     ranks2.run(check)

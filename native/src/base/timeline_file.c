@@ -18,7 +18,7 @@ static int is_same_file(const struct stat *status, int fd) {
     return fd >= 0 && fstat(fd, &other) == 0 && other.st_dev == status->st_dev && other.st_ino == status->st_ino;
 }
 
-/* Why a file that is there is left alone: others may have planted it. NULL: it is the user's own. */
+/* The reason to leave a file alone that is there: others may have planted it. NULL: it is the user's own. */
 static const char *refusal(const struct stat *status, char *text, size_t text_bytes) {
     if (!S_ISREG(status->st_mode)) {
         return "it is no regular file";

@@ -22,13 +22,13 @@ struct hr_abort hr_engine_end(const struct hr_engine *engine) {
 /* A connection between two ranks, of which either may be the one that others cannot reach. */
 static void describe_broken_link(const struct hr_node *node, struct hr_abort end, const char *who, char *text,
                                  size_t text_bytes) {
-    const long long timeout_s = (long long)(node->peer_timeout_ns / 1000000000);
+    const double timeout_s = (double)node->peer_timeout_ns / 1e9;
     char by[HR_NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, end.by, by, sizeof by);
     if (end.reason == HR_REASON_SILENT && end.rank == node->rank) {
-        (void)snprintf(text, text_bytes, "this rank is out of reach of %s: no answer for %lld s", by, timeout_s);
+        (void)snprintf(text, text_bytes, "this rank is out of reach of %s: no answer for %g s", by, timeout_s);
     } else if (end.reason == HR_REASON_SILENT) {
-        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %lld s, seen from %s", who, timeout_s, by);
+        (void)snprintf(text, text_bytes, "%s is out of reach: no answer for %g s, seen from %s", who, timeout_s, by);
     } else if (end.rank == node->rank) {
         (void)snprintf(text, text_bytes, "the connection of %s to this rank was closed", by);
     } else {

@@ -23,4 +23,8 @@ uint32_t shim_arena_places(void);
  */
 int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_bytes, int local_rank);
 
+/* What a rank has written into its request ring for the first team so far, in bytes, and the bytes of that ring. */
+uint64_t shim_arena_requests_written(void *memory, int local_size, uint64_t segment_bytes, int local_rank);
+uint64_t shim_arena_request_ring_bytes(void);
+
 #endif
