@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +14,7 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo import _core
-from horo.torch import _runtime
+from horo.torch import _request_cache, _runtime
 
 
 def test_a_name_serves_tensors_that_look_different_from_call_to_call(ranks: RankPool) -> None:
@@ -236,6 +237,39 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
 
     kept = ranks2.run(check)
     assert all(0 < count < 4000 for count in kept), kept
+
+
+def test_a_full_cache_loses_one_request_at_a_time_and_none_of_an_optimizer(ranks2_always: RankPool) -> None:
+    def check() -> None:
+        def made_by(call: Callable[[], object]) -> int:
+            made.clear()
+            call()
+            return len(made)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.stack([weight.sum() for weight in weights]).sum().backward()
+            optimizer.step()
+
+        made: list[None] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
+            create = _request_cache.CachedRequest.__init__
+            patch.setattr(_request_cache.CachedRequest, "__init__", lambda *each: (create(*each), made.append(None))[0])
+            gc.collect()  # optimizers of other tests
+            _runtime.current().request_cache.clear()
+            for name in "abcdefghi":
+                hvd.allreduce_(torch.ones(2), name=name)
+            assert made_by(lambda: [hvd.allreduce_(torch.ones(2), name=name) for name in "bcdefghi"]) == 0
+            assert made_by(lambda: hvd.allreduce_(torch.ones(2), name="a")) == 1
+            assert made_by(lambda: [hvd.allreduce_(torch.ones(2), name=name) for name in "cdefghia"]) == 0
+            weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
+            named = [(f"room.{number}", weight) for number, weight in enumerate(weights)]
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1), named)
+            assert made_by(step) >= 40
+            assert made_by(step) == 0
+
+    ranks2_always.run(check)
 
 
 def test_threads_use_one_form_of_call_at_once(ranks2: RankPool) -> None:
