@@ -246,12 +246,12 @@ def _spanned_bytes(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     try:
-        return int(tensor.untyped_storage().nbytes())
+        return tensor.untyped_storage().nbytes()
     except RuntimeError:  # a wrapper has none; NotImplementedError is one
         return 0
 
