@@ -1,4 +1,4 @@
-"""What ``broadcast_parameters`` is given, as tensors and as objects."""
+"""The argument of ``broadcast_parameters``, as tensors and as objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horo.torch._pickling import pickled
 __all__ = ["ModelState", "model_state"]
 
 _EXTRA_STATE = "_extra_state"
-"""What a module's ``get_extra_state`` returns has this name in a ``state_dict``, behind that of the module."""
+"""The name in a ``state_dict``, behind that of a module, of the result of its ``get_extra_state``."""
 
 
 class ModelState(NamedTuple):

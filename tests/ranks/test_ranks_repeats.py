@@ -6,10 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -217,6 +219,25 @@ def test_requests_that_are_kept_hold_no_tensor(ranks2: RankPool) -> None:
         del tensor
         gc.collect()
         assert [reference() for reference in seen] == [None] * 6
+
+    ranks2.run(check)
+
+
+def test_results_that_nobody_can_ask_for_go_and_others_stay(ranks2: RankPool) -> None:
+    def check() -> None:
+        before, seen = len(_runtime.current().requests), []
+        held = [hvd.allreduce_async(torch.full((3,), float(index)), op=hvd.Max) for index in range(70)]
+        for _ in range(400):
+            tensor = torch.ones(3)
+            seen.append(weakref.ref(tensor))
+            handle = hvd.allreduce_async_(tensor, name="polled")
+            wait_until(partial(hvd.poll, handle), "done", every_s=0.0)
+            del tensor, handle
+        assert sum(reference() is not None for reference in seen) <= 170
+        assert [hvd.synchronize(handle).tolist() for handle in held] == [[float(index)] * 3 for index in range(70)]
+        handles = [hvd.allreduce_async(torch.ones(3)) for _ in range(400)]
+        assert all(hvd.synchronize(handle).tolist() == [1.0] * 3 for handle in handles)
+        assert len(_runtime.current().requests) - before <= 170
 
     ranks2.run(check)
 
