@@ -4,18 +4,20 @@ HoroError(RuntimeError)
 ├── UsageError               the caller is wrong, nothing has changed (also a ValueError)
 │   ├── NotInitializedError  (also a HorovodInternalError)
 │   ├── MismatchError        ranks disagree about a tensor (also a HorovodInternalError)
-│   └── UnsupportedError
+│   └── UnsupportedError     (also a NotImplementedError)
 ├── ResourceError            this process lacks something
 ├── GroupError               a peer or a link is gone: rebuild the group (= HorovodInternalError)
-│   ├── PeerLostError
+│   ├── PeerLostError        (also a ConnectionError)
 │   ├── StalledError
 │   ├── DeadlockError        every rank waits for a request that another has not submitted
-│   ├── TimeoutError
+│   ├── TimeoutError         (also Python's TimeoutError)
 │   └── AbortedError
 └── InternalError            a bug in horo
 """
 
 from __future__ import annotations
+
+import builtins
 
 __all__ = [
     "AbortedError",
@@ -49,7 +51,7 @@ class UsageError(HoroError, ValueError):
     """The caller is wrong; nothing has changed, neither here nor on other ranks."""
 
 
-class UnsupportedError(UsageError):
+class UnsupportedError(UsageError, NotImplementedError):
     """This dtype, device or combination is not offered."""
 
 
@@ -73,7 +75,7 @@ class MismatchError(UsageError, GroupError):
     """Ranks submitted different requests under one name. Every rank gets it; the job can go on."""
 
 
-class PeerLostError(GroupError):
+class PeerLostError(GroupError, ConnectionError):
     """A rank died or its host became unreachable."""
 
 
@@ -85,7 +87,7 @@ class DeadlockError(GroupError):
     """Every rank waits for a request that another has not submitted; the message names the ranks and the requests."""
 
 
-class TimeoutError(GroupError):
+class TimeoutError(GroupError, builtins.TimeoutError):
     """A peer did not answer within the time allowed."""
 
 

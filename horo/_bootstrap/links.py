@@ -170,14 +170,14 @@ def _dial_link(group: LinkGroup, claim: Claim, endpoints: Sequence[Endpoint], di
         endpoints = [endpoint for endpoint in endpoints if not is_loopback(endpoint.address)] or endpoints
     try:
         connection, _ = dial(endpoints, directory.secret, claim, group.timeout_s, group.check)
-    except OSError as error:  # of this process: too many open files
-        raise ResourceError(f"{group.name(claim.target)} could not be dialed: {error}") from error
-    except PeerLostError as error:
+    except PeerLostError as error:  # an OSError, too
         raise TimeoutError(
             f"{group.name(claim.target)} could not be reached from {group.name(group.rank)} "
             f"(HORO_START_TIMEOUT): {error}; if these are the wrong addresses, name the right interfaces in "
             f"HORO_NETWORK_INTERFACES. {CHECK_HOSTS}"
         ) from error
+    except OSError as error:  # of this process: too many open files
+        raise ResourceError(f"{group.name(claim.target)} could not be dialed: {error}") from error
     return connection
 
 

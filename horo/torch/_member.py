@@ -247,6 +247,7 @@ class Member(abc.ABC):
             for state in self.states.values():
                 if state.kind is None:
                     state.kind = runtime.gradient_kind(state.name, self.team)
+            runtime.request_cache.make_room(self, len(self.states))
             self._are_named = True
 
     def may_submit(self) -> bool:

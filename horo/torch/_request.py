@@ -66,13 +66,17 @@ class Request:
         Returns:
             Its public handle.
         """
+        number = self.number  # from here on it is held
         if shape is not None:
             finish = self._finish
             self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
         self.public = True
+        runtime = self._runtime
         if self._taken_name is not None:
-            self._runtime.taken_names[self._taken_name] = self
-        return self.number
+            runtime.taken_names[self._taken_name] = self
+        if len(runtime.requests) >= runtime.requests_checked_at:
+            _drop_unheld(runtime)
+        return number
 
     def free_name(self) -> None:
         """Lets another operation have its name, once this one is done."""
@@ -209,6 +213,25 @@ class Request:
                 raise
             return error
         return None
+
+
+def _drop_unheld(runtime: _runtime.Runtime) -> None:
+    """Drops what is done and whose public handle nobody has any longer, with its tensors and its result."""
+    call = object()
+    try:
+        runtime.active_calls[call] = None
+        if runtime.ended:
+            return
+        for request in list(runtime.requests.values()):
+            on_gpu = isinstance(request._memory, StagedTensors) and request._memory.device is not None
+            may_go = request.public and not request._was_begun and not on_gpu
+            if may_go and not request.is_held() and request.is_done():
+                request.free_name()
+                runtime.core.release_if_done(request._handle)
+                runtime.requests.pop(request.number, None)
+        runtime.requests_checked_at = max(_runtime.REQUESTS_CHECKED_AT, 2 * len(runtime.requests))
+    finally:
+        runtime.active_calls.pop(call, None)
 
 
 def _count_references(request: Request) -> int:

@@ -7,6 +7,7 @@ already, and only the addresses in it change.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -20,9 +21,12 @@ __all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
 _Tensor, _strided, _contiguous = torch.Tensor, torch.strided, torch.contiguous_format  # looked up once, not per tensor
 
 _WEIGHT_MAX = 40_000
-"""Most tensors of all requests in a cache. With the objects of torch and Python for a shape, they take under 8 MiB."""
+"""Most tensors of all requests in a cache, besides those of optimizers. With the objects of torch and Python for a
+shape, they take under 8 MiB."""
 _REQUEST_WEIGHT = 10
 """Weight of a request itself, in tensors."""
+_FORMS = 2
+"""Requests that an optimizer has for one gradient: backward submits it, or it waits for it at once."""
 
 _OFFERED_BYTES_MAX = (1 << 22) - 1
 """Largest result of an allgather or alltoall for which memory is offered: the core asks for huge pages above."""
@@ -30,17 +34,21 @@ _OFFERED_BYTES_MAX = (1 << 22) - 1
 
 def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
     """The address of a tensor that has this shape and dtype and can be used without a copy; else 0."""
-    if (
-        type(tensor) is _Tensor
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.layout is _strided
-        and tensor.is_cpu
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    ):
-        return tensor.data_ptr()
+    try:
+        if (
+            type(tensor) is _Tensor
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.layout is _strided
+            and tensor.is_cpu
+            and not tensor.requires_grad
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            return tensor.data_ptr()
+    except RuntimeError:  # a nested tensor has no shape
+        if not tensor.is_nested:  # a signal handler's
+            raise
     return 0
 
 
@@ -212,12 +220,14 @@ class CachedRequest:
 
 
 class RequestCache:
-    """The requests of one job by key. When it is full, it is emptied: room for more requests than a step has."""
+    """The requests of one job by key. When it is full, the one that was made first goes."""
 
     def __init__(self, name: Callable[[str, str | None, int], str]) -> None:
         self._name = name
         self._kept: dict[Hashable, CachedRequest] = {}
         self._weight = 0
+        self._rooms: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        """Weights of the requests of optimizers, as long as those live."""
         self._lock = threading.RLock()  # a signal handler may communicate, too
 
     def take(self, key: Hashable) -> CachedRequest | None:
@@ -257,6 +267,10 @@ class RequestCache:
             self._keep(key, fresh)
         return fresh
 
+    def make_room(self, owner: object, gradients: int) -> None:
+        """Makes room, as long as ``owner`` lives, for the requests of so many gradients."""
+        self._rooms[owner] = _FORMS * gradients * (_REQUEST_WEIGHT + 1)
+
     def clear(self) -> None:
         """Removes all requests."""
         with self._lock:
@@ -264,11 +278,11 @@ class RequestCache:
             self._weight = 0
 
     def _keep(self, key: Hashable, cached: CachedRequest) -> None:
-        if cached.weight > _WEIGHT_MAX:
+        room = _WEIGHT_MAX + sum(self._rooms.values())
+        if cached.weight > room:
             return
         with self._lock:
-            if self._weight + cached.weight > _WEIGHT_MAX:
-                self._kept.clear()
-                self._weight = 0
+            while self._kept and self._weight + cached.weight > room:
+                self._weight -= self._kept.pop(next(iter(self._kept))).weight
             if self._kept.setdefault(key, cached) is cached:
                 self._weight += cached.weight

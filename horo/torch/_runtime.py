@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIRST_HANDLE_BASE",
+    "REQUESTS_CHECKED_AT",
     "Runtime",
     "config",
     "current",
@@ -62,6 +63,9 @@ _HERE = str(Path(__file__).parent) + os.sep
 FIRST_HANDLE_BASE = 2**20
 """Below the first handle. Python has one object for all uses of a small integer, so nobody could see a handle's end."""
 
+REQUESTS_CHECKED_AT = 32
+"""The smallest number of unfinished requests at which those are dropped that nobody can ask for any longer."""
+
 
 class Runtime:
     """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
@@ -74,6 +78,8 @@ class Runtime:
         self.core = job.context
         self.requests: dict[int, Request] = {}
         """The requests that are not finished, by number. They own the memory that the core reads and writes."""
+        self.requests_checked_at = REQUESTS_CHECKED_AT
+        """At how many of them those are dropped that nobody can ask for any longer."""
         self.taken_names: dict[str | None, Request] = {}
         """The requests of public handles that have a name, by ``CachedRequest.taken_name``; not all are still held."""
         self.abandoned: dict[int, object] = {}

@@ -223,7 +223,9 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{describe(kind, name)}: expected a torch.Tensor, not {type(tensor).__name__}")
     refuse_lazy(tensor, describe(kind, name))
-    if tensor.layout is not torch.strided:
+    if tensor.is_nested:
+        reason = "nested tensors are not supported here; use torch.nested.to_padded_tensor(tensor, 0.0)"
+    elif tensor.layout is not torch.strided:
         reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
     elif not (tensor.is_cpu or tensor.is_cuda):
         reason = f"the tensor is on {tensor.device}; tensors on the CPU and on CUDA devices are supported"
@@ -234,6 +236,9 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
             f"dtype {tensor.dtype} cannot be reduced; allgather, alltoall and broadcast move it, and for a reduction "
             "convert the tensor to another dtype"
         )
+    elif (needed := _spanned_bytes(tensor)) > (there := _storage_bytes(tensor)):
+        lack = f"needs {needed} bytes, and its storage has {there}" if there else "has no memory of its own"
+        reason = f"the tensor ({type(tensor).__name__}) {lack}"
     else:
         return
     raise UnsupportedError(f"{describe(kind, name)}: {reason}")
@@ -247,6 +252,21 @@ def refuse_lazy(tensor: torch.Tensor, what: str) -> None:
     """
     if is_lazy(tensor):
         raise UsageError(f"{what}: {type(tensor).__name__} has no shape yet; run one forward pass of the model first")
+
+
+def _spanned_bytes(tensor: torch.Tensor) -> int:
+    """From the begin of its storage to the end of its last element."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a wrapper has none; NotImplementedError is one
+        return 0
 
 
 def _instead_of(tensor: torch.Tensor) -> str:
@@ -278,10 +298,13 @@ def _check_graph(tensor: torch.Tensor, spec: Spec) -> None:
 
 
 def _check_strides(tensor: torch.Tensor, spec: Spec) -> None:
-    strides = tensor.stride()
-    if 0 in strides and any(stride == 0 and extent > 1 for stride, extent in zip(strides, tensor.shape, strict=True)):
-        what = describe(spec.kind, spec.name)
-        raise UsageError(f"{what}: an expanded tensor cannot be written in place; use tensor.contiguous()")
+    reach = 0  # of the dimensions so far, from the first element to the last
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride <= reach:
+            what = describe(spec.kind, spec.name)
+            kind = "an expanded tensor" if stride == 0 else "a tensor whose elements overlap in memory"
+            raise UsageError(f"{what}: {kind} cannot be written in place; use tensor.contiguous()")
+        reach += (extent - 1) * stride
 
 
 def describe(kind: str, name: str | None) -> str:

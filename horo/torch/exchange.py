@@ -117,8 +117,7 @@ def _counts(tensor: torch.Tensor, splits: torch.Tensor | Iterable[SupportsIndex]
     """The rows for each rank."""
     what = describe("alltoall", spec.name)
     size = _runtime.current().teams.find(spec.team).size
-    if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
-        check_tensor(tensor, "alltoall", spec.name)
+    check_tensor(tensor, "alltoall", spec.name)
     if tensor.dim() == 0:
         raise UsageError(f"{what}: a scalar has no first dimension to split along; use tensor.reshape(1)")
     counts = _even_splits(tensor.shape[0], size, what) if splits is None else _given_splits(splits, what)

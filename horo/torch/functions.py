@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -14,6 +14,7 @@ from horo.errors import HoroError, MismatchError, UsageError
 from horo.torch import _runtime, _topology
 from horo.torch._authentic import ObjectKey, make_header
 from horo.torch._bytes import bytes_of, tensor_of
+from horo.torch._model_state import model_state
 from horo.torch._pickling import pickled
 from horo.torch._requests import check_root, run_allreduce, run_broadcast, start_allgather, start_broadcast, telling
 from horo.torch._results import Gathered
@@ -39,9 +40,10 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     Blocks until all ranks have called it.
 
     Args:
-        params: ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any other
-            iterable of ``(name, tensor)`` pairs or of tensors, on CPU or GPU, of any shapes and of dtypes that
-            ``broadcast`` takes. Names, shapes and dtypes are the same on all ranks.
+        params: The model; ``model.state_dict()`` (taken in order of the keys), ``model.named_parameters()``, or any
+            other iterable of ``(name, tensor)`` pairs or of tensors, on CPU or GPU, of any shapes and of dtypes that
+            ``broadcast`` takes. Names, shapes and dtypes are the same on all ranks. Extra states of the model's modules
+            (``get_extra_state``) are sent as objects; those in a ``state_dict()`` come into the dict only.
         root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         process_set: The ranks that take part; others do not call it.
 
@@ -59,12 +61,16 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     what = "broadcast_parameters"
     team = resolve_process_set(process_set, what)
     with telling(_first(what, team)):
-        named = _named_tensors(params)
+        state = model_state(params)
         root_rank = check_root(root_rank, what, team)
-        for name, tensor in named:
+        for name, tensor in state.tensors:
             check_tensor(tensor, what, name)
-    _agree([f"{name!r} {_shape(tensor)}" for name, tensor in named], what, process_set)
-    _overwrite([tensor for _, tensor in named], root_rank, what, team)
+    lines = [f"{name!r} {_shape(tensor)}" for name, tensor in state.tensors]
+    _agree([*lines, *(f"{name!r} object" for name in state.objects)], what, process_set)
+    objects = _share(lambda: state.objects, root_rank, what, None, team) if state.objects else {}
+    _overwrite([tensor for _, tensor in state.tensors], root_rank, what, team)
+    if _topology.rank() != root_rank:
+        state.replace(objects)
 
 
 def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_process_set) -> None:
@@ -227,27 +233,6 @@ def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> dict[
         if part[0]:
             raise UsageError(f"{what}: rank {rank} could not pickle its object: {bytes(part[1:]).decode()}")
     return {rank: cloudpickle.loads(part[1:]) for rank, part in zip(key.ranks, parts, strict=True)}
-
-
-def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
-    if isinstance(params, Mapping):
-        entries: list[Any] = sorted(params.items(), key=lambda item: str(item[0]))
-    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor, torch.nn.Module)):
-        entries = list(params)
-    else:
-        raise UsageError(
-            f"broadcast_parameters: expected a state_dict(), named_parameters() or a list, not {type(params).__name__}"
-        )
-    named = []
-    for index, entry in enumerate(entries):
-        pair = isinstance(entry, tuple) and len(entry) == 2
-        name, value = entry if pair else (str(index), entry)
-        if not isinstance(value, torch.Tensor):
-            raise UsageError(
-                f"broadcast_parameters: {name!r} is no tensor but {type(value).__name__}; use broadcast_object for it"
-            )
-        named.append((str(name), value))
-    return named
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -11,7 +11,9 @@ What they have in common:
 - ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
   them, for each kind of operation. A name can be in use once at a time.
 - Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
-  changed. Forms with a trailing ``_`` write into their input and are not differentiable; the synchronous others are.
+  changed. Keep the very integer: once an operation is done whose integer is garbage, its result may go, and a copy of
+  the number is of no use. Forms with a trailing ``_`` write into their input and are not differentiable; the
+  synchronous others are.
 - Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for tensors that the core cannot
   take, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
   another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last two

@@ -12,6 +12,7 @@ import pytest
 import horo.torch as hvd
 from horo import errors
 
+STATUSES = {"TimeoutError": "TIMEOUT", "PeerLostError": "PEER_LOST", "UnsupportedError": "UNSUPPORTED"}
 CLASSES = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
 
 
@@ -37,6 +38,18 @@ def test_an_error_can_be_pickled(name: str, protocol: int) -> None:
     for other in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
         assert type(other) is type(error)
         assert (str(other), other.args) == (str(error), error.args)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("TimeoutError", TimeoutError), ("PeerLostError", ConnectionError), ("UnsupportedError", NotImplementedError)],
+)
+def test_an_error_is_what_python_calls_it_too(name: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^rank 1 is gone$") as caught:
+        raise errors.error_from_status(f"HORO_ERR_{STATUSES[name]}", "rank 1 is gone")
+    assert type(caught.value) is getattr(errors, name)
+    assert caught.value.args == ("rank 1 is gone",)
+    assert getattr(caught.value, "errno", None) is None
 
 
 def test_a_traceback_names_the_module_that_a_script_imports() -> None:

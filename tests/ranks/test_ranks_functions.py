@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -98,8 +99,7 @@ def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPoo
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (torch.ones(2), "expected a state_dict\\(\\), named_parameters\\(\\) or a list, not Tensor"),
-        (torch.nn.Linear(1, 1), "or a list, not Linear"),
+        (torch.ones(2), "expected a model, its state_dict\\(\\) or named_parameters\\(\\), or a list, not Tensor"),
         (3, "not int"),
         ({"a": torch.ones(1), "b": 7}, "'b' is no tensor but int; use broadcast_object"),
         ([("x", None)], "'x' is no tensor but NoneType"),
@@ -112,6 +112,39 @@ def test_what_is_no_list_of_tensors_is_named(ranks2: RankPool, params: Any, mess
             hvd.broadcast_parameters(params, 0)
 
     ranks2.run(check, params, message)
+
+
+def test_extra_states_of_modules_are_sent_as_objects(ranks2: RankPool) -> None:
+    def check() -> None:
+        class Scaled(torch.nn.Linear):
+            scale: Any = None
+
+            def get_extra_state(self) -> Any:
+                return self.scale
+
+            def set_extra_state(self, state: Any) -> None:
+                self.scale = state
+
+        rank = hvd.rank()
+        model = torch.nn.Sequential(Scaled(2, 2), torch.nn.Linear(2, 2), Scaled(2, 2))
+        torch.nn.init.constant_(model[1].weight, rank)
+        model[0].scale, model[2].scale = {"amax": [rank, 2.5]}, torch.ones(rank + 1)  # a tensor of another shape, too
+        hvd.broadcast_parameters(model, 1)
+        assert model[1].weight.tolist() == [[1.0, 1.0]] * 2
+        assert model[0].scale == {"amax": [1, 2.5]}
+        assert model[2].scale.tolist() == [1.0, 1.0]
+
+        model[0].scale, model[2].scale = {"amax": rank}, torch.full((2,), float(rank))
+        state = model.state_dict()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            hvd.broadcast_parameters(state, 0)
+        assert state["0._extra_state"] == {"amax": 0}
+        assert model[2].scale.tolist() == [0.0, 0.0]
+        assert [str(each.message)[:43] for each in told] == ["broadcast_parameters: '0._extra_state' was "] * rank
+        assert all(each.filename == __file__ for each in told)
+
+    ranks2.run(check)
 
 
 OPTIMIZERS = {

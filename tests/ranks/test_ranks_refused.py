@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,20 @@ import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
 
 INTEGERS = torch.ones(2, dtype=torch.int32)
+
+
+def _nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, torch says
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _cut() -> torch.Tensor:
+    """A tensor whose storage has lost its end."""
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
 
 REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
     "integers under Adasum": (
@@ -40,6 +55,24 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
     "no tensor": (
         lambda wrong, name: hvd.allreduce([1.0] if wrong else torch.ones(2), name=name),
         "expected a torch.Tensor, not list",
+    ),
+    "a nested tensor": (
+        lambda wrong, name: hvd.allreduce(_nested() if wrong else torch.ones(2), name=name),
+        "nested tensors are not supported here",
+    ),
+    "a nested tensor to exchange": (
+        lambda wrong, name: hvd.alltoall(_nested() if wrong else torch.ones(2), name=name),
+        "nested tensors are not supported here",
+    ),
+    "less memory than the shape needs": (
+        lambda wrong, name: hvd.broadcast_(_cut() if wrong else torch.ones(3), 0, name=name),
+        "needs 16 bytes, and its storage has 8",
+    ),
+    "elements that overlap": (
+        lambda wrong, name: hvd.allreduce_(
+            torch.ones(4).unfold(0, 2, 1) if wrong else torch.ones(6).unfold(0, 2, 2), name=name
+        ),
+        "a tensor whose elements overlap in memory cannot be written in place",
     ),
     "a member of a group": (
         lambda wrong, name: hvd.grouped_allreduce(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo import _core
-from horo.torch import _runtime
+from horo.torch import _request_cache, _runtime
 
 
 def test_a_name_serves_tensors_that_look_different_from_call_to_call(ranks: RankPool) -> None:
@@ -222,6 +225,25 @@ def test_requests_that_are_kept_hold_no_tensor(ranks2: RankPool) -> None:
     ranks2.run(check)
 
 
+def test_results_that_nobody_can_ask_for_go_and_others_stay(ranks2: RankPool) -> None:
+    def check() -> None:
+        before, seen = len(_runtime.current().requests), []
+        held = [hvd.allreduce_async(torch.full((3,), float(index)), op=hvd.Max) for index in range(70)]
+        for _ in range(400):
+            tensor = torch.ones(3)
+            seen.append(weakref.ref(tensor))
+            handle = hvd.allreduce_async_(tensor, name="polled")
+            wait_until(partial(hvd.poll, handle), "done", every_s=0.0)
+            del tensor, handle
+        assert sum(reference() is not None for reference in seen) <= 170
+        assert [hvd.synchronize(handle).tolist() for handle in held] == [[float(index)] * 3 for index in range(70)]
+        handles = [hvd.allreduce_async(torch.ones(3)) for _ in range(400)]
+        assert all(hvd.synchronize(handle).tolist() == [1.0] * 3 for handle in handles)
+        assert len(_runtime.current().requests) - before <= 170
+
+    ranks2.run(check)
+
+
 def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
     def check() -> int:
         for turn in range(2):
@@ -238,6 +260,39 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
 
     kept = ranks2.run(check)
     assert all(0 < count < 4000 for count in kept), kept
+
+
+def test_a_full_cache_loses_one_request_at_a_time_and_none_of_an_optimizer(ranks2_always: RankPool) -> None:
+    def check() -> None:
+        def made_by(call: Callable[[], object]) -> int:
+            made.clear()
+            call()
+            return len(made)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.stack([weight.sum() for weight in weights]).sum().backward()
+            optimizer.step()
+
+        made: list[None] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
+            create = _request_cache.CachedRequest.__init__
+            patch.setattr(_request_cache.CachedRequest, "__init__", lambda *each: (create(*each), made.append(None))[0])
+            gc.collect()  # optimizers of other tests
+            _runtime.current().request_cache.clear()
+            for name in "abcdefghi":
+                hvd.allreduce_(torch.ones(2), name=name)
+            assert made_by(lambda: [hvd.allreduce_(torch.ones(2), name=name) for name in "bcdefghi"]) == 0
+            assert made_by(lambda: hvd.allreduce_(torch.ones(2), name="a")) == 1
+            assert made_by(lambda: [hvd.allreduce_(torch.ones(2), name=name) for name in "cdefghia"]) == 0
+            weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
+            named = [(f"room.{number}", weight) for number, weight in enumerate(weights)]
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1), named)
+            assert made_by(step) >= 40
+            assert made_by(step) == 0
+
+    ranks2_always.run(check)
 
 
 def test_threads_use_one_form_of_call_at_once(ranks2: RankPool) -> None:

@@ -140,10 +140,7 @@ class StoreClient:
         try:
             self._connection.settimeout(timeout_s + self._answer_s)
             self._connection.sendall(self._sealer.seal(payload))
-            while True:
-                data = self._connection.recv(RECEIVE_BYTES)
-                if not data:
-                    raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._served_by} end?")
+            while data := self._connection.recv(RECEIVE_BYTES):
                 replies = self._opener.feed(data)
                 if replies:
                     return replies[0]
@@ -158,3 +155,4 @@ class StoreClient:
             raise PeerLostError(
                 f"the job's store at {self._endpoint} is gone: {error}; did {self._served_by} end?"
             ) from error
+        raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._served_by} end?")
