@@ -140,8 +140,8 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * agree_join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those who
- * wait for others to join have no reason to doubt that they will.
+ * agree_join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those
+ * who wait for others to join have no reason to doubt that they will.
  */
 void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at);
 void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);

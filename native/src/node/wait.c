@@ -165,7 +165,7 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns,
     }
 }
 
-/* When to stop spinning: not behind the deadline. 0: it looks once. */
+/* The time until which a wait spins, which is not behind its deadline; 0: it looks once. */
 static int64_t end_of_spin(int64_t now_ns, int64_t spin_ns, int64_t deadline_ns) {
     if (spin_ns <= 0) {
         return 0;

@@ -23,8 +23,8 @@
  *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)
  *   JOINED   i32 rank, u64 at                     (up: this rank joins, all of its subtree need not; a record: the root
- *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; in the
- *            record 0)
+ *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; 0 in
+ *            the record)
  *
  * REQUEST is a record too, with its origin and no rows: what a BATCH behind it has by name, where a rank has joined,
  * which has not submitted it.
