@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import SupportsIndex
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from horo.errors import UsageError
 from horo.torch import _runtime
