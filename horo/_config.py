@@ -8,7 +8,6 @@ precedence over ``HOROVOD_X``. An empty value counts as not set.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,8 +15,7 @@ from typing import Any, TypeVar
 
 from horo._launch_variables import CallVariables, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables
 from horo._sources import ARGUMENT, DEFAULT, read_sources
-from horo._variable import Option, Variable, exact_variable, variable
-from horo.errors import UsageError
+from horo._variable import Option, Variable, check_given, exact_variable, variable
 
 __all__ = [
     "GROUPS",
@@ -242,6 +240,21 @@ class Config:
         kind=str,
         choices=("backward", "step"),
     )
+    first_checks: bool = variable(
+        "FIRST_CHECKS",
+        True,
+        "1: at the first step ranks compare their parameters, by checksums, and after three steps their gradients: "
+        "different parameters are an error, equal gradients a warning; 0: they do not. Equal on all ranks.",
+        Option("--no-first-checks", "ranks do not compare parameters at the first step", value="0"),
+    )
+    check_nan: bool = variable(
+        "CHECK_NAN",
+        False,
+        "1: NaN and infinite values in a gradient are an error on all ranks before it is averaged: which rank, "
+        "parameter and step. Gradients then travel at the end of backward. A `GradScaler` makes infinite ones on "
+        "purpose. Equal on all ranks.",
+        Option("--check-nan", "NaN in a gradient of any rank is an error", value="1"),
+    )
     horovod: bool = exact_variable(
         "HORO_HOROVOD",
         bool,
@@ -458,22 +471,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: a value is not what its setting allows, or an argument is no setting.
     """
-    settings = {name: variable for name, variable in variables_of(Config).items() if variable.is_argument}
-    checked = {}
-    for name, value in arguments.items():
-        if name not in settings:
-            near = difflib.get_close_matches(name, settings, 1)
-            raise UsageError(
-                f"init({name}=...): there is no setting of this name"
-                + (f": did you mean {near[0]}?" if near else "; after hvd.init(), print(hvd.config()) lists all")
-            )
-        if value is not None:
-            try:
-                checked[name] = settings[name].check(value)
-            except ValueError:
-                allowed = settings[name].allowed_argument()
-                raise UsageError(f"init({name}={value!r}): {value!r} is not {allowed}") from None
-    return checked
+    return check_given(variables_of(Config), arguments)
 
 
 def environment() -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from horo.errors import UsageError
 
-__all__ = ["Option", "Variable", "exact_variable", "variable"]
+__all__ = ["Option", "Variable", "check_given", "exact_variable", "variable"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -179,3 +180,31 @@ def exact_variable(name: str, kind: type, meaning: str, *options: Option, **deta
     default = details.pop("default", None)
     described = Variable((name,), kind, default, meaning, options=options, **details)
     return field(default=default, repr=not described.secret, metadata={"variable": described})
+
+
+def check_given(variables: Mapping[str, Variable], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments of ``init()``, checked, less those that are None: not given.
+
+    Args:
+        variables: all of them by name.
+        arguments: by name.
+
+    Raises:
+        UsageError: a value is not what its setting allows, or an argument is no setting.
+    """
+    settings = {name: variable for name, variable in variables.items() if variable.is_argument}
+    checked = {}
+    for name, value in arguments.items():
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, 1)
+            raise UsageError(
+                f"init({name}=...): there is no setting of this name"
+                + (f": did you mean {near[0]}?" if near else "; after hvd.init(), print(hvd.config()) lists all")
+            )
+        if value is not None:
+            try:
+                checked[name] = settings[name].check(value)
+            except ValueError:
+                allowed = settings[name].allowed_argument()
+                raise UsageError(f"init({name}={value!r}): {value!r} is not {allowed}") from None
+    return checked

@@ -53,6 +53,8 @@ class Member(abc.ABC):
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self.progress = StepProgress()
+        self.steps = 0
+        """The number of steps of the optimizer after gradients were reduced."""
         self._runtime: _runtime.Runtime | None = None
         """The runtime of the job that it has taken part in last."""
         self._rounds = 0
@@ -237,6 +239,8 @@ class Member(abc.ABC):
         """Whether hooks may submit gradients: names are given, or can be whatever the order of the hooks is."""
         runtime = _runtime.current()
         if runtime.is_joining:  # the names may be those of before the join
+            return False
+        if runtime.job.settings.get("check_nan", False):  # all gradients are looked at first
             return False
         if self._are_named:
             return True
