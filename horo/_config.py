@@ -241,6 +241,21 @@ class Config:
         kind=str,
         choices=("backward", "step"),
     )
+    first_checks: bool = variable(
+        "FIRST_CHECKS",
+        True,
+        "1: at the first step ranks compare their parameters, by checksums, and after three steps their gradients: "
+        "different parameters are an error, equal gradients a warning; 0: they do not. Equal on all ranks.",
+        Option("--no-first-checks", "ranks do not compare parameters at the first step", value="0"),
+    )
+    check_nan: bool = variable(
+        "CHECK_NAN",
+        False,
+        "1: NaN and infinite values in a gradient are an error on all ranks before it is averaged: which rank, "
+        "parameter and step. Gradients then travel at the end of backward. A `GradScaler` makes infinite ones on "
+        "purpose. Equal on all ranks.",
+        Option("--check-nan", "NaN in a gradient of any rank is an error", value="1"),
+    )
     horovod: bool = exact_variable(
         "HORO_HOROVOD",
         bool,

@@ -46,6 +46,8 @@ _SHARED_SETTINGS = (
     "single_copy",
     "autotune",
     "gradients_ready",
+    "first_checks",
+    "check_nan",
 )
 
 

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import torch
 
 from horo.errors import HoroError, ResourceError, UnsupportedError
-from horo.torch._first_checks import FirstCheck, refuse_ddp
+from horo.torch._finite import FiniteCheck, checks_finite
+from horo.torch._first_checks import FirstCheck, compares_first, refuse_ddp
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._member import Member
 from horo.torch._request import Request
@@ -118,6 +119,8 @@ class DeltaReducer(Member):
         self.drain()
         states = [state for state in self.adopt() if _takes_part(state.parameter)]
         self._compare(states)
+        if checks_finite():
+            FiniteCheck(self.label, self.team, states, self.steps + 1).finish()
         with torch.no_grad():
             self._starts = {state: state.parameter.detach().clone() for state in states}
 
@@ -223,16 +226,17 @@ class DeltaReducer(Member):
         if not fresh or optimizer is None:
             return
         refuse_ddp(states)
-        check = FirstCheck(
-            self.label,
-            fresh,
-            optimizer,
-            self.options.process_set,
-            has_own_state=True,
-            is_after_join=self.has_joined,
-        )
-        check.wait()
-        check.refuse_different_values()
+        if compares_first():
+            check = FirstCheck(
+                self.label,
+                fresh,
+                optimizer,
+                self.options.process_set,
+                has_own_state=True,
+                is_after_join=self.has_joined,
+            )
+            check.wait()
+            check.refuse_different_values()
         self._checked = len(self.states)
 
     # -- called by the optimizer's hooks ------------------------------------------------------------------------------

@@ -12,19 +12,25 @@ import torch
 
 from horo.errors import MismatchError, UsageError
 from horo.horovod import is_installed
+from horo.torch import _runtime
 from horo.torch._comparison import Comparison, checksum, options_of
 from horo.torch._gradients import ParameterState
 from horo.torch._step_inputs import StepInputs
 from horo.torch.functions import gather_objects
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
-__all__ = ["FirstCheck", "refuse_ddp", "refuse_ddp_model"]
+__all__ = ["FirstCheck", "compares_first", "refuse_ddp", "refuse_ddp_model"]
 
 _PARAMETER = "parameter "
 _STATE = "state "
 _SCALER = "scaler"
 _NAMES = ""
 """Sorts before all others, so that it stands at the same place on ranks that have different names."""
+
+
+def compares_first() -> bool:
+    """Whether ranks compare their parameters and first gradients; equal on all ranks."""
+    return bool(_runtime.current().job.settings.get("first_checks", True))
 
 
 class FirstCheck:

@@ -53,7 +53,8 @@ class Member(abc.ABC):
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
         self.progress = StepProgress()
-        self._steps = 0
+        self.steps = 0
+        """The number of steps of the optimizer after gradients were reduced."""
         self._is_in_step = False
         self._runtime: _runtime.Runtime | None = None
         """The runtime of the job that it has taken part in last."""
@@ -169,15 +170,15 @@ class Member(abc.ABC):
         """Called when a reduction for the next step begins."""
         self._is_in_step = True
         if self._runtime is not None:
-            self._runtime.course.begin_step(self._steps)
+            self._runtime.course.begin_step(self.steps)
 
     def end_step(self) -> None:
         """Called at the end of a step."""
         if self._is_in_step:  # else the step() of a base class has been in it
             self._is_in_step = False
-            self._steps += 1
+            self.steps += 1
             if self._runtime is not None:
-                self._runtime.course.end_step(self._steps)
+                self._runtime.course.end_step(self.steps)
 
     def settle_join(self) -> None:
         """Ends, before gradients are submitted, a join that an exception has left, if all ranks have joined by now.
@@ -254,6 +255,8 @@ class Member(abc.ABC):
         """Whether hooks may submit gradients: names are given, or can be whatever the order of the hooks is."""
         runtime = _runtime.current()
         if runtime.is_joining:  # the names may be those of before the join
+            return False
+        if runtime.job.settings.get("check_nan", False):  # all gradients are looked at first
             return False
         if self._are_named:
             return True

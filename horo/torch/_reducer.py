@@ -25,7 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
 from horo.torch._exchange import Exchange
-from horo.torch._first_checks import FirstCheck, refuse_ddp
+from horo.torch._finite import FiniteCheck, checks_finite
+from horo.torch._first_checks import FirstCheck, compares_first, refuse_ddp
+from horo.torch._first_gradients import FirstGradients, warn_of_equal
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
 from horo.torch._progress import refuse_different_steps
@@ -71,6 +73,8 @@ class GradientReducer(Exchange):
         self._inputs: InputsCheck | None = None
         self._scaler: weakref.ref[Any] | None = None
         """The GradScaler that has called ``step``."""
+        self._samples: Request | None = None
+        """The request that gathers the digests of the first steps."""
         self._due: Sequence[ParameterState] = ()
         """The parameters of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -164,7 +168,7 @@ class GradientReducer(Exchange):
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
         optimizer = self._optimizer()
-        if has_unchecked and self._due and optimizer is not None and self.size > 1:
+        if has_unchecked and self._due and optimizer is not None and self.size > 1 and compares_first():
             self._check = FirstCheck(
                 self.label,
                 list(self.states.values())[self._checked :],
@@ -182,6 +186,7 @@ class GradientReducer(Exchange):
         if inputs is not None and self.size > 1:
             self._inputs = InputsCheck(self.label, inputs, self._process_set)
             last = self._inputs.request
+        last = self._compare_samples() or last
         self._checked = len(self.states)
         self.progress.reductions += 1
         return last
@@ -198,6 +203,7 @@ class GradientReducer(Exchange):
         check, self._check = self._check, None
         usage, self._usage = self._usage, None
         inputs, self._inputs = self._inputs, None
+        samples, self._samples = self._samples, None
         if check is not None:
             yield check.request
             check.wait()
@@ -209,6 +215,10 @@ class GradientReducer(Exchange):
         if usage is not None:
             yield usage.request
             usage.finish()
+        if samples is not None:
+            yield samples
+            job = _runtime.current()
+            warn_of_equal(samples.wait()[0], job.teams.find(self.team).ranks, job.job.rank)
         if failure is not None:
             raise failure
         if inputs is not None:
@@ -217,6 +227,28 @@ class GradientReducer(Exchange):
         if check is not None:
             check.refuse_different_values()
 
+    def check_finite(self) -> FiniteCheck:
+        """Begins to look for gradients that are not finite, before any is submitted."""
+        self.settle_join()
+        self.follow_runtime()
+        return FiniteCheck(self.label, self.team, self._active(), self.steps + 1)
+
+    def _compare_samples(self) -> Request | None:
+        """Begins to compare the gradients of the first steps when all of them are there."""
+        first = self._first_gradients
+        if first is None or self.size == 1:
+            return None
+        first.end_step()
+        if not first.is_done:
+            return None
+        self._first_gradients = None
+        self._samples = first.compare(self.label, self.team)
+        return self._samples
+
+    def _begin_anew(self, rounds: int) -> None:
+        super()._begin_anew(rounds)
+        self._first_gradients = FirstGradients() if _runtime.find() is not None and compares_first() else None
+
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
         self._reset_counts()
@@ -224,7 +256,8 @@ class GradientReducer(Exchange):
             state.pending = None
             state.held = None
         self.handles.clear()
-        self._due, self._check, self._usage, self._inputs, self._marked = (), None, None, None, None
+        self._due, self._marked = (), None
+        self._check = self._usage = self._inputs = self._samples = None
 
     # -- differs with the time at which gradients are due ----------------------------------------------------------
 
@@ -414,6 +447,9 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
     last: Request | None = None
     try:
         with torch.no_grad():
+            if checks_finite():
+                for check in [reducer.check_finite() for reducer in reducers]:
+                    check.finish()
             for reducer in reducers:
                 try:
                     last = reducer.submit_all() or last

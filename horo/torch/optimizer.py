@@ -102,6 +102,8 @@ def DistributedOptimizer(
     The first reduction compares the parameters of all ranks, frozen ones too, and the optimizer's state and options, so
     that a forgotten ``broadcast_parameters`` or ``broadcast_optimizer_state`` is an error. So does the first one after
     ``add_param_group``, for the new parameters. A resumed optimizer is compared when it is used, not when it is loaded.
+    After three steps, ranks whose gradients were equal to the bit are named in a warning: they read the same samples.
+    ``HORO_FIRST_CHECKS=0`` ends both. With ``HORO_CHECK_NAN=1``, a gradient with a NaN is an error on all ranks.
     Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.
 
     Args:

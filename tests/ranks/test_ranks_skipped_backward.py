@@ -210,9 +210,10 @@ def test_who_comes_late_costs_one_request_in_later_steps(ranks2: RankPool) -> No
                 make_loss(model, hvd.rank(), step).backward()
             optimizer.step()
             counts.append(_runtime.current().core.counters()["requests"] - before)
-        # First, all four gradients again, what each rank has sent for them, and the comparison. From then on, which of
-        # them each rank has used; and the second time the same for the first gradient only.
-        assert counts == [4, 13, 5, 5, 8, 5]
+        # First, all four gradients again, what each rank has sent for them, and the comparison; besides that of the
+        # first three reductions. From then on, which of them each rank has used; and the second time the same for the
+        # first gradient only.
+        assert counts == [4, 14, 5, 5, 8, 5]
 
     ranks2.run(check)
 
