@@ -89,6 +89,8 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "spin_us": ("--spin-us 0", JOBS),
     "overlap": ("--overlap never", JOBS),
     "gradients_ready": ("--gradients-ready step", JOBS),
+    "no_first_checks": ("--no-first-checks", JOBS),
+    "check_nan": ("--check-nan", JOBS),
     "cpu_operations": ("--cpu-operations host", JOBS),
     "gpu_operations": ("--gpu-operations nccl", JOBS),
     "hierarchical_allreduce": ("--hierarchical-allreduce --gpu-operations nccl", JOBS),
