@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from horo._launch_variables import CallVariables, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables
 from horo._sources import ARGUMENT, DEFAULT, read_sources
-from horo._variable import Option, Variable, check_settings, exact_variable, parse_ports, variable
+from horo._variable import (
+    Option,
+    Variable,
+    check_settings,
+    exact_variable,
+    names_of,
+    parse_ports,
+    read_variables,
+    variable,
+    variables_of,
+)
 
 __all__ = [
     "GROUPS",
@@ -447,27 +457,6 @@ GROUPS: tuple[type[Any], ...] = (
     MpiVariables,
     SlurmVariables,
 )
-
-_Group = TypeVar("_Group")
-
-
-def variables_of(group: type[Any]) -> dict[str, Variable]:
-    """The variables of one of ``GROUPS``, by field name."""
-    return {item.name: item.metadata["variable"] for item in fields(group) if "variable" in item.metadata}
-
-
-def names_of(*groups: type[Any]) -> frozenset[str]:
-    """All names under which the variables of some of ``GROUPS`` may be set."""
-    return frozenset(name for group in groups for each in variables_of(group).values() for name in each.names)
-
-
-def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
-    """Reads one of ``GROUPS`` from ``environ``.
-
-    Raises:
-        UsageError: a value is not what its variable allows.
-    """
-    return group(**{name: variable.read(environ) for name, variable in variables_of(group).items()})
 
 
 def read_config(environ: Mapping[str, str], arguments: Mapping[str, Any] | None = None) -> Config:

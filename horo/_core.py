@@ -12,6 +12,7 @@ from typing import Any
 from horo._answers import Answers
 from horo._blocked import describe_blocked
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
+from horo._core_words import STATUS_NAMES, as_words, check, error_buffer, text_of
 from horo._event import Event, event_of
 from horo._log_lines import LogLines
 from horo._native import ffi, lib
@@ -53,22 +54,21 @@ _REFUSALS: dict[type[HoroError], int] = {
     UsageError: lib.HORO_ERR_USAGE,
     ResourceError: lib.HORO_ERR_RESOURCE,
 }
-_STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
 def version() -> str:
     """Version of the native core with its protocol number; ranks must agree on it."""
-    return _text(lib.horo_version())
+    return text_of(lib.horo_version())
 
 
 def change_name() -> str:
     """The name of the requests that add or remove a team."""
-    return _text(lib.horo_change_name())
+    return text_of(lib.horo_change_name())
 
 
 def simd_name() -> str:
     """``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``: the instructions of the reductions on this machine."""
-    return _text(lib.horo_simd_name())
+    return text_of(lib.horo_simd_name())
 
 
 def arena_bytes(local_size: int, segment_bytes: int, teams: int = 1) -> int:
@@ -84,8 +84,8 @@ def create_memory(byte_count: int) -> int:
     Raises:
         ResourceError: the kernel gives no memory or descriptor.
     """
-    out, error = ffi.new("int32_t *"), _error_buffer()
-    _check(lib.horo_create_memory(byte_count, out, error, lib.HORO_MESSAGE_MAX), error)
+    out, error = ffi.new("int32_t *"), error_buffer()
+    check(lib.horo_create_memory(byte_count, out, error, lib.HORO_MESSAGE_MAX), error)
     return int(out[0])
 
 
@@ -95,8 +95,8 @@ def create_wake() -> int:
     Raises:
         ResourceError: the kernel gives no descriptor.
     """
-    out, error = ffi.new("int32_t *"), _error_buffer()
-    _check(lib.horo_create_wake(out, error, lib.HORO_MESSAGE_MAX), error)
+    out, error = ffi.new("int32_t *"), error_buffer()
+    check(lib.horo_create_wake(out, error, lib.HORO_MESSAGE_MAX), error)
     return int(out[0])
 
 
@@ -116,10 +116,10 @@ class Context:
         self.log_lines = LogLines(setup.rank, is_logged=is_logged)
         native.log_queue = self.log_lines.queue
         out = ffi.new("horo_context **")
-        error = _error_buffer()
+        error = error_buffer()
         if (status := lib.horo_create(native, out, error, _MESSAGE_MAX)) != _OK:
             self.log_lines.close()
-        _check(status, error)
+        check(status, error)
         self.rank = setup.rank
         self.size = setup.size
         self._context: Any = out[0]
@@ -173,18 +173,18 @@ class Context:
 
     def _submit_again(self, buffer: RequestBuffer) -> None:
         """Submits a refused request again with a buffer for the message, and tells the other members of it."""
-        error = _error_buffer()
+        error = error_buffer()
         status = _submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX)
         if is_told := status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:
             lib.horo_refuse(self._context, buffer.request.team, buffer.request.name, status, error)
         elif status == lib.HORO_ERR_DUPLICATE_NAME:
             self.duplicate = ffi.string(buffer.request.name).decode()
-        _check(status, error, is_told)
+        check(status, error, is_told)
 
     def refuse(self, team: int, name: str, reason: UsageError | ResourceError) -> None:
         """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
         status = next(number for kind, number in _REFUSALS.items() if isinstance(reason, kind))
-        lib.horo_refuse(self._context, team, name.encode("utf-8", "replace"), status, _as_words(str(reason)))
+        lib.horo_refuse(self._context, team, name.encode("utf-8", "replace"), status, as_words(str(reason)))
 
     def add_team(
         self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
@@ -207,11 +207,11 @@ class Context:
             BaseException: the exception of a signal handler, as from ``wait``.
         """
         native, _keep = native_team(ranks, control_fds, data_fds, ffi)
-        out, error = ffi.new("int64_t *"), _error_buffer()
+        out, error = ffi.new("int64_t *"), error_buffer()
         status = lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX)
         if status != _OK:
             close_all((*(control_fds or ()), *(data_fds or ())))
-        _check(status, error)
+        check(status, error)
         self._release_failed(self.wait, out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
         self.release(out[0])
@@ -225,8 +225,8 @@ class Context:
                 MismatchError if the ranks name different teams.
             BaseException: the exception of a signal handler, as from ``wait``.
         """
-        out, error = ffi.new("int64_t *"), _error_buffer()
-        _check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
+        out, error = ffi.new("int64_t *"), error_buffer()
+        check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
         self.finish(out[0])
 
     def start_join(self, team: int, buffer: RequestBuffer | None = None) -> int:
@@ -239,8 +239,8 @@ class Context:
             UsageError: this rank has joined and others have not, is no member, or waits for a change of teams.
             HoroError: as ``submit``.
         """
-        buffer, error = buffer or RequestBuffer(), _error_buffer()
-        _check(lib.horo_join(self._context, team, buffer.handle_out, error, _MESSAGE_MAX), error)
+        buffer, error = buffer or RequestBuffer(), error_buffer()
+        check(lib.horo_join(self._context, team, buffer.handle_out, error, _MESSAGE_MAX), error)
         return int(buffer.last_handle[0])
 
     def joined_last(self, handle: int) -> int:
@@ -263,7 +263,7 @@ class Context:
         """
         status = lib.horo_poll(self._context, handle)
         if status == lib.HORO_ERR_HANDLE:
-            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+            raise error_from_status(STATUS_NAMES[status], self._message(handle))
         return bool(status != lib.HORO_IN_PROGRESS)
 
     def wait(self, handle: int) -> None:
@@ -283,7 +283,7 @@ class Context:
             status = self._wait_long(handle)
         if status != _OK:
             self.log_lines.log_waiting()
-            raise error_from_status(_STATUS_NAMES[status], _text(words))
+            raise error_from_status(STATUS_NAMES[status], text_of(words))
 
     def wait_any(self, handles: Sequence[int]) -> None:
         """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
@@ -345,7 +345,8 @@ class Context:
             if status == _OK:
                 lib.horo_release(self._context, handle)  # unless another thread has
         if status != _OK:
-            raise error_from_status(_STATUS_NAMES[status], _text(words))
+            self.log_lines.log_waiting()
+            raise error_from_status(STATUS_NAMES[status], text_of(words))
 
     def callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""
@@ -357,7 +358,7 @@ class Context:
         """Releases the handle of a finished request."""
         status = lib.horo_release(self._context, handle)
         if status != lib.HORO_OK:
-            raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+            raise error_from_status(STATUS_NAMES[status], self._message(handle))
 
     def release_if_done(self, handle: int) -> bool:
         """Releases the handle if its request is finished; never blocks.
@@ -400,14 +401,14 @@ class Context:
         if not taken.is_there():
             status = lib.horo_take_result(self._context, handle, index, taken.data, taken.bytes, taken.first_dims)
             if status != lib.HORO_OK:
-                raise error_from_status(_STATUS_NAMES[status], self._message(handle))
+                raise error_from_status(STATUS_NAMES[status], self._message(handle))
         return taken.buffer(), taken.extents()
 
     def health(self) -> HoroError | None:
         """None while no rank is lost, else the error that every request now gets."""
-        error = _error_buffer()
+        error = error_buffer()
         status = lib.horo_health(self._context, error, lib.HORO_MESSAGE_MAX)
-        return None if status == lib.HORO_OK else error_from_status(_STATUS_NAMES[status], _text(error))
+        return None if status == lib.HORO_OK else error_from_status(STATUS_NAMES[status], text_of(error))
 
     def tuning(self) -> tuple[dict[str, int], bool]:
         """The values of this rank's next operation of all ranks, by the names in ``KNOBS``, and whether they are final.
@@ -415,7 +416,7 @@ class Context:
         All are 0 without autotuning.
         """
         values, is_final = ffi.new("uint64_t[]", len(KNOBS)), ffi.new("int32_t *")
-        _check(lib.horo_read_tuning(self._context, values, is_final), _error_buffer())
+        check(lib.horo_read_tuning(self._context, values, is_final), error_buffer())
         return dict(zip(KNOBS, values, strict=True)), bool(is_final[0])
 
     def counters(self) -> dict[str, int]:
@@ -438,8 +439,8 @@ class Context:
         native = ffi.new("horo_event[]", lib.HORO_EVENTS_MAX)
         count = lib.horo_read_events(self._context, native, lib.HORO_EVENTS_MAX)
         if count < 0:
-            raise error_from_status(_STATUS_NAMES[count], self._message(0))
-        return [event_of(native[i], _text(native[i].name), EVENTS, _OP_NAMES, _STATUS_NAMES) for i in range(count)]
+            raise error_from_status(STATUS_NAMES[count], self._message(0))
+        return [event_of(native[i], text_of(native[i].name), EVENTS, _OP_NAMES, STATUS_NAMES) for i in range(count)]
 
     def start_timeline(self, path: str, *, about: str = "", marks_batches: bool = False) -> None:
         """Records this rank's operations from now on in a file of Chrome's trace events; see ``horo_start_timeline``.
@@ -447,17 +448,17 @@ class Context:
         Raises:
             UsageError: one is being written already, or the file cannot be.
         """
-        error = _error_buffer()
+        error = error_buffer()
         status = lib.horo_start_timeline(
             self._context, os.fsencode(path), about.encode(), marks_batches, error, _MESSAGE_MAX
         )
-        _check(status, error)
+        check(status, error)
 
     def stop_timeline(self) -> None:
         """Writes the last events and closes the file. Does nothing where no timeline is written."""
         status = lib.horo_stop_timeline(self._context)
         if status != _OK:
-            raise error_from_status(_STATUS_NAMES[status], self._message(0))
+            raise error_from_status(STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:
         """Closes the parent's descriptors in a forked child; every later call raises UsageError."""
@@ -470,7 +471,7 @@ class Context:
         Blocks as ``destroy``, which is to follow. The error is PeerLostError, or AbortedError if nothing has failed.
         """
         status = lib.HORO_ERR_PEER_LOST if has_failed else lib.HORO_ERR_ABORTED
-        lib.horo_leave(self._context, status, _as_words(words))
+        lib.horo_leave(self._context, status, as_words(words))
 
     def count_of(self, *ops: str) -> int:
         """The number of operations of these kinds that this rank has submitted; their names are in ``OPS``."""
@@ -486,28 +487,11 @@ class Context:
         self._kept.clear()
 
     def _message(self, handle: int) -> str:
-        error = _error_buffer()
+        error = error_buffer()
         lib.horo_error(self._context, handle, error, lib.HORO_MESSAGE_MAX)
-        return _text(error)
+        return text_of(error)
 
 
 _SIGNAL_CHECK_MS = 100
 _BLOCKED_AFTER_S = 0.8
 _BLOCKED_EVERY_S = 0.5
-
-
-def _error_buffer() -> Any:
-    return ffi.new("char[]", lib.HORO_MESSAGE_MAX)
-
-
-def _as_words(text: str) -> bytes:
-    return text.encode("utf-8", "replace").replace(b"\0", b" ")
-
-
-def _text(chars: Any) -> str:
-    return bytes(ffi.string(chars)).decode("utf-8", "replace")
-
-
-def _check(status: int, error: Any, is_told: bool = False) -> None:
-    if status != lib.HORO_OK:
-        raise error_from_status(_STATUS_NAMES[status], _text(error), is_told)

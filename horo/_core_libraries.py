@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from horo._core_words import check, error_buffer, text_of
 from horo._native import ffi, lib
-from horo.errors import error_from_status
 
 if TYPE_CHECKING:
     from horo._core import Context
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["Library", "copy_back", "copy_result", "find_library", "use_cuda", "use_nccl"]
 
 _KINDS = {"cuda": lib.HORO_LIBRARY_CUDA, "nccl": lib.HORO_LIBRARY_NCCL}
-_STATUS_NAMES = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 
 
 class Library(NamedTuple):
@@ -40,12 +39,12 @@ def find_library(kind: str, paths: Sequence[str], *, initializes: bool = False) 
         ResourceError: there is none of use; says of every place why.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
-    found, error = ffi.new("horo_library *"), ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    found, error = ffi.new("horo_library *"), error_buffer()
     status = lib.horo_find_library(
         _KINDS[kind], ffi.new("char *[]", names), len(names), initializes, found, error, lib.HORO_MESSAGE_MAX
     )
-    _check(status, error)
-    return Library(_text(found.name), int(found.version), _text(found.path), int(found.device_count))
+    check(status, error)
+    return Library(text_of(found.name), int(found.version), text_of(found.path), int(found.device_count))
 
 
 def use_cuda(context: Context, paths: Sequence[str]) -> None:
@@ -55,8 +54,8 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
         ResourceError: there is no driver of use; says of every place why.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
-    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
-    _check(
+    error = error_buffer()
+    check(
         lib.horo_use_cuda(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
         error,
     )
@@ -77,9 +76,9 @@ def use_nccl(context: Context, paths: Sequence[str], *, two_levels: bool = False
         UsageError: ``use_cuda`` has not been called.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
-    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    error = error_buffer()
     flags = lib.HORO_NCCL_TWO_LEVELS if two_levels else 0
-    _check(
+    check(
         lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), flags, error, lib.HORO_MESSAGE_MAX),
         error,
     )
@@ -92,8 +91,8 @@ def copy_back(context: Context, handle: int, stream: int) -> None:
         UsageError: it has no tensors on a GPU, or has no result.
         ResourceError: the driver refuses.
     """
-    error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
-    _check(lib.horo_copy_back(context._context, handle, stream, error, lib.HORO_MESSAGE_MAX), error)
+    error = error_buffer()
+    check(lib.horo_copy_back(context._context, handle, stream, error, lib.HORO_MESSAGE_MAX), error)
 
 
 def copy_result(context: Context, handle: int, index: int, output: int, stream: int) -> None:
@@ -110,15 +109,6 @@ def copy_result(context: Context, handle: int, index: int, output: int, stream: 
         UsageError: there is no such result.
         ResourceError: the driver refuses.
     """
-    target, error = ffi.cast("void *", output), ffi.new("char[]", lib.HORO_MESSAGE_MAX)
+    target, error = ffi.cast("void *", output), error_buffer()
     status = lib.horo_copy_result(context._context, handle, index, target, stream, error, lib.HORO_MESSAGE_MAX)
-    _check(status, error)
-
-
-def _check(status: int, error: Any) -> None:
-    if status != lib.HORO_OK:
-        raise error_from_status(_STATUS_NAMES[status], _text(error))
-
-
-def _text(chars: Any) -> str:
-    return bytes(ffi.string(chars)).decode("utf-8", "replace")
+    check(status, error)

@@ -41,3 +41,6 @@ class InitSettings(TypedDict, total=False):
     controller: str | None
     network_interfaces: str | None
     host_id: str | None
+    port_range: str | None
+    first_checks: bool | None
+    check_nan: bool | None

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["current_frames", "locals_of"]
+__all__ = ["current_frames", "is_within", "locals_of"]
 
 _one_at_a_time = threading.RLock()  # a signal handler may look while its thread does
 
@@ -57,3 +57,10 @@ def locals_of(frame: FrameType) -> Mapping[str, Any]:
     """The local variables of a frame in which another thread may be."""
     with _without_collections():
         return frame.f_locals
+
+
+def is_within(frame: FrameType | None, folder: str) -> bool:
+    """Whether a call comes from within code of a folder, as one of a signal handler may."""
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return frame is not None

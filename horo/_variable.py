@@ -6,12 +6,24 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from horo.errors import UsageError
 
-__all__ = ["Option", "Variable", "check_settings", "exact_variable", "parse_ports", "variable"]
+__all__ = [
+    "Option",
+    "Variable",
+    "check_settings",
+    "exact_variable",
+    "names_of",
+    "parse_ports",
+    "read_variables",
+    "variable",
+    "variables_of",
+]
+
+_Group = TypeVar("_Group")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -223,3 +235,22 @@ def parse_ports(text: str) -> range:
     if found is None or not _PORT_FIRST <= int(found[1]) <= int(found[2]) <= _PORT_LAST:
         raise ValueError(text)
     return range(int(found[1]), int(found[2]) + 1)
+
+
+def variables_of(group: type[Any]) -> dict[str, Variable]:
+    """The variables of a group of settings, by field name."""
+    return {item.name: item.metadata["variable"] for item in fields(group) if "variable" in item.metadata}
+
+
+def names_of(*groups: type[Any]) -> frozenset[str]:
+    """All names under which the variables of some groups may be set."""
+    return frozenset(name for group in groups for each in variables_of(group).values() for name in each.names)
+
+
+def read_variables(group: type[_Group], environ: Mapping[str, str]) -> _Group:
+    """Reads a group of settings from ``environ``.
+
+    Raises:
+        UsageError: a value is not what its variable allows.
+    """
+    return group(**{name: variable.read(environ) for name, variable in variables_of(group).items()})

@@ -16,7 +16,7 @@ import torch
 
 from horo.torch import _runtime
 from horo.torch._member import HOOK_LOCK
-from horo.torch._reducer import reduce_together
+from horo.torch._together import reduce_together
 
 if TYPE_CHECKING:
     from horo.torch._backward_reducer import BackwardReducer

@@ -14,9 +14,10 @@ from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._compile import is_autograd_compiled
 from horo.torch._gradients import PackedGradient, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
-from horo.torch._reducer import GradientReducer, overlap_pays, reduce_together
+from horo.torch._reducer import GradientReducer, overlap_pays
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
+from horo.torch._together import reduce_together
 from horo.torch._views import writable
 from horo.torch.ops import Sum
 

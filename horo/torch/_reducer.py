@@ -25,20 +25,20 @@ from torch.utils.hooks import RemovableHandle
 from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
 from horo.torch._exchange import Exchange
-from horo.torch._finite import FiniteCheck, checks_finite
+from horo.torch._finite import FiniteCheck
 from horo.torch._first_checks import FirstCheck, compares_first, refuse_ddp
 from horo.torch._first_gradients import FirstGradients, warn_of_equal
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
 from horo.torch._progress import refuse_different_steps
-from horo.torch._request import Request, wait_any
-from horo.torch._spans import span
+from horo.torch._request import Request
 from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._step_inputs import InputsCheck, StepInputs, scaler_of_step
+from horo.torch._together import reduce_together, wait_last
 from horo.torch._usage import UsageCheck
 from horo.torch._views import COUNTS_IN_HOOKS, is_shared
 
-__all__ = ["GradientReducer", "overlap_pays", "reduce_together"]
+__all__ = ["GradientReducer", "overlap_pays"]
 
 
 _FIRST_COMPARED = 8
@@ -432,70 +432,6 @@ class GradientReducer(Exchange):
             state.passes = 0
         for group in self._groups:
             group.waiting = {state for state in group.states if state.parameter.requires_grad}
-
-
-def reduce_together(reducers: Sequence[GradientReducer]) -> None:
-    """Reduces the gradients of several optimizers. All are submitted before any is waited for.
-
-    So ranks do not wait for each other in a circle if they come to the optimizers in different orders. Nor do they if
-    the gradients of one need a second round while others are still waited for.
-
-    Raises:
-        HoroError: The first failure; the other gradients are reduced.
-    """
-    failures: dict[GradientReducer, HoroError] = {}
-    last: Request | None = None
-    try:
-        with torch.no_grad():
-            if checks_finite():
-                for check in [reducer.check_finite() for reducer in reducers]:
-                    check.finish()
-            for reducer in reducers:
-                try:
-                    last = reducer.submit_all() or last
-                except HoroError as error:
-                    failures[reducer] = error
-            with span("horo.synchronize"):
-                if len(reducers) == 1:
-                    wait_last(last)
-                # Those that are not registered have submitted nothing.
-                taking_part = reducers if len(reducers) == 1 else [item for item in reducers if item.is_registered]
-                _finish_together({reducer: reducer.finish_all() for reducer in taking_part}, failures)
-    finally:
-        for reducer in reducers:
-            reducer.reset()
-    for reducer in reducers:
-        reducer.is_reduced = reducer not in failures
-        reducer.is_local = reducer.is_local and not reducer.is_reduced
-    if failures:
-        raise next(iter(failures.values()))
-
-
-def _finish_together(
-    steps: dict[GradientReducer, Iterator[Request]], failures: dict[GradientReducer, HoroError]
-) -> None:
-    """Goes on with each reducer as soon as the request that it waits for is done; adds errors to ``failures``."""
-    waiting: dict[GradientReducer, Request | None] = dict.fromkeys(steps)
-    while waiting:
-        requests = [request for request in waiting.values() if request is not None]
-        if len(requests) == len(waiting) > 1:
-            wait_any(requests)
-        for reducer, request in list(waiting.items()):
-            if request is not None and len(waiting) > 1 and not request.is_done():
-                continue
-            try:
-                waiting[reducer] = next(steps[reducer])
-            except StopIteration:
-                del waiting[reducer]
-            except HoroError as error:
-                failures.setdefault(reducer, error)
-                del waiting[reducer]
-
-
-def wait_last(request: Request | None) -> None:
-    """Waits for the request that was submitted last. Older ones are done then as well, in one drive of the engine."""
-    if request is not None:
-        request.wait_done()
 
 
 def overlap_pays(parameter: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from horo._config import check_arguments
+from horo._stack_frames import is_within
 from horo._thread_call import ThreadCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
 from horo.torch._compile import keep_from_dynamo, let_dynamo_go
@@ -301,7 +302,7 @@ class _Process:
         Raises:
             UsageError: An operation goes on: one that the signal handler that calls this has interrupted, say.
         """
-        until_s = time.monotonic() + (0.0 if _is_in_operation(caller) else _CALLS_END_S)
+        until_s = time.monotonic() + (0.0 if is_within(caller, _HERE) else _CALLS_END_S)
         while self.runtime is not None and self.runtime.core.health() is not None:
             try:
                 self.leave()
@@ -312,15 +313,6 @@ class _Process:
 
 
 _process = _Process()
-
-
-def _is_in_operation(caller: FrameType | None) -> bool:
-    """Whether a call of horo comes from within another one of its thread, as those of a signal handler may."""
-    while caller is not None:
-        if caller.f_code.co_filename.startswith(_HERE):
-            return True
-        caller = caller.f_back
-    return False
 
 
 def _refuse_within(caller: FrameType | None) -> None:
