@@ -17,6 +17,7 @@ from rank_pool import RankPool, one_of
 
 import horo.torch as hvd
 from horo.torch import _backward, _backward_reducer
+from horo.torch._views import COUNTS_IN_HOOKS
 
 ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
 
@@ -60,7 +61,8 @@ def _backward_in_two_threads(groups: int | None, ends: list[Callable[[], None]])
     for leaf in leaves:
         leaf.grad = torch.ones(2)
     assert _call_at_once([lambda leaf=leaf: reducer.gradient_ready(leaf) for leaf in leaves]) == []  # type: ignore[misc]
-    assert len(submitted) == (0 if not reducer._overlaps else 1 if groups else 2)
+    submits = reducer._overlaps and COUNTS_IN_HOOKS  # an older torch does not in the first step
+    assert len(submitted) == (0 if not submits else 1 if groups else 2)
     assert len({state.kind for state in reducer.states.values()}) == 1
     assert len(ends) == isinstance(reducer, _backward_reducer.BackwardReducer)
     while ends:
