@@ -382,7 +382,13 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSett
             atexit.register(_at_exit)
             os.register_at_fork(after_in_child=_after_fork_in_child)
     if added:
-        _register(added)
+        from horo.torch.process_sets import register_all  # noqa: PLC0415  (it imports this module)
+
+        try:
+            register_all(current(), added)
+        except BaseException:
+            shutdown()
+            raise
 
 
 def _check_unchanged(wanted: Mapping[str, Any], settings: Settings) -> None:
@@ -399,16 +405,6 @@ def _listed(process_sets: Any) -> list[ProcessSet]:
     if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
         raise UsageError(f"init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
     return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in process_sets]
-
-
-def _register(process_sets: list[ProcessSet]) -> None:
-    from horo.torch.process_sets import register_all  # noqa: PLC0415  (it imports this module)
-
-    try:
-        register_all(current(), process_sets)
-    except BaseException:
-        shutdown()
-        raise
 
 
 def config() -> Settings:

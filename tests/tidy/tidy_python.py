@@ -28,7 +28,14 @@ class ImportRule:
 
 TORCH = ("torch", "horo.torch")
 CORE = (
-    *("horo._answers", "horo._core", "horo._core_libraries", "horo._log_lines", "horo._request_buffer"),
+    *(
+        "horo._answers",
+        "horo._core",
+        "horo._core_libraries",
+        "horo._core_words",
+        "horo._log_lines",
+        "horo._request_buffer",
+    ),
     *("horo._native", "cffi"),
 )
 IMPORT_RULES = (
@@ -38,7 +45,8 @@ IMPORT_RULES = (
     ImportRule(
         "horo",
         ("cffi", "horo._native"),
-        "only _answers.py, _core.py, _core_libraries.py, _log_lines.py and _request_buffer.py touch cffi",
+        "only _answers.py, _core.py, _core_libraries.py, _core_words.py, _log_lines.py and _request_buffer.py "
+        "touch cffi",
         unless=tuple(f"{module.replace('.', '/')}.py" for module in CORE if module.startswith("horo._")),
     ),
     ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
