@@ -55,7 +55,8 @@ def measure_clients(size: int) -> dict[str, Any]:
     missing = make_room(2 * size)  # both ends of each connection
     if missing:
         raise ContestError(f"{size} clients need {missing}")
-    secret, failures = secrets.token_bytes(32), []
+    secret = secrets.token_bytes(32)
+    failures: list[str] = []
 
     def run(rank: int) -> None:
         try:

@@ -71,7 +71,10 @@ class GpuTensor(torch.Tensor):
 
 
 def _present(tensor: torch.Tensor, gpu: Gpu, address: int, number: int) -> GpuTensor:
-    shown = tensor.as_subclass(GpuTensor)
+    return _placed(tensor.as_subclass(GpuTensor), gpu, address, number)
+
+
+def _placed(shown: GpuTensor, gpu: Gpu, address: int, number: int) -> GpuTensor:
     shown.gpu, shown.address, shown.number = gpu, address, number
     return shown
 
@@ -102,8 +105,10 @@ class Gpu:
         size = tensor.numel() * tensor.element_size()
         address = int(self.lib.double_alloc(ctypes.c_size_t(max(size, 1))))
         memory = (ctypes.c_ubyte * max(size, 1)).from_address(self.lib.double_address(ctypes.c_uint64(address)))
-        whole = torch.frombuffer(memory, dtype=torch.uint8)[:size].view(tensor.dtype).view(tensor.shape)
-        return _present(whole.copy_(tensor.detach()), self, address, number)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())
+        shown = torch.Tensor._make_subclass(GpuTensor, whole)  # type: ignore[attr-defined]  # no view: alone in its memory
+        return _placed(shown, self, address, number)
 
     def make_stream(self) -> int:
         out = ctypes.c_void_p()

@@ -39,7 +39,7 @@ INTERRUPTIONS = {
     "shutdown": (
         "hvd.shutdown(); assert not hvd.is_initialized()",
         "hvd.init(); close = job.RunningRank.close\n"
-        "job.RunningRank.close = lambda self: (interrupt(), close(self))\n"
+        "job.RunningRank.close = lambda *given: (interrupt(), close(*given))\n"
         "hvd.shutdown()",
     ),
     "the end of shutdown": (
@@ -118,7 +118,7 @@ assert not signals and not hvd.is_initialized()
         (
             "shutdown()",
             "hvd.init(); close = job.RunningRank.close\n"
-            "job.RunningRank.close = lambda self: (interrupt(), close(self))\n"
+            "job.RunningRank.close = lambda *given: (interrupt(), close(*given))\n"
             "hvd.shutdown()",
         ),
         (

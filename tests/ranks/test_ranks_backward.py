@@ -103,7 +103,7 @@ def test_no_sync_and_passes_per_step_save_exchanges(ranks2: RankPool) -> None:
             make_loss(model, hvd.rank(), number).backward()
             counts.append(_requests() - before)
         optimizer.step()
-        assert counts == [0, 0, 4, 0, 0, 4]
+        assert counts == [0, 0, 4, 0, 0, 5]  # the third reduction compares the samples of ranks
         optimizer.set_backward_passes_per_step(1)
         optimizer.zero_grad()
         before = _requests()

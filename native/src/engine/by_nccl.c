@@ -248,12 +248,12 @@ int hr_engine_nccl_has_work(struct hr_engine *engine) {
 /*
  * Not while anything of NCCL's runs, that of a team that is gone included, however long it takes: to free waits for it,
  * and it may need another rank, whose GPU goes on only when this thread has come to its next call. What is idle is used
- * again meanwhile.
+ * again meanwhile. Nor once the group has ended: a GPU may stand still then.
  */
 void hr_engine_trim_pinned(struct hr_engine *engine) {
     struct hr_stager *stager = atomic_load(&engine->stager);
-    const int is_aborted = hr_arena_aborted(&engine->node->arena).code != 0;
-    if (stager != NULL && !is_aborted && !hr_engine_is_nccl_busy(engine)) {
+    const int has_ended = hr_engine_end(engine).code != 0;
+    if (stager != NULL && !has_ended && !hr_engine_is_nccl_busy(engine)) {
         hr_stager_trim(stager);
     }
 }
