@@ -179,7 +179,7 @@ class Context:
             lib.horo_refuse(self._context, buffer.request.team, buffer.request.name, status, error)
         elif status == lib.HORO_ERR_DUPLICATE_NAME:
             self.duplicate = ffi.string(buffer.request.name).decode()
-        check(status, error, is_told)
+        self.log_lines.check(status, error, is_told)
 
     def refuse(self, team: int, name: str, reason: UsageError | ResourceError) -> None:
         """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
@@ -211,7 +211,7 @@ class Context:
         status = lib.horo_add_team(self._context, native, out, error, _MESSAGE_MAX)
         if status != _OK:
             close_all((*(control_fds or ()), *(data_fds or ())))
-        check(status, error)
+        self.log_lines.check(status, error)
         self._release_failed(self.wait, out[0])
         team = int(lib.horo_added_team(self._context, out[0]))
         self.release(out[0])
@@ -226,7 +226,7 @@ class Context:
             BaseException: the exception of a signal handler, as from ``wait``.
         """
         out, error = ffi.new("int64_t *"), error_buffer()
-        check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
+        self.log_lines.check(lib.horo_remove_team(self._context, team, out, error, _MESSAGE_MAX), error)
         self.finish(out[0])
 
     def start_join(self, team: int, buffer: RequestBuffer | None = None) -> int:
@@ -240,7 +240,7 @@ class Context:
             HoroError: as ``submit``.
         """
         buffer, error = buffer or RequestBuffer(), error_buffer()
-        check(lib.horo_join(self._context, team, buffer.handle_out, error, _MESSAGE_MAX), error)
+        self.log_lines.check(lib.horo_join(self._context, team, buffer.handle_out, error, _MESSAGE_MAX), error)
         return int(buffer.last_handle[0])
 
     def joined_last(self, handle: int) -> int:
@@ -282,8 +282,7 @@ class Context:
         if status == lib.HORO_IN_PROGRESS:
             status = self._wait_long(handle)
         if status != _OK:
-            self.log_lines.log_waiting()
-            raise error_from_status(STATUS_NAMES[status], text_of(words))
+            self.log_lines.check(status, words)
 
     def wait_any(self, handles: Sequence[int]) -> None:
         """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
@@ -345,8 +344,7 @@ class Context:
             if status == _OK:
                 lib.horo_release(self._context, handle)  # unless another thread has
         if status != _OK:
-            self.log_lines.log_waiting()
-            raise error_from_status(STATUS_NAMES[status], text_of(words))
+            self.log_lines.check(status, words)
 
     def callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""

@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from typing import Any
 
 from horo._blocked import OwnThread
+from horo._core_words import check
 from horo._native import ffi, lib
 
 __all__ = ["LogLines"]
@@ -39,6 +41,8 @@ class LogLines:
         """Starts the thread, if the messages are to be logged. Without one they are lines on stderr."""
         self._rank = rank
         self._is_logging = False
+        self._order = threading.Lock()
+        """Held from before a line is taken until it is logged."""
         self._process = os.getpid()
         self._thread = OwnThread(target=self._take_lines, name="horo log", daemon=True)
         self.queue = lib.horo_create_log_queue() if is_logged else ffi.NULL
@@ -52,16 +56,28 @@ class LogLines:
 
     def _take_lines(self) -> None:
         while lib.horo_await_line(self._taken) == lib.HORO_OK:
-            # Only a thread that has the interpreter takes the line: else the engine writes it to stderr in time.
-            if (line := _take(self._taken)) is not None:
-                self._is_logging = True  # from here on it needs no queue
-                self._log(*line)
-                self._is_logging = False
+            with self._order:
+                # Only a thread that has the interpreter takes the line: else the engine writes it to stderr in time.
+                if (line := _take(self._taken)) is not None:
+                    self._is_logging = True  # from here on it needs no queue
+                    self._log(*line)
+                    self._is_logging = False
 
-    def log_waiting(self) -> None:
-        """Logs at once what waits: in front of the traceback of an error that it belongs to. No ``close`` may run."""
-        while (line := _take(self.queue)) is not None:
-            self._log(*line)
+    def check(self, status: int, error: Any, is_told: bool = False) -> None:
+        """Raises the error of a status, behind the messages that led to it; as ``check``. No ``close`` may run."""
+        if status != lib.HORO_OK:
+            self._log_waiting()
+        check(status, error, is_told)
+
+    def _log_waiting(self) -> None:
+        """Logs what waits, and waits for what the thread has taken, but not long: a log handler may hang."""
+        has_order = self._order.acquire(timeout=_END_S)
+        try:
+            while (line := _take(self.queue)) is not None:
+                self._log(*line)
+        finally:
+            if has_order:
+                self._order.release()
 
     def _log(self, level: int, text: str) -> None:
         try:

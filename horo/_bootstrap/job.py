@@ -173,9 +173,13 @@ class RunningRank:
         self._teams_begun += 1
 
     def note_loss(self) -> None:
-        """Records, under MPI, the loss of a peer for the exit handler."""
+        """Records, under MPI, the loss of a peer for the exit handler, which must not wait for it.
+
+        A rank with an error in a thread has left in order, and finalizes MPI as any other.
+        """
         health = self.context.health() if self.mpi is not None else None
-        if isinstance(health, GroupError) and not isinstance(health, (AbortedError, NotInitializedError)):
+        has_left = isinstance(health, (AbortedError, NotInitializedError)) or str(health).endswith(living.IN_THREAD)
+        if isinstance(health, GroupError) and not has_left:
             living.LOSSES.append(health)
 
     def forked(self) -> None:

@@ -14,8 +14,10 @@ from horo.errors import GroupError, HoroError
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
 
-__all__ = ["LOSSES", "RANKS", "close_all", "find_loss", "watch"]
+__all__ = ["IN_THREAD", "LOSSES", "RANKS", "close_all", "find_loss", "watch"]
 
+IN_THREAD = " (in a thread)"
+"""The end of the words of a rank that has left in order, but for an error in one of its threads."""
 RANKS: weakref.WeakSet[RunningRank] = weakref.WeakSet()
 LOSSES: list[HoroError] = []
 """Of peers, under MPI."""
@@ -68,7 +70,7 @@ def _note_thread(thread: int | None, error: BaseException) -> None:
     """Keeps the exception that has ended a thread which took part in operations: others may soon wait for it."""
     for job in list(RANKS):
         if thread in job.context.callers():
-            job.thread_error = job.thread_error or f"{ending.describe_exception(error)} (in a thread)"
+            job.thread_error = job.thread_error or ending.describe_exception(error) + IN_THREAD
 
 
 def _after_fork_in_child() -> None:

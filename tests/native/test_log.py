@@ -176,6 +176,41 @@ def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., 
     assert any(text.startswith("ERROR the last events on this rank") for text in seen[0])
 
 
+def test_a_call_fails_behind_the_record_that_the_other_thread_has_taken(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, fails = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def log_slowly() -> None:
+        if threading.current_thread().name == "horo log":
+            taken.set()
+            assert fails.wait(60)
+            order.append("logged")
+
+    def log_waiting(lines: _log_lines.LogLines) -> None:
+        assert taken.wait(60)
+        fails.set()
+        usual(lines)
+
+    kept(log_slowly)
+    usual = _log_lines.LogLines._log_waiting
+    monkeypatch.setattr(_log_lines, "_END_S", 60.0)
+    monkeypatch.setattr(_log_lines.LogLines, "_log_waiting", log_waiting)
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            group.kill(0)
+            return
+        with pytest.raises(PeerLostError):
+            rank.barrier("never")
+        order.append("failed")
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+    assert order[:2] == ["logged", "failed"]
+
+
 def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) -> None:
     def refuse() -> None:
         raise RuntimeError("this handler is broken")

@@ -43,7 +43,7 @@ class Waiters:
         thread = threading.Thread(target=body, daemon=True)
         self._threads.append(thread)
         thread.start()
-        wait_for(lambda: thread.ident in self._rank.context._callers())
+        wait_for(lambda: thread.ident in self._rank.context.callers())
 
     def await_all(self) -> None:
         """Waits until all have returned."""
