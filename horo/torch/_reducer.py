@@ -219,13 +219,16 @@ class GradientReducer(Exchange):
             yield samples
             job = _runtime.current()
             warn_of_equal(samples.wait()[0], job.teams.find(self.team).ranks, job.job.rank)
+        try:  # also after a failure, which only this rank may have
+            if inputs is not None:
+                yield inputs.request
+                inputs.finish()
+            if check is not None:
+                check.refuse_different_values()
+        except HoroError as error:
+            failure = failure or error
         if failure is not None:
             raise failure
-        if inputs is not None:
-            yield inputs.request
-            inputs.finish()
-        if check is not None:
-            check.refuse_different_values()
 
     def check_finite(self) -> FiniteCheck:
         """Begins to look for gradients that are not finite, before any is submitted."""

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, one_of
-from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd
+from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd, train
 
 import horo.torch as hvd
+from horo.torch import _runtime
 
 pair = one_of("ranks2_always", "ranks2_never", "ranks2_step")
 """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+
+step2 = one_of("ranks2_step", "ranks2_step_never")
 
 EPOCHS = 4
 OVERFLOW = 1, 2
@@ -191,3 +194,22 @@ def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale(pair: Ra
         optimizer.zero_grad()
 
     pair.run(check)
+
+
+def test_inputs_are_compared_beside_a_failure_of_one_rank(step2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] += hvd.rank() * (step == 7)
+            train(model, optimizer, step)
+        make_loss(model, hvd.rank()).backward()
+        if hvd.rank() == 0:
+            next(model.parameters()).grad.add_(1.0)
+        words = "was changed while it was being reduced", "the 'lr' of parameter group 0 is"
+        with pytest.raises(ValueError, match=words[hvd.rank()]):
+            optimizer.step()
+        assert not _runtime.current().requests
+        optimizer.zero_grad()
+
+    step2.run(check)
