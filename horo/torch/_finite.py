@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from horo.errors import UsageError
+from horo.errors import HoroError, UsageError
 from horo.torch import _runtime
 from horo.torch._gradients import ParameterState
 from horo.torch._request import Request
 from horo.torch._requests import start_allgather
 
-__all__ = ["FiniteCheck", "checks_finite"]
+__all__ = ["FiniteCheck", "checks_finite", "finish_checks"]
 
 _FINITE = -1
 
@@ -61,6 +61,22 @@ class FiniteCheck:
                     f"rank {rank} in step {step} ({count} of {len(self._names)} gradients there have one); nothing "
                     "was averaged, so each rank still has its own gradients to look at"
                 )
+
+
+def finish_checks(checks: Sequence[FiniteCheck]) -> None:
+    """Waits for all of them, so that none is in progress when the next ones begin.
+
+    Raises:
+        HoroError: That of the first check that has one.
+    """
+    failures: list[HoroError] = []
+    for check in checks:
+        try:
+            check.finish()
+        except HoroError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _is_finite(grad: torch.Tensor) -> bool:

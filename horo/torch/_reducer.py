@@ -36,7 +36,7 @@ from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._step_inputs import InputsCheck, StepInputs, scaler_of_step
 from horo.torch._together import reduce_together, wait_last
 from horo.torch._usage import UsageCheck
-from horo.torch._views import COUNTS_IN_HOOKS, is_shared
+from horo.torch._views import COUNTS_IN_HOOKS, is_counted_twice, is_shared
 
 __all__ = ["GradientReducer", "overlap_pays"]
 
@@ -219,13 +219,16 @@ class GradientReducer(Exchange):
             yield samples
             job = _runtime.current()
             warn_of_equal(samples.wait()[0], job.teams.find(self.team).ranks, job.job.rank)
+        try:  # also after a failure, which only this rank may have
+            if inputs is not None:
+                yield inputs.request
+                inputs.finish()
+            if check is not None:
+                check.refuse_different_values()
+        except HoroError as error:
+            failure = failure or error
         if failure is not None:
             raise failure
-        if inputs is not None:
-            yield inputs.request
-            inputs.finish()
-        if check is not None:
-            check.refuse_different_values()
 
     def check_finite(self) -> FiniteCheck:
         """Begins to look for gradients that are not finite, before any is submitted."""
@@ -421,11 +424,12 @@ class GradientReducer(Exchange):
 
     def _may_share(self, state: ParameterState) -> bool:
         """Whether other tensors may have the memory of a gradient. Called by a hook."""
+        grad = state.parameter.grad
         if COUNTS_IN_HOOKS:
-            grad = state.parameter.grad
             state.shares = grad is not None and is_shared(grad)
             return state.shares
-        return state.shares or not self._checked  # what the last reduction has found
+        # what the last reduction has found, or this backward has made
+        return state.shares or not self._checked or (grad is not None and is_counted_twice(grad))
 
     def _reset_counts(self) -> None:
         for state in self.states.values():

@@ -269,7 +269,10 @@ class RequestCache:
 
     def make_room(self, owner: object, gradients: int) -> None:
         """Makes room, as long as ``owner`` lives, for the requests of so many gradients."""
-        self._rooms[owner] = _FORMS * gradients * (_REQUEST_WEIGHT + 1)
+        with self._lock:
+            rooms = weakref.WeakKeyDictionary(self._rooms)  # another thread may be adding up the old ones
+            rooms[owner] = _FORMS * gradients * (_REQUEST_WEIGHT + 1)
+            self._rooms = rooms
 
     def clear(self) -> None:
         """Removes all requests."""

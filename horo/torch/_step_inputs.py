@@ -26,6 +26,9 @@ __all__ = ["InputsCheck", "StepInputs", "callers", "scaler_of_step"]
 
 _SCALER_FRAMES = 14
 """The most frames between here and a GradScaler: torch's and a scheduler's wrappers of ``step`` lie between."""
+_SCALER_METHODS = ("get_scale", "unscale_", "is_enabled", "state_dict")
+"""Those of a GradScaler. A scaler of the user's own that lacks one is not compared."""
+_SCALER_STATE = ("growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SCALE = "loss scale"
 _OPTIONS = ("lr", "momentum", "betas", "weight_decay")
 """The options that schedulers change."""
@@ -55,7 +58,7 @@ def scaler_of_step() -> Any:
     for frame in callers():
         if frame.f_code.co_name in ("step", "_maybe_opt_step"):
             found: Any = frame.f_locals.get("self")
-            if hasattr(found, "get_scale") and hasattr(found, "unscale_"):
+            if all(hasattr(found, method) for method in _SCALER_METHODS):
                 return found if found.is_enabled() else None
     return None
 
@@ -64,7 +67,7 @@ class StepInputs:
     """The inputs of a step, of a GradScaler and of an optimizer: by name what is compared, and the value to show."""
 
     def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
-        values: dict[str, Any] = {} if scaler is None else _named(scaler.state_dict())
+        values: dict[str, Any] = {} if scaler is None else _named(scaler)
         for number, group in enumerate(optimizer.param_groups if optimizer else ()):
             values |= {f"{key!r} of parameter group {number}": group[key] for key in _OPTIONS if key in group}
         self.values = {name: (_rounded(value), str(value)) for name, value in values.items() if _rounded(value)}
@@ -126,10 +129,13 @@ def _rounded(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, (int, float)) else ""
 
 
-def _named(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a GradScaler, in words; the scale first."""
-    others = {f"GradScaler's {name.strip('_').replace('_', ' ')}": state[name] for name in state if name != "scale"}
-    return {_SCALE: state["scale"], **others}
+def _named(scaler: Any) -> dict[str, Any]:
+    """The scale and the state of a GradScaler, in words; the scale first."""
+    state = scaler.state_dict()  # of a subclass it may have another form
+    others = {
+        f"GradScaler's {name.strip('_').replace('_', ' ')}": state[name] for name in _SCALER_STATE if name in state
+    }
+    return {_SCALE: scaler.get_scale(), **others}
 
 
 def _difference(everyone: Mapping[int, Mapping[str, tuple[int, str]]]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from horo.errors import HoroError
-from horo.torch._finite import checks_finite
+from horo.torch._finite import checks_finite, finish_checks
 from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
 
@@ -32,8 +32,7 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
     try:
         with torch.no_grad():
             if checks_finite():
-                for check in [reducer.check_finite() for reducer in reducers]:
-                    check.finish()
+                finish_checks([reducer.check_finite() for reducer in reducers])
             for reducer in reducers:
                 try:
                     last = reducer.submit_all() or last

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTS_IN_HOOKS",
     "NotedVersion",
+    "is_counted_twice",
     "is_shared",
     "note_version",
     "separate_overlapping",
@@ -37,6 +38,12 @@ COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
 def is_shared(grad: torch.Tensor) -> bool:
     """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""
     return grad.layout is torch.strided and _owners(grad) > _OWN
+
+
+def is_counted_twice(grad: torch.Tensor) -> bool:
+    """As ``is_shared``, in a hook of an older torch: one owner more is torch itself, if the gradient is a new one."""
+    is_new = grad._version == 0  # nothing was accumulated into it
+    return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
 
 
 def _owners(tensor: torch.Tensor) -> int:

@@ -185,6 +185,28 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(checking2: RankP
     checking2.run(check, value, ready)
 
 
+def test_two_optimizers_go_on_after_a_gradient_that_is_not_finite(checking2: RankPool) -> None:
+    def check() -> None:
+        models = [make_model(), make_model()]
+        optimizers = [sgd(model) for model in models]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            wanted = [mean_gradients(model, 2, step) for model in models]
+            loss = sum(make_loss(model, hvd.rank(), step) for model in models)
+            if step == 1:
+                with pytest.raises(ValueError, match="NaN or infinite on rank 1 in step 2"):
+                    (loss * (float("nan") if hvd.rank() == 1 else 1.0)).backward()
+                continue
+            loss.backward()
+            for model, mean in zip(models, wanted, strict=True):
+                assert_close(gradients_of(model), mean)
+            for optimizer in optimizers:
+                optimizer.step()
+
+    checking2.run(check)
+
+
 def test_a_gradient_that_is_not_finite_is_found_before_adasum_combines_steps(checking2: RankPool) -> None:
     def check() -> None:
         model = make_model()

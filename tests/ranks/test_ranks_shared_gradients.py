@@ -11,6 +11,7 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close
 
 import horo.torch as hvd
+from horo.torch import _reducer
 from horo.torch.compression import Compressor
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
@@ -178,6 +179,36 @@ def test_a_view_that_was_changed_while_it_was_being_reduced_is_found(step2: Rank
             optimizer.step()
 
     step2.run(check, through)
+
+
+def test_an_older_torch_finds_views_that_a_later_step_makes(ranks2: RankPool) -> None:
+    def check() -> None:
+        def hold_while_hooks_run(grad: torch.Tensor) -> None:  # as torch before 2.13 does with a new gradient
+            held.append(grad.untyped_storage())
+
+        held: list[Any] = []
+        for kind in ("stack", "flat"):
+            leaves, loss, wanted = _case(kind)
+            for leaf in leaves:
+                leaf.register_hook(hold_while_hooks_run)
+            optimizer = _optimizer(leaves)
+            counted: Any = _reducer.COUNTS_IN_HOOKS
+            _reducer.COUNTS_IN_HOOKS = False
+            try:
+                for step in range(6):
+                    optimizer.zero_grad(set_to_none=step != 5)
+                    if step % 2:
+                        (loss() * (hvd.rank() + 1)).backward()
+                    else:
+                        parts = zip(leaves, wanted, strict=True)
+                        (sum((leaf * part).sum() for leaf, part in parts) * (hvd.rank() + 1)).backward()
+                    held.clear()
+                    optimizer.step()
+                    _assert_gradients(leaves, wanted, 1.5)
+            finally:
+                _reducer.COUNTS_IN_HOOKS = counted
+
+    ranks2.run(check)
 
 
 def test_one_rank_has_its_views_as_they_are(ranks1: RankPool) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, one_of
-from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd
+from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd, train
 
 import horo.torch as hvd
+from horo.torch import _runtime
 
 pair = one_of("ranks2_always", "ranks2_never", "ranks2_step")
 """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+
+step2 = one_of("ranks2_step", "ranks2_step_never")
 
 EPOCHS = 4
 OVERFLOW = 1, 2
@@ -136,3 +139,77 @@ def test_learning_rates_that_part_are_an_error_with_both(pair: RankPool) -> None
         optimizer.zero_grad()
 
     pair.run(check)
+
+
+class OwnScaler:
+    """Of a user: it has the methods that a loop calls, and no others."""
+
+    scale = 4.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(self.scale)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.unscale_(optimizer)
+        optimizer.step()
+
+
+def test_a_scaler_of_the_users_own_may_step(pair: RankPool) -> None:
+    def check() -> None:
+        model, scaler = make_model(), OwnScaler()
+        optimizer = sgd(model)
+        for step in range(10):
+            optimizer.zero_grad()
+            (make_loss(model, hvd.rank(), step) * scaler.scale).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        wanted = hvd.allreduce(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert_close(wanted, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+    pair.run(check)
+
+
+@needs_cpu_scaler
+def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale(pair: RankPool) -> None:
+    def check() -> None:
+        class Wrapping(torch.amp.GradScaler):
+            def state_dict(self) -> dict[str, Any]:
+                return {"inner": super().state_dict()}
+
+        model = make_model()
+        optimizer = sgd(model)
+        scaler = Wrapping("cpu", init_scale=4.0)
+        for step in range(8):
+            step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+        scaler.update(4.0 + hvd.rank())
+        with pytest.raises(ValueError, match=r"the loss scale is 4\.0 on rank 0 and 5\.0 on rank 1, "):
+            for step in range(8, 17):
+                step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+        optimizer.zero_grad()
+
+    pair.run(check)
+
+
+def test_inputs_are_compared_beside_a_failure_of_one_rank(step2: RankPool) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] += hvd.rank() * (step == 7)
+            train(model, optimizer, step)
+        make_loss(model, hvd.rank()).backward()
+        if hvd.rank() == 0:
+            next(model.parameters()).grad.add_(1.0)
+        words = "was changed while it was being reduced", "the 'lr' of parameter group 0 is"
+        with pytest.raises(ValueError, match=words[hvd.rank()]):
+            optimizer.step()
+        assert not _runtime.current().requests
+        optimizer.zero_grad()
+
+    step2.run(check)
