@@ -605,7 +605,7 @@ def test_ranks_start_and_close_again_and_again_in_one_process(server: StoreServe
 
 
 def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(setup: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ResourceError("no memory")
 
     monkeypatch.setattr(job_module, "Context", refuse)
