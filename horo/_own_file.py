@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -13,6 +14,8 @@ __all__ = ["check_owner", "open_own_file", "refusal"]
 def open_own_file(path: str | Path, *, folder: int | None = None, instead: str = "file") -> int:
     """A descriptor of the empty file. Nothing is emptied before it is known to be the user's own; nothing is followed.
 
+    A file that is made here may have any owner: a file system may give it to another user, as NFS does with root's.
+
     Args:
         path: the file.
         folder: a descriptor of the folder that it lies in.
@@ -23,8 +26,11 @@ def open_own_file(path: str | Path, *, folder: int | None = None, instead: str =
     """
     path = Path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    name = path if folder is None else path.name
     try:
-        fd = os.open(path if folder is None else path.name, flags, 0o666, dir_fd=folder)
+        with contextlib.suppress(FileExistsError):
+            return os.open(name, flags | os.O_EXCL, 0o666, dir_fd=folder)
+        fd = os.open(name, flags, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise refusal(path, f"it is a symbolic link; remove it or name another {instead}") from None

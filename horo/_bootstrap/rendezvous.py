@@ -106,7 +106,8 @@ class Rendezvous:
             AbortedError, MismatchError, PeerLostError: another rank failed or died; the message gives rank and reason.
         """
         keys = {f"{topic}/{rank}": rank for rank in (range(self.size) if ranks is None else ranks)}
-        return self._await(list(keys), lambda missing: [keys[key] for key in missing])
+        what = f"all {topic}" if ranks is None else next(iter(keys), topic)
+        return self._await(list(keys), what, lambda missing: [keys[key] for key in missing])
 
     def send(self, key: str, value: bytes) -> None:
         """On rank 0: sends a value to the one rank that calls ``receive`` for this key."""
@@ -118,11 +119,15 @@ class Rendezvous:
         return self._await_root(key, topic)
 
     def _await_root(self, key: str, topic: str) -> bytes:
-        (value,) = self._await([key], lambda _: self._find_missing(topic, range(self.size)) or [0])
+        (value,) = self._await([key], f"all {topic}", lambda _: self._find_missing(topic, range(self.size)) or [0])
         return value
 
-    def _await(self, keys: Sequence[str], late: Callable[[Sequence[str]], Sequence[int]]) -> list[bytes]:
-        """Waits for values; ``late`` returns the ranks that are behind, given the keys that are missing."""
+    def _await(self, keys: Sequence[str], what: str, late: Callable[[Sequence[str]], Sequence[int]]) -> list[bytes]:
+        """Waits for values.
+
+        ``what`` is the same on all ranks that wait for the same ones, ``late`` returns those that are behind, given the
+        keys that are missing.
+        """
         began = time.monotonic()
         deadline = began + self.timeout_s
         progress, waits, warnings = 0, 0, 0
@@ -144,14 +149,14 @@ class Rendezvous:
                     "(HORO_START_TIMEOUT): was it started, and is it running?"
                 )
             warnings += 1
-            if self._speaks_for_host(keys[0], warnings):
+            if self._speaks_for_host(what, warnings):
                 told = self._describe_late(late(missing))
                 self._log.warning("%s has waited %.0f s in init(): %s", self.name(self.rank), now - began, told)
 
-    def _speaks_for_host(self, key: str, number: int) -> bool:
-        """Whether this rank is the first of its host with its warning of this number about ``key``."""
+    def _speaks_for_host(self, what: str, number: int) -> bool:
+        """Whether this rank is the first of its host with its warning of this number about ``what``."""
         host = hashlib.sha256(self.host_names[self.rank].encode("utf-8", "replace")).hexdigest()[:16]
-        counter = f"warning count/{host}/{number}/{key}"
+        counter = f"warning count/{host}/{number}/{what}"
         self.leftovers.append(counter)
         return self._store.add(counter, 1) == 1
 

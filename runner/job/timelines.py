@@ -62,6 +62,9 @@ def _check(out: str, files: Sequence[str]) -> None:
         raise JobError(f"--timeline-merge {out}: is the timeline of one rank; name another file for the result")
     if path.is_dir():
         raise JobError(f"--timeline-merge {out}: is a folder; name a file for the result")
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # merge() would refuse it, after the job
+        kind = "a symbolic link" if path.is_symlink() else "no regular file"
+        raise JobError(f"--timeline-merge {out}: is {kind}; name another file for the result")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         reason = "may not be written" if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}"
         raise JobError(f"--timeline-merge {out}: {reason}")

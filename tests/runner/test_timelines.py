@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -178,10 +179,13 @@ def test_a_merge_without_a_timeline_of_each_rank_is_refused(words: str, sentence
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_job(tmp_path: Path) -> None:
     pattern = str(tmp_path / "t-{rank}.json")
+    (tmp_path / "link").symlink_to(tmp_path / "all.json")
     for out, reason in (
         (tmp_path / "none" / "all.json", f"there is no folder '{tmp_path}/none'"),
         (tmp_path, "is a folder; name a file for the result"),
         (tmp_path / "t-1.json", "is the timeline of one rank; name another file for the result"),
+        (tmp_path / "link", "is a symbolic link; name another file for the result"),
+        (Path(os.devnull), "is no regular file; name another file for the result"),
     ):
         with pytest.raises(JobError) as caught:
             run_and_merge(TimelineMerge(str(out), pattern), 2, lambda: pytest.fail("it ran"), lambda _: None)

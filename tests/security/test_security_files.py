@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,25 @@ def test_no_file_that_horo_writes_belongs_to_another_user(tmp_path: Path, write:
     with pytest.raises((UsageError, TimelineError), match=f"it belongs to user {NOBODY}, not to you"):
         write(out)
     assert out.read_bytes() == b"12345"
+
+
+@needs_root
+@pytest.mark.parametrize("write", WRITERS[:2])
+def test_a_file_made_just_now_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    """File systems that give all files to one user, as NFS does with those of root, name that one as its owner."""
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)
+
+    def write_as_on_nfs() -> None:
+        ctypes.CDLL(None).setfsuid(NOBODY)  # of this thread only
+        write(Path("out"))
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write_as_on_nfs).result()
+    assert Path("out").stat().st_uid == NOBODY
+    assert Path("out").read_bytes().startswith(b"[")
 
 
 @pytest.mark.parametrize("write", WRITERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,13 @@ def test_a_changed_value_is_refused(server: Any, attack: Callable[[Any], None]) 
     attack(client(server))
     with pytest.raises(GroupError, match=r"'job/1/listen/0' .* was not written by a rank of this start"):
         view(server).get("listen/0", 10)
+
+
+def test_no_traceback_shows_bytes_that_were_refused(server: Any) -> None:
+    client(server).set("job/1/failed", b"\x1b]0;title\x07")
+    with pytest.raises(GroupError, match=r"'job/1/failed' .* was not written by a rank of this start") as caught:
+        view(server).get("never", 10, unless="failed")
+    assert "\x1b" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_value_of_another_job_with_the_same_name_and_secret_is_refused(server: Any) -> None:

@@ -34,9 +34,11 @@ def run_twice(folder: Path, broken: int, code: str = "") -> subprocess.Completed
     cache = folder / "cache"
     pytest_again = f'exec "{sys.executable}" -m pytest -q -p no:xdist $PYTEST_ARGS test_it.py'
     first = f'PYTEST_ARGS="-o cache_dir={cache}"; {pytest_again}'
-    done = subprocess.run(["sh", "-c", first], cwd=folder, capture_output=True, timeout=120, check=False)
+    log = folder / "log"
+    with log.open("wb") as output:
+        done = subprocess.run(["sh", "-c", first], cwd=folder, stdout=output, timeout=120, check=False)
     assert done.returncode != 0
-    command = [ROOT / ".ci" / "again", cache, "sh", "-c", pytest_again]
+    command = [ROOT / ".ci" / "again", cache, log, "sh", "-c", pytest_again]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -55,7 +57,9 @@ def test_a_broken_test_stays_a_failure(tmp_path: Path, broken: int, why: str) ->
     assert "flaky:" not in done.stdout
 
 
-def test_a_run_that_broke_off_stays_a_failure(tmp_path: Path) -> None:
-    done = run_twice(tmp_path, broken=0, code="\ndef test_crash():\n    import os\n    os._exit(3)\n")
+@pytest.mark.parametrize("end", ["import os; os._exit(3)", "raise KeyboardInterrupt", "pytest.exit('enough', 1)"])
+def test_a_run_that_broke_off_stays_a_failure(tmp_path: Path, end: str) -> None:
+    """pytest notes the failures of a run that was interrupted, too; other tests have not run."""
+    done = run_twice(tmp_path, broken=0, code=f"\ndef test_end():\n    {end}\n")
     assert done.returncode == 1
     assert "did not reach its end" in done.stdout

@@ -2,8 +2,8 @@
 
 The MAC is HMAC-SHA256 under a key derived from the secret and the store's address, over the key and the value. Keys
 name the job, the start and the rank, so a value cannot be changed, nor moved to another rank, start, job or store; two
-jobs may have one secret and one name. Counters have no MAC: a client without
-the secret can change them, delete keys and withhold values, and so make a start fail, which ends with an error.
+jobs may have one secret and one name. Counters have no MAC: a client without the secret can change them, delete keys
+and withhold values, and so make a start fail, which ends with an error.
 
 value with a secret     = 1 (u8) | MAC | bytes
 value without a secret  = 0 (u8) | bytes
@@ -47,8 +47,11 @@ class _Signed:
         try:
             values = self._store.get_many(keys, timeout_s, unless)
         except StoreAbandonedError as error:
-            raise StoreAbandonedError(self._verify(unless or "", error.value)) from None
-        return [self._verify(key, value) for key, value in zip(keys, values, strict=True)]
+            reason = error.value
+        else:
+            return [self._verify(key, value) for key, value in zip(keys, values, strict=True)]
+        # Here, so that no traceback shows the bytes of one that is not signed well: anybody may have written them.
+        raise StoreAbandonedError(self._verify(unless or "", reason))
 
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
         return self.get_many([key], timeout_s, unless)[0]

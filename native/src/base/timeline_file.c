@@ -18,12 +18,13 @@ static int is_same_file(const struct stat *status, int fd) {
     return fd >= 0 && fstat(fd, &other) == 0 && other.st_dev == status->st_dev && other.st_ino == status->st_ino;
 }
 
-/* The reason to leave a file alone that is there: others may have planted it. NULL: it is the user's own. */
-static const char *refusal(const struct stat *status, char *text, size_t text_bytes) {
+/* The reason to leave a file alone that is there: others may have planted it. NULL: it is the user's own. One that was
+   made here may have any owner: a file system may give it to another user, as NFS does with root's. */
+static const char *refusal(const struct stat *status, int is_new, char *text, size_t text_bytes) {
     if (!S_ISREG(status->st_mode)) {
         return "it is no regular file";
     }
-    if (status->st_uid != geteuid()) {
+    if (!is_new && status->st_uid != geteuid()) {
         (void)snprintf(text, text_bytes, "it belongs to user %u, not to you; name another file",
                        (unsigned)status->st_uid);
         return text;
@@ -49,11 +50,16 @@ int hr_trace_open(struct hr_trace_file *file, const char *path, int written, str
         return HORO_OK;
     }
     /* nonblocking: the open of a pipe that nobody reads would wait */
-    const int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
+    const int flags = O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = open(path, flags | O_EXCL, 0666);
+    const int is_new = fd >= 0;
+    if (fd < 0 && errno == EEXIST) {
+        fd = open(path, flags, 0666);
+    }
     char text[96];
     const char *why = fd < 0                      ? why_not_opened(errno)
                       : fstat(fd, &status) != 0   ? strerror(errno)
-                                                  : refusal(&status, text, sizeof text);
+                                                  : refusal(&status, is_new, text, sizeof text);
     if (why == NULL && (ftruncate(fd, 0) != 0 || pwrite(fd, "[\n]\n", 4, 0) != 4)) {
         why = strerror(errno);
     }
