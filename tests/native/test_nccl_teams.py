@@ -161,7 +161,7 @@ def test_a_set_that_is_not_connected_on_a_rank_holds_up_no_other_set(
         there.wait(60)
         own.context.end("this test")
         if handle is not None:
-            with pytest.raises(PeerLostError, match="ended with this test"):
+            with pytest.raises(PeerLostError):  # all ranks end at once, in any order
                 own.context.wait(handle)
             own.context.release(handle)
         own.close()

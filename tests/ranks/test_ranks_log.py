@@ -63,7 +63,7 @@ def test_at_info_rank_0_says_what_has_started(tmp_path: Path) -> None:
 
 
 def test_at_info_hosts_and_the_transport_between_them_are_named(tmp_path: Path) -> None:
-    other = {"1": {"HORO_HOST_ID": "other", "HOROVOD_HOSTNAME": "h2"}}
+    other = {"1": {"HORO_HOST_ID": "other", "HORO_HOSTNAME": "h2"}}
     (line,) = lines_of(tmp_path, "info", 3, other)
     data = "data in shared memory on a host, by TCP between hosts, gradients during backward"
     size = r"3 ranks on 2 hosts \(localhost: 2, h2: 1\)"

@@ -16,7 +16,7 @@ WHERE = [("aa", 1), ("aaa", 0), ("aaa", 2), ("aabb", 0), ("aabb", 1), ("aabb", 2
 """Hosts of the ranks and the rank that dies: a leader, another, on the first and on the second host."""
 WAYS = (
     r"rank {rank} \(host-{host}\) is gone: "
-    r"(its process ended without shutting horo down|the connection to it was closed)"
+    r"(its process ended without shutting horo down|the connection to it was closed, seen from rank \d \(host-[ab]\))"
 )
 
 PENDING = "; pending here: 'x'"
