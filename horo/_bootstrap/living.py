@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from horo._bootstrap import ending
 from horo._bootstrap.ending import EndReporter, culprit_of, culprit_of_chain
+from horo._bootstrap.mpi.exit import note_status
 from horo.errors import GroupError, HoroError
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ def _on_exception(error: BaseException, where: str) -> None:
     culprit = next((rank for rank in culprits if rank is not None), None)
     if culprit is None:  # the error may come out of init(), or from a job that was left since
         culprit = culprit_of_chain(error, GroupError)
-    text = ending.describe_exception(error)
-    _end_reporters[-1].ended(text, where, culprit, ending.exit_status(error))
+    text, status = ending.describe_exception(error), ending.exit_status(error)
+    note_status(status)
+    _end_reporters[-1].ended(text, where, culprit, status)
     is_interrupted = isinstance(error, KeyboardInterrupt)  # Ctrl-C reaches all ranks: each gets its own, and leaves
     with contextlib.suppress(BaseException):  # of a signal handler: the process ends in any case
         for job in list(RANKS):

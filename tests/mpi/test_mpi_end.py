@@ -10,18 +10,27 @@ from mpi_jobs import MpiJobs, why_not
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(150)]
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch, horo.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(4), name="x")
 mode = sys.argv[1]
+if mode == "stop":
+    hvd.barrier()
+    sys.exit(75)
 if hvd.rank() == 1:
+    if mode == "thread":
+        thread = threading.Thread(target=lambda: hvd.allreduce(torch.ones(4), name="x") / 0 / None)
+        thread.start()
+        thread.join()
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode.startswith("raise"):
         raise ValueError("my own fault")
     if mode == "exit":
         sys.exit(7)
+elif mode == "thread":
+    hvd.allreduce(torch.ones(4), name="x")
 if mode == "raise during MPI":
     from mpi4py import MPI
     MPI.COMM_WORLD.Barrier()
@@ -55,6 +64,16 @@ def mpi_jobs(tmp_path: Path) -> MpiJobs:
 def test_a_job_that_is_done_ends_with_0(mpi_jobs: MpiJobs) -> None:
     ended = mpi_jobs.run(3, SCRIPT, "well")
     assert (ended.code, ended.lines) == (0, ["done"] * 3), ended.errors
+
+
+def test_a_job_that_is_done_but_for_an_error_in_a_thread_ends_with_0(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(2, SCRIPT, "thread")
+    assert (ended.code, ended.lines) == (0, ["done"] * 2), ended.errors
+    assert "TypeError" in ended.errors
+
+
+def test_a_job_whose_ranks_all_end_with_a_code_has_that(mpi_jobs: MpiJobs) -> None:
+    assert mpi_jobs.run(2, SCRIPT, "stop").code == 75
 
 
 @pytest.mark.parametrize("mode", ["raise", "raise during MPI"])

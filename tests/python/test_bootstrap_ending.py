@@ -216,7 +216,9 @@ ending.unwatch_exceptions()
 assert now() == (mine, *before[1:])
 watch()
 assert sys.excepthook is mine
-threading.Thread(target=lambda: 1 / 0).start()
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
 import atexit
 atexit.register(lambda: print(told))
 raise ValueError("x")

@@ -18,7 +18,7 @@ from typing import Any
 
 from horo.errors import HoroError
 
-__all__ = ["watch_end", "watch_exit", "watch_loss"]
+__all__ = ["note_status", "watch_end", "watch_exit", "watch_loss"]
 
 _FLUSH_PAUSE_S = 0.3
 """Time from the last message of a rank to ``MPI_Abort``: mpirun may lose output that arrives together with that."""
@@ -27,6 +27,8 @@ _AFTER_LOSS_S = 2.0
 this time, on a busy host too; after a second request to end, the mpirun of Open MPI 5.0 sometimes never ends."""
 
 _loss_finders: list[Callable[[], HoroError | None]] = []
+_statuses = [1]
+"""The last one is the exit code that the job gets."""
 
 
 @cache
@@ -58,6 +60,11 @@ def watch_loss(find_loss: Callable[[], HoroError | None]) -> None:
         _loss_finders.append(find_loss)
 
 
+def note_status(status: int) -> None:
+    """Notes the exit code with which an exception ends this rank."""
+    _statuses.append(status)
+
+
 def _end(mpi: Any, pid: int) -> None:
     if os.getpid() != pid or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         return
@@ -74,4 +81,4 @@ def _end(mpi: Any, pid: int) -> None:
         sys.stderr.write(f"horo [{mpi.COMM_WORLD.Get_rank()}] error: {reason}\n")
         sys.stderr.flush()
     time.sleep(_AFTER_LOSS_S if losses else _FLUSH_PAUSE_S)
-    mpi.COMM_WORLD.Abort(1)
+    mpi.COMM_WORLD.Abort(_statuses[-1] or 1)
