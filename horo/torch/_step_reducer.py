@@ -92,7 +92,8 @@ class StepReducer(GradientReducer):
                 self._hold(state)
         elif self._completes(state.group, state, self.options.passes) and not self._submit_early(state):
             for member in state.group.states:
-                self._hold(member)
+                if member.parameter.requires_grad:  # a frozen one has no gradient to wait for
+                    self._hold(member)
 
     def _hold(self, state: ParameterState) -> None:
         """Notes that a gradient is there and waits for ``synchronize``."""
