@@ -90,7 +90,10 @@ class StepReducer(GradientReducer):
         elif state.group is None:
             if not self._submit_early(state):
                 self._hold(state)
-        elif self._completes(state.group, state, self.options.passes) and not self._submit_early(state):
+        elif not self._completes(state.group, state, self.options.passes):
+            if parameter.grad is not None:
+                note_version(parameter.grad)  # its group may stay incomplete, and others be held already
+        elif not self._submit_early(state):
             for member in state.group.states:
                 if member.parameter.requires_grad:  # a frozen one has no gradient to wait for
                     self._hold(member)
