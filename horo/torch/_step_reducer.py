@@ -90,9 +90,13 @@ class StepReducer(GradientReducer):
         elif state.group is None:
             if not self._submit_early(state):
                 self._hold(state)
-        elif self._completes(state.group, state, self.options.passes) and not self._submit_early(state):
+        elif not self._completes(state.group, state, self.options.passes):
+            if parameter.grad is not None:
+                note_version(parameter.grad)  # its group may stay incomplete, and others be held already
+        elif not self._submit_early(state):
             for member in state.group.states:
-                self._hold(member)
+                if member.parameter.requires_grad:  # a frozen one has no gradient to wait for
+                    self._hold(member)
 
     def _hold(self, state: ParameterState) -> None:
         """Notes that a gradient is there and waits for ``synchronize``."""

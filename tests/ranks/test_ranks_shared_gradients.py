@@ -181,6 +181,43 @@ def test_a_view_that_was_changed_while_it_was_being_reduced_is_found(step2: Rank
     step2.run(check, through)
 
 
+@pytest.mark.parametrize("sharing", [(True, True), (False, True)], ids=["both ranks", "one rank"])
+def test_a_group_of_views_may_have_a_frozen_parameter(step2: RankPool, sharing: tuple[bool, bool]) -> None:
+    def check(sharing: tuple[bool, bool]) -> None:
+        leaves, loss, wanted = _case("stack")
+        (frozen,) = _leaves((2,))
+        optimizer = _optimizer([*leaves, frozen], groups=1)
+        frozen.requires_grad_(False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            alone = sum((leaf * part).sum() for leaf, part in zip(leaves, wanted, strict=True))
+            ((loss() if sharing[hvd.rank()] else alone) * (hvd.rank() + 1)).backward()
+            optimizer.step()
+            _assert_gradients(leaves, wanted, 1.5)
+            assert frozen.grad is None
+
+    step2.run(check, sharing)
+
+
+def test_a_group_with_an_unused_parameter_may_share_memory_with_another_group(step2: RankPool) -> None:
+    def check() -> None:
+        for first in (True, False):
+            leaves, loss, wanted = _case("stack")
+            (unused,) = _leaves((2,))
+            groups = [leaves[:2], leaves[2:]]
+            groups[0 if first else 1].append(unused)
+            optimizer = _optimizer([*leaves, unused], groups=groups)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss().backward()
+                (loss() * (hvd.rank() + 1)).backward()
+                optimizer.step()
+                _assert_gradients(leaves, wanted, 2.5)
+
+    step2.run(check)
+
+
 def test_an_older_torch_finds_views_that_a_later_step_makes(ranks2: RankPool) -> None:
     def check() -> None:
         def hold_while_hooks_run(grad: torch.Tensor) -> None:  # as torch before 2.13 does with a new gradient
