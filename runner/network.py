@@ -170,7 +170,10 @@ def _first_free(take: Callable[[int], T], ports: range) -> T:
     for port in reversed(ports):
         with contextlib.suppress(OSError, NetworkError):
             return take(port)
-    raise NetworkError(f"none of the ports {ports[0]} to {ports[-1]} (HORO_PORT_RANGE) is free here")
+    raise NetworkError(
+        f"none of the ports {ports[0]} to {ports[-1]} (HORO_PORT_RANGE) is free here; name a range with one port for "
+        "each rank of a host and two more"
+    )
 
 
 def unreachable(peers: Mapping[str, Sequence[tuple[str, int]]], timeout_s: float) -> dict[str, str]:
