@@ -27,7 +27,7 @@ __all__ = ["InputsCheck", "StepInputs", "callers", "scaler_of_step"]
 _SCALER_FRAMES = 14
 """The most frames between here and a GradScaler: torch's and a scheduler's wrappers of ``step`` lie between."""
 _SCALER_METHODS = ("get_scale", "unscale_", "is_enabled", "state_dict")
-"""Those of a GradScaler. A scaler of the user's own that lacks one is not compared."""
+"""Methods of a GradScaler. A scaler of the user's own that lacks one is not compared."""
 _SCALER_STATE = ("growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _SCALE = "loss scale"
 _OPTIONS = ("lr", "momentum", "betas", "weight_decay")

@@ -41,7 +41,7 @@ def is_shared(grad: torch.Tensor) -> bool:
 
 
 def is_counted_twice(grad: torch.Tensor) -> bool:
-    """As ``is_shared``, in a hook of an older torch: one owner more is torch itself, if the gradient is a new one."""
+    """Whether a gradient is shared, in a hook of an older torch: one owner more is torch itself, if it is a new one."""
     is_new = grad._version == 0  # nothing was accumulated into it
     return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
 

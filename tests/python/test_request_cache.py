@@ -18,7 +18,7 @@ def test_another_thread_may_make_room_while_the_rooms_are_added_up() -> None:
     owners = [Owner() for _ in range(3)]
 
     class Gradients(int):
-        """While their number is added to others, an optimizer of another thread comes."""
+        """A number of gradients; while it is added to others, an optimizer of another thread comes."""
 
         def __rmul__(self, other: int) -> Gradients:
             return self

@@ -142,7 +142,7 @@ def test_learning_rates_that_part_are_an_error_with_both(pair: RankPool) -> None
 
 
 class OwnScaler:
-    """Of a user: it has the methods that a loop calls, and no others."""
+    """A scaler with the methods that a loop calls, and no others."""
 
     scale = 4.0
 
