@@ -133,6 +133,11 @@ static void wait_to_leave(struct hr_engine *engine, int64_t now_ns) {
     engine->driver.leave_moves = leave_moves_of(engine);
 }
 
+/* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
+static int has_failed(const struct hr_engine *engine) {
+    return hr_drive_is_aborted(engine) || hr_engine_end(engine).code == HORO_ERR_PEER_LOST;
+}
+
 static void begin_ending(struct hr_engine *engine) {
     end_quiet(engine);
     hr_engine_note_end(engine);
@@ -140,7 +145,7 @@ static void begin_ending(struct hr_engine *engine) {
         hr_lane_cancel(engine->lanes[i]);
         engine->lanes[i]->executor.outcome = 0;
     }
-    hr_engine_leave_nccl(engine, hr_drive_is_aborted(engine));
+    hr_engine_leave_nccl(engine, has_failed(engine));
     engine->driver.stage = HR_ENGINE_ENDING;
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
@@ -209,7 +214,7 @@ static int turn_ending(struct hr_engine *engine) {
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
     const int is_quiet =
-        !hr_drive_is_aborted(engine) || (hr_engine_is_nccl_quiet(engine) && hr_engine_are_flows_back(engine));
+        !has_failed(engine) || (hr_engine_is_nccl_quiet(engine) && hr_engine_are_flows_back(engine));
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
@@ -247,9 +252,12 @@ static void give_up(struct hr_engine *engine, int status) {
 
 /* ---- Leaving ---- */
 
-static struct hr_wire_text words_of(const struct hr_engine *engine) {
+static struct hr_wire_text words_of(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->submission.lock); /* under which they were written */
     const char *words = engine->driver.leave_words;
-    return (struct hr_wire_text){.data = words, .bytes = strlen(words)};
+    const struct hr_wire_text text = {.data = words, .bytes = strlen(words)};
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return text;
 }
 
 static void leave_at_once(struct hr_engine *engine) {
