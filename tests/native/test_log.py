@@ -146,6 +146,21 @@ def wait_in_vain(rank: Rank, until: Callable[[], bool]) -> None:
         rank.barrier("late")
 
 
+def lose_rank_0(then: Callable[[], object]) -> None:
+    """Rank 0 of two dies; ``then`` is called when the call of the other one has failed."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            group.kill(0)
+            return
+        with pytest.raises(PeerLostError):
+            rank.barrier("never")
+        then()
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
+
+
 def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callable[..., Kept]) -> None:
     handler = kept()
 
@@ -163,16 +178,7 @@ def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., 
     handler = kept()
     seen: list[list[str]] = []
 
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            group.kill(0)
-            return
-        with pytest.raises(PeerLostError):
-            rank.barrier("never")
-        seen.append(handler.named("horo.engine"))
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
+    lose_rank_0(lambda: seen.append(handler.named("horo.engine")))
     assert any(text.startswith("ERROR the last events on this rank") for text in seen[0])
 
 
@@ -198,16 +204,7 @@ def test_a_call_fails_behind_the_record_that_the_other_thread_has_taken(
     monkeypatch.setattr(_log_lines, "_END_S", 60.0)
     monkeypatch.setattr(_log_lines.LogLines, "_log_waiting", log_waiting)
 
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            group.kill(0)
-            return
-        with pytest.raises(PeerLostError):
-            rank.barrier("never")
-        order.append("failed")
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
+    lose_rank_0(lambda: order.append("failed"))
     assert order[:2] == ["logged", "failed"]
 
 
