@@ -40,7 +40,7 @@ from horo._bootstrap.store.served import ServedStore
 from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_gradients, describe_job, describe_rank
 from horo._bootstrap.teams import add_team
-from horo._bootstrap.timeline import begin_timeline
+from horo._bootstrap.timeline import begin_timeline, finish_timelines
 from horo._bootstrap.tuning import (
     check_log,
     overlap_pays,
@@ -55,7 +55,7 @@ from horo._core import Context, arena_bytes, create_memory, create_wake, simd_na
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo._passed_over import misspelt, passed_over
 from horo._settings import Settings, settings_of
-from horo.errors import AbortedError, GroupError, InternalError, NotInitializedError
+from horo.errors import AbortedError, GroupError, InternalError, NotInitializedError, PeerLostError
 
 __all__ = ["Connection", "RunningRank", "connect", "start"]
 
@@ -93,6 +93,8 @@ class RunningRank:
         gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
+        reporter: reports to hororun, if there is one.
+        timelines: paths of those that this rank has been asked for, also where another rank writes the file.
         settings: those in force at the start; see ``settings_now``.
         thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
         gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
@@ -120,10 +122,11 @@ class RunningRank:
             watch_loss(living.find_loss)
             watch_end(self.mpi.mpi, living.close_all)
         self.host_names = tuple(setup.host_name_of_rank)
-        self._reporter = reporter or EndReporter(None)
+        self.reporter = reporter or EndReporter(None)
         self._pid = os.getpid()
         self._closed = False
         self.thread_error = ""
+        self.timelines: set[str] = set()
         self._teams_begun = 0
         living.RANKS.add(self)
 
@@ -157,10 +160,14 @@ class RunningRank:
         if not self._closed and os.getpid() == self._pid:
             living.RANKS.discard(self)
             self.note_loss()
-            self._reporter.lost(culprit_of(self.context.health()))
+            health = self.context.health()
+            lost = culprit_of(health)
+            self.reporter.lost(lost)
             if words or self.thread_error:
                 self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
             self.context.destroy()
+            if isinstance(health, PeerLostError):
+                finish_timelines(self, lost)
             if not living.RANKS:
                 ending.unwatch_exceptions()
             self._closed = True  # last: a signal handler may raise before, or come here, too

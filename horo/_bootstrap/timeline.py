@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,26 @@ from typing import TYPE_CHECKING, Any
 from horo._bootstrap.host.identity import read_identity
 from horo._config import Config, variables_of
 from horo.errors import HoroError
+from horo.timeline import TimelineError
+from horo.timeline.recording import finish
 
 if TYPE_CHECKING:
     from horo._bootstrap.job import RunningRank
 
-__all__ = ["DYNAMIC", "RANK_MARK", "begin_timeline", "file_of_rank", "file_of_start", "start_timeline"]
+__all__ = [
+    "DYNAMIC",
+    "RANK_MARK",
+    "begin_timeline",
+    "file_of_rank",
+    "file_of_start",
+    "finish_timelines",
+    "start_timeline",
+]
 
 DYNAMIC = "DYNAMIC"
 """Horovod's word instead of a path: nothing is written before ``start_timeline()``."""
 RANK_MARK = "{rank}"
+_PROCESS_ENDS_S = 1.0
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _starts: Counter[str] = Counter()
 """The number of timelines begun by this process because of the variable, by path: no file replaces another."""
@@ -47,10 +58,29 @@ def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
+    path = os.path.abspath(path)  # noqa: PTH100 - links stay as they are
     file = file_of_rank(path, job.rank)
     if file is not None:
-        job.context.start_timeline(file, about=_describe(job), marks_batches=marks_cycles)
+        job.context.start_timeline(file, _describe(job), marks_batches=marks_cycles)
+        job.reporter.writes_timeline(file)
         logging.getLogger("horo").info("writes a timeline to %s", file)
+    job.timelines.add(path)
+
+
+def finish_timelines(job: RunningRank, lost: int | None) -> None:
+    """Makes the timelines of ranks of this host that have ended without doing so, after the end of this one.
+
+    Args:
+        job: of this rank.
+        lost: a rank whose process ends about now; None: none is known.
+    """
+    host = next(ranks for ranks in job.hosts if job.rank in ranks)
+    for path in job.timelines:
+        for rank in host if RANK_MARK in path else {0}.intersection(host):
+            try:
+                finish(file_of_rank(path, rank) or "", wait_s=_PROCESS_ENDS_S if rank == lost else 0.0)
+            except TimelineError as error:
+                logging.getLogger("horo").warning("%s", error)
 
 
 def begin_timeline(job: RunningRank, config: Config) -> None:
@@ -74,15 +104,9 @@ def begin_timeline(job: RunningRank, config: Config) -> None:
         raise
 
 
-def _describe(job: RunningRank) -> str:
-    """Members of a JSON object, which ``python -m horo.timeline merge`` reads."""
-    about: dict[str, Any] = {
-        "rank": job.rank,
-        "size": job.size,
-        "host": job.host_names[job.rank],
-        "clock": _clock(),
-    }
-    return json.dumps(about)[1:-1]
+def _describe(job: RunningRank) -> dict[str, Any]:
+    """Facts about the rank that ``python -m horo.timeline merge`` reads."""
+    return {"size": job.size, "host": job.host_names[job.rank], "clock": _clock()}
 
 
 def _clock() -> str:
