@@ -40,7 +40,6 @@ _SHARED_SETTINGS = (
     "cache_capacity",
     "cpu_operations",
     "gpu_operations",
-    "hierarchical_allreduce",
     "transport",
     "sockets_per_peer",
     "single_copy",

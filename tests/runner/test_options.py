@@ -93,8 +93,6 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "check_nan": ("--check-nan", JOBS),
     "cpu_operations": ("--cpu-operations host", JOBS),
     "gpu_operations": ("--gpu-operations nccl", JOBS),
-    "hierarchical_allreduce": ("--hierarchical-allreduce --gpu-operations nccl", JOBS),
-    "no_hierarchical_allreduce": ("--no-hierarchical-allreduce", JOBS),
     "transport": ("--transport tcp", JOBS),
     "sockets_per_peer": ("--sockets-per-peer 2", JOBS),
     "check_hosts": ("--check-hosts", {"check-hosts"}),
