@@ -366,12 +366,3 @@ void hr_stager_trim(struct hr_stager *stager) {
         hr_block_destroy(block);
     }
 }
-
-int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
-                                struct hr_error *error) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(block->copied_out, stream), "cuEventRecord", error));
-    block->is_out = 1;
-    hr_stager_give_block(stager, block);
-    return HORO_OK;
-}
