@@ -14,7 +14,6 @@ GENERATED = {"docs/performance.md", "docs/reference/api.md", "docs/reference/env
 NOT_YET = {
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
-    "README.md",
     "SECURITY.md",
     "benchmarks/README.md",
     "docs/README.md",
@@ -35,7 +34,6 @@ NOT_YET = {
     "docs/how-to/stalls.md",
     "docs/how-to/timeline.md",
     "docs/how-to/troubleshooting.md",
-    "docs/reference/hororun.md",
     "docs/reference/horovod-parity.md",
     "docs/reference/memory.md",
     "examples/README.md",
