@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import tidy_words
-from tidy_files import ROOT, below, finding, report, repository_files
+from tidy_files import NOUN_CLAUSES, ROOT, below, finding, report, repository_files
 
 GENERATED = {"docs/performance.md", "docs/reference/api.md", "docs/reference/environment.md"}
 """Pages whose words are those of their sources."""
@@ -61,6 +62,30 @@ def test_documents_get_no_longer() -> None:
     words = sum(tidy_words.word_count(path.read_text(encoding="utf-8")) for path in Path(ROOT, "docs").rglob("*.md"))
     assert words <= WORDS_IN_DOCS, f"{words} words: shorten a page before you lengthen another"
     assert words > WORDS_IN_DOCS - 6000, f"WORDS_IN_DOCS can be {words}"
+
+
+WORDS_OF_A_DECISION = 400
+
+
+def findings_of_decision(page: str) -> list[str]:
+    """A decision is half a page, and its title begins with a verb, not with an article or a clause."""
+    title = re.match(r"# \d+\. (\w+)", page)
+    found = [] if title else ["the first line is not '# N. Title'"]
+    if title and title[1] in {"A", "An", "The", "There", "All", "Every", "Each", "No", "Nobody", *NOUN_CLAUSES}:
+        found.append(f"the title begins with '{title[1]}', not with a verb")
+    words = tidy_words.word_count(page)
+    return found + ([f"{words} words, more than {WORDS_OF_A_DECISION}"] if words > WORDS_OF_A_DECISION else [])
+
+
+def test_decisions_are_imperatives_of_half_a_page() -> None:
+    pages = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    assert pages
+    assert {page.name: found for page in pages if (found := findings_of_decision(page.read_text("utf-8")))} == {}
+
+
+@pytest.mark.parametrize("page", ["# 1. Nobody drives\n", "# A title\n", "# 2. Write\n" + "word " * 400])
+def test_a_bad_decision_is_found(page: str) -> None:
+    assert len(findings_of_decision(page)) == 1
 
 
 BAD = [
