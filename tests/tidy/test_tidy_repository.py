@@ -47,7 +47,7 @@ def test_links_of_all_documents_lead_somewhere() -> None:
     assert not findings, report(findings)
 
 
-def test_decisions_have_numbers_of_their_own() -> None:
+def test_numbers_of_decisions_are_used_once() -> None:
     names = sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
     assert names
     assert tidy_text.check_decisions(names) == []

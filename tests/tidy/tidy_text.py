@@ -70,12 +70,12 @@ def _without_fences(text: str) -> str:
 
 
 def check_decisions(names: list[str]) -> list[str]:
-    """Decision records are numbered 0001, 0002, ... without a double; the numbers of what is gone stay free."""
+    """A number of a decision is used once; that of one that has fallen is used no more."""
     bad_form = [name for name in names if not re.fullmatch(r"\d{4}-[a-z0-9-]+\.md", name)]
     if bad_form:
         return [f"{name}: the form is 0001-some-words.md" for name in bad_form]
-    numbers = [name[:4] for name in names]
-    return [f"two decisions have number {each}" for each in sorted(set(numbers)) if numbers.count(each) > 1]
+    have = [name[:4] for name in names]
+    return [f"number {number} is used twice" for number in sorted(set(have)) if have.count(number) > 1]
 
 
 def changelog_versions(text: str) -> list[str]:

@@ -2,7 +2,7 @@
  * The work that horo has put on a stream and that is not known to have run. A driver makes a thread wait that puts
  * something on a stream with about a thousand pieces of work that have not; behind a kernel that waits for a rank that
  * is gone it would wait for ever. So whoever launches asks for room first, and comes again where there is none
- * (docs/adr/0053-what-waits-on-a-stream-has-a-bound.md). Weights are what a step puts there at most. One thread at a
+ * (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md). Weights are what a step puts there at most. One thread at a
  * time.
  */
 #ifndef HR_DEVICE_BACKLOG_H

@@ -15,10 +15,10 @@
  * A request is announced as one for NCCL by what is known at its submission: NCCL can do it, and its tensors are on the
  * GPU that NCCL uses here. So ranks that do not mean the same, or refuse it, fail at once, whatever the stage is; and a
  * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
- * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
+ * same place of it, and come to the same end.
  *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
- * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
+ * batches take turns, in one order on all ranks.
  */
 #ifndef HR_ENGINE_BY_NCCL_H
 #define HR_ENGINE_BY_NCCL_H

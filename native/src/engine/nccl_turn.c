@@ -1,12 +1,12 @@
 /*
- * Launches of NCCL take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md). Each
+ * Launches of NCCL take turns, in one order on all ranks (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md). Each
  * batch has a number, and what a rank launches, it launches in the order of these.
  *
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
  *     HELD       its turn has come: until the stream has room. It goes there in steps, and nothing else of this rank
- *                does in between; see docs/adr/0053-what-waits-on-a-stream-has-a-bound.md
+ *                does in between
  *     OUT        its calls are being put onto the stream
  *
  * A batch that this rank begins later gets a higher number than any that this rank knows to be agreed on by then, so
