@@ -30,13 +30,13 @@ int hr_backlog_mark(struct hr_backlog *backlog, struct hr_error *error) {
     return HORO_OK;
 }
 
-/* Where the event has been reached, one is put behind the rest. So room comes with it, wherever there is none. */
+/* An event that has been reached goes behind the rest, so there is always one that room comes with. */
 int hr_backlog_has_room(struct hr_backlog *backlog) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (backlog->before + backlog->behind >= HR_BACKLOG_MOST &&
         hr_device_enter(backlog->device, &visit, &ignored) == HORO_OK) {
-        /* what has failed does not run any more, either: others tell of that */
+        /* a failure ends the wait, too: others report it */
         if (backlog->before > 0 && backlog->device->cuda->event_query(backlog->event) != HR_CUDA_NOT_READY) {
             backlog->before = 0;
             backlog->passed++;

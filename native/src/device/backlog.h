@@ -41,7 +41,7 @@ static inline void hr_backlog_add(struct hr_backlog *backlog, int weight) {
     backlog->behind += weight;
 }
 
-/* What was added is on the stream. HORO_OK or as create. */
+/* Puts the event behind added work, which is on the stream, if it is time. HORO_OK or as create. */
 int hr_backlog_mark(struct hr_backlog *backlog, struct hr_error *error);
 /* Whether a step may begin. */
 int hr_backlog_has_room(struct hr_backlog *backlog);
