@@ -11,7 +11,6 @@ from typing import Any
 __all__ = [
     "KNOBS",
     "MPI_FUNCTIONS",
-    "MPI_HANDLES",
     "Autotune",
     "MpiCalls",
     "MpiUse",
@@ -31,42 +30,10 @@ MPI_FUNCTIONS = (
     "MPI_Test",
     "MPI_Cancel",
     "MPI_Request_free",
-    "MPI_Iallreduce",
-    "MPI_Ibcast",
-    "MPI_Iallgatherv",
-    "MPI_Ireduce_scatter",
-    "MPI_Ialltoallv",
-    "MPI_Type_contiguous",
-    "MPI_Type_commit",
-    "MPI_Type_free",
-    "MPI_Op_create",
-    "MPI_Op_free",
     "MPI_Error_string",
     "MPI_Finalized",
 )
 """The functions that the core calls, in the order of ``enum horo_mpi_function``."""
-
-MPI_HANDLES = (
-    "BYTE",
-    "UINT8_T",
-    "INT8_T",
-    "UINT16_T",
-    "INT16_T",
-    "UINT32_T",
-    "INT32_T",
-    "UINT64_T",
-    "INT64_T",
-    "FLOAT",
-    "DOUBLE",
-    "SUM",
-    "PROD",
-    "MIN",
-    "MAX",
-    "LOR",
-    "LAND",
-)
-"""Handles that the core needs by their names in mpi4py, in the order of ``enum horo_mpi_handle``."""
-
 
 KNOBS = ("segment", "piece", "sockets", "fusion", "doubling", "carried", "cycle", "overlap")
 """The values that autotuning may change, in the order of ``enum horo_knob``."""
@@ -95,27 +62,23 @@ class MpiCalls:
 
     handle_bytes: int
     status_bytes: int
-    rank: int
-    """Number of this process in the communicator."""
     size: int
+    """Of the communicator."""
     communicator: int
     """Made for horo alone; it must live until the context is destroyed."""
-    in_place: int
+    byte: int
+    """The handle of ``MPI_BYTE``."""
     functions: Sequence[int]
     """Addresses, in the order of ``MPI_FUNCTIONS``."""
-    handles: Sequence[int]
-    """In the order of ``MPI_HANDLES``."""
 
 
 @dataclass(frozen=True)
 class MpiUse:
-    """The use of MPI by a rank: to move data between hosts, to run whole collectives, or both."""
+    """The use of MPI by a rank: it moves the data between hosts."""
 
     calls: MpiCalls
-    transport: bool = False
-    collectives: bool = False
     rank_of_host: Sequence[int] = ()
-    """By host, for the transport: the rank of the communicator to exchange data with; -1 for none."""
+    """By host: the rank of the communicator to exchange data with; -1 for none."""
     send_tags: Sequence[int] = ()
     """By host; empty: all 0. Different tags let several ranks share one rank of the communicator, as in tests."""
     recv_tags: Sequence[int] = ()
@@ -165,11 +128,9 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
     native = ffi.new("horo_mpi *")
     calls = use.calls
     native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
-    native.rank, native.size = calls.rank, calls.size
-    native.message_bytes = use.message_bytes
-    native.is_transport, native.is_backend = use.transport, use.collectives
-    native.communicator, native.in_place = calls.communicator, calls.in_place
-    native.functions, native.handles = list(calls.functions), list(calls.handles)
+    native.size, native.message_bytes = calls.size, use.message_bytes
+    native.communicator, native.byte = calls.communicator, calls.byte
+    native.functions = list(calls.functions)
     for name in ("rank_of_host", "send_tags", "recv_tags"):
         values = getattr(use, name)
         if values:

@@ -27,7 +27,7 @@ from horo._bootstrap.launchers.slurm_store import open_slurm_store
 from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.log import prepare_log
-from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
+from horo._bootstrap.mpi.data import carries_data, check_mpi, mpi_use
 from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
@@ -357,9 +357,9 @@ def _join(start: _Start, secret: bytes) -> Connection:
         rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
-        plan = plan_mpi(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
-        use = mpi_use(plan, launch.mpi, launch.rank, grouping)
-        directory = _directory(start, infos, grouping, secret, data_by_mpi=plan.transport)
+        by_mpi = carries_data(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
+        use = mpi_use(launch.mpi, launch.rank, grouping) if launch.mpi is not None and by_mpi else None
+        directory = _directory(start, infos, grouping, secret, data_by_mpi=by_mpi)
         links = connect_hosts(rendezvous, directory)
         try:
             rendezvous.finish()

@@ -165,39 +165,24 @@ typedef struct {
 /* The functions of MPI that horo calls, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
     HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
-    HORO_MPI_IALLREDUCE = 5, HORO_MPI_IBCAST = 6, HORO_MPI_IALLGATHERV = 7, HORO_MPI_IREDUCE_SCATTER = 8,
-    HORO_MPI_IALLTOALLV = 9, HORO_MPI_TYPE_CONTIGUOUS = 10, HORO_MPI_TYPE_COMMIT = 11, HORO_MPI_TYPE_FREE = 12,
-    HORO_MPI_OP_CREATE = 13, HORO_MPI_OP_FREE = 14, HORO_MPI_ERROR_STRING = 15, HORO_MPI_FINALIZED = 16,
-    HORO_MPI_FUNCTION_COUNT = 17,
-};
-
-/* Handles of MPI by their names there, in the order of horo_mpi.handles. */
-enum horo_mpi_handle {
-    HORO_MPI_BYTE = 0, HORO_MPI_UINT8_T = 1, HORO_MPI_INT8_T = 2, HORO_MPI_UINT16_T = 3, HORO_MPI_INT16_T = 4,
-    HORO_MPI_UINT32_T = 5, HORO_MPI_INT32_T = 6, HORO_MPI_UINT64_T = 7, HORO_MPI_INT64_T = 8,
-    HORO_MPI_FLOAT = 9, HORO_MPI_DOUBLE = 10, HORO_MPI_SUM = 11, HORO_MPI_PROD = 12, HORO_MPI_MIN = 13,
-    HORO_MPI_MAX = 14, HORO_MPI_LOR = 15, HORO_MPI_LAND = 16, HORO_MPI_HANDLE_COUNT = 17,
+    HORO_MPI_ERROR_STRING = 5, HORO_MPI_FINALIZED = 6, HORO_MPI_FUNCTION_COUNT = 7,
 };
 
 /*
- * The MPI of this process, found where it is loaded: there is none when horo is built. Nothing here is owned;
- * communicator and library outlive the context. The communicator is horo's alone and returns errors; a backend needs it
- * to number the ranks as horo does.
+ * The MPI of this process, by which data between hosts travels, found where it is loaded: there is none when horo is
+ * built. Nothing here is owned; communicator and library outlive the context. The communicator is horo's alone and
+ * returns errors.
  */
 typedef struct {
     /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
     int32_t handle_bytes;
     int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
-    int32_t message_bytes;  /* most bytes in one call of MPI, 16 to HORO_MPI_MESSAGE_MAX; equal on all ranks */
-    int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not used */
-    int32_t is_backend;     /* MPI does whole collectives */
-    int32_t rank, size;     /* mine in the communicator, and how many there are */
+    int32_t message_bytes;  /* most bytes in one call of MPI, 1 to HORO_MPI_MESSAGE_MAX; equal on all ranks */
+    int32_t size;           /* of the communicator */
     uint64_t communicator;  /* handles by value, the lower bytes count */
-    uint64_t in_place;      /* MPI_IN_PLACE */
-    uint64_t functions[17]; /* HORO_MPI_FUNCTION_COUNT addresses */
-    uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
-    /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
-    const int32_t *rank_of_host;
+    uint64_t byte;          /* MPI_BYTE */
+    uint64_t functions[7];  /* HORO_MPI_FUNCTION_COUNT addresses */
+    const int32_t *rank_of_host;  /* [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
     const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */
 } horo_mpi;

@@ -76,9 +76,7 @@ static int create_places(struct hr_node *node, const horo_setup *setup, struct h
 static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
     struct hr_team *world = NULL;
     HR_TRY(create_places(&context->node, setup, &world, error));
-    const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
-    struct hr_backend *inner = by_mpi ? hr_mpi_backend_create(world, error) : hr_host_backend_create(world);
-    struct hr_backend *backend = hr_adasum_create(world, inner);
+    struct hr_backend *backend = hr_adasum_create(world, hr_host_backend_create(world));
     int status = HORO_OK;
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");

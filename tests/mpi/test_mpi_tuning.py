@@ -1,4 +1,4 @@
-"""What operations run with, changed by records while data goes by MPI, as transport and as backend."""
+"""What operations run with, changed by records while data goes by MPI."""
 
 from __future__ import annotations
 

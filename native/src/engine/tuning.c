@@ -169,7 +169,7 @@ static void find_ranges(const struct hr_lane *world, const uint64_t *start, stru
     if (has_hosts && team->transport->ops->use_sockets != NULL) {
         ranges[HORO_KNOB_SOCKETS] = (struct hr_knob_range){1, (uint64_t)world->node->sockets_per_peer};
     }
-    if (has_hosts && world->backend->ops->carries) {
+    if (has_hosts) {
         ranges[HORO_KNOB_CARRIED] = (struct hr_knob_range){CARRIED_MIN, HR_CARRIED_MAX};
     }
     if (start[HORO_KNOB_CYCLE] > 0) { /* a user who has asked for no extra wait gets none */

@@ -42,9 +42,6 @@ struct hr_tuning {
     size_t carried; /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement;
                      * at most HR_CARRIED_MAX */
     size_t carried_per_host; /* the same, of all ranks of a host together */
-    /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
-    size_t mpi_alone;
-    size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
 };
 
 enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
