@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 __all__ = [
     "KNOBS",
     "MPI_FUNCTIONS",
-    "Autotune",
     "MpiCalls",
     "MpiUse",
     "Setup",
     "close_all",
     "close_setup",
-    "native_autotune",
     "native_mpi",
     "native_setup",
     "native_team",
@@ -37,23 +35,6 @@ MPI_FUNCTIONS = (
 
 KNOBS = ("segment", "piece", "sockets", "fusion", "doubling", "carried", "cycle", "overlap")
 """The values that autotuning may change, in the order of ``enum horo_knob``."""
-
-
-@dataclass(frozen=True)
-class Autotune:
-    """A search for better values while the job runs; the fields are those of ``horo_autotune``."""
-
-    start: Mapping[str, int] = field(default_factory=dict)
-    """The values that the job begins with, by the names in ``KNOBS``; a missing one is the core's own default."""
-    defaults: Mapping[str, int] = field(default_factory=dict)
-    """The values that it would begin with if the user had set nothing, likewise."""
-    warmup_samples: int = 3
-    steps_per_sample: int = 10
-    max_samples: int = 40
-    log_fd: int = -1
-    """Of rank 0, where samples are written as CSV; it belongs to the context once that exists."""
-    shuffle: int = 0
-    """The seed, for tests, of random values, others after every batch."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,9 @@ class Setup:
     arena_memory: int = 0
     arena_memory_bytes: int = 0
     mpi: MpiUse | None = None
-    autotune: Autotune | None = None
+    tuned: Mapping[str, int] | None = None
+    """The values that the job begins with and that may change, by the names in ``KNOBS``; a missing one is the core's
+    own. None: none changes."""
 
 
 def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
@@ -139,17 +122,6 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
     return native
 
 
-def native_autotune(autotune: Autotune, ffi: Any) -> Any:
-    """Makes a ``horo_autotune`` with ``ffi``."""
-    unset = (1 << 64) - 1
-    native = ffi.new("horo_autotune *")
-    native.start = [autotune.start.get(knob, unset) for knob in KNOBS]
-    native.defaults = [autotune.defaults.get(knob, unset) for knob in KNOBS]
-    for name in ("warmup_samples", "steps_per_sample", "max_samples", "log_fd", "shuffle"):
-        setattr(native, name, getattr(autotune, name))
-    return native
-
-
 def native_setup(setup: Setup, keep: list[Any], ffi: Any) -> Any:
     """Makes a ``horo_setup`` with ``ffi``; the memory that it points to is appended to ``keep``."""
     names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
@@ -164,8 +136,9 @@ def native_setup(setup: Setup, keep: list[Any], ffi: Any) -> Any:
             value = ffi.cast("void *", value)
         elif item.name == "mpi":
             value = ffi.NULL if value is None else native_mpi(value, keep, ffi)
-        elif item.name == "autotune":
-            value = ffi.NULL if value is None else native_autotune(value, ffi)
+        elif item.name == "tuned":
+            unset = (1 << 64) - 1
+            value = ffi.NULL if value is None else ffi.new("uint64_t[]", [value.get(knob, unset) for knob in KNOBS])
         keep.append(value)
         setattr(native, item.name, value)
     keep.append(names)
@@ -186,8 +159,7 @@ def native_team(
 
 def setup_descriptors(setup: Setup) -> list[int]:
     """All open descriptors of ``setup``."""
-    log = -1 if setup.autotune is None else setup.autotune.log_fd
-    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds, log]
+    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds]
     return [number for number in numbers if number >= 0]
 
 

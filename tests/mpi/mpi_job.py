@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.mpi.calls import mpi_calls
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
-from horo._core_setup import Autotune, MpiUse, Setup
+from horo._core_setup import MpiUse, Setup
 
 __all__ = ["MODES", "SEGMENT_BYTES", "WHOLE", "Mode", "MpiRank", "join"]
 
@@ -81,7 +81,7 @@ def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:
 
 
 @contextmanager
-def join(mode: Mode, autotune: Autotune | None = None) -> Iterator[MpiRank]:
+def join(mode: Mode, tuned: Mapping[str, int] | None = None) -> Iterator[MpiRank]:
     """This process as a rank of a job of all ranks that mpirun has started; leaves the job together with them."""
     from mpi4py import MPI  # noqa: PLC0415 - initializes MPI: not in a run of all tests
 
@@ -93,7 +93,7 @@ def join(mode: Mode, autotune: Autotune | None = None) -> Iterator[MpiRank]:
     if server:
         server.close()
     comm = world.Dup()
-    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm), autotune=autotune)
+    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm), tuned=tuned)
     job = RunningRank(replace(connection, setup=setup))
     try:
         yield MpiRank(job, world)
