@@ -176,6 +176,14 @@ BREAKS = (
         "tests/native/test_gather.py -k 'caller_gives or left_alone'",
     ),
     Break(
+        "drive-other-hosts",
+        "native/src/engine/drive.c",
+        "    return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&",
+        "    return !hr_engine_is_called(engine) &&",
+        "While the program of a leader computes, the calls of other hosts wait for its next call.",
+        "tests/native/test_driving.py",
+    ),
+    Break(
         "requests-error-text",
         "native/src/engine/failure.c",
         "request->call.team % HORO_TEAM_ID_STEP",
@@ -222,6 +230,14 @@ BREAKS = (
         "return word + 1;",
         "Two ranks that call different operations at once get the sum of unlike tensors.",
         "tests/native/test_lone.py -k different_operations",
+    ),
+    Break(
+        "lead-carried-once",
+        "native/src/engine/carry.c",
+        "        memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);\n",
+        "",
+        "After a round that came to nothing, small sums between hosts are never carried again.",
+        "tests/native/test_carry.py",
     ),
     Break(
         "execute-rows-order",

@@ -1,8 +1,8 @@
 """Breaks the tree on purpose, one break at a time, and says which ones no test notices.
 
-    python tests/breaks/run.py                      all breaks of breaks.py
-    python tests/breaks/run.py map-hole frame-left  some
-    python tests/breaks/run.py --whole              their tests without a break, which must pass
+    python tests/breaks/run.py                all breaks of breaks.py
+    python tests/breaks/run.py base-map-gap   some
+    python tests/breaks/run.py --whole        their tests without a break, which must pass
 
 It works on a copy of the tree in build/breaks, with the interpreter that runs this file. A break is noticed if its
 tests fail, or do not come to an end. The exit code is 1 if a break slips through, no longer fits the sources, or does
