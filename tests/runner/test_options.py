@@ -91,7 +91,6 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "gradients_ready": ("--gradients-ready step", JOBS),
     "no_first_checks": ("--no-first-checks", JOBS),
     "check_nan": ("--check-nan", JOBS),
-    "cpu_operations": ("--cpu-operations host", JOBS),
     "gpu_operations": ("--gpu-operations nccl", JOBS),
     "transport": ("--transport tcp", JOBS),
     "sockets_per_peer": ("--sockets-per-peer 2", JOBS),
