@@ -408,13 +408,15 @@ class Context:
         return None if status == lib.HORO_OK else error_from_status(STATUS_NAMES[status], text_of(error))
 
     def tuning(self) -> tuple[dict[str, int], bool]:
-        """The values of this rank's next operation of all ranks, by the names in ``KNOBS``, and whether they are final.
-
-        All are 0 without autotuning.
-        """
+        """The values of the next operation of all ranks, by ``KNOBS`` (0: as ever), and whether they are final."""
         values, is_final = ffi.new("uint64_t[]", len(KNOBS)), ffi.new("int32_t *")
         check(lib.horo_read_tuning(self._context, values, is_final), error_buffer())
         return dict(zip(KNOBS, values, strict=True)), bool(is_final[0])
+
+    def propose_tuning(self, values: Mapping[str, int], *, is_final: bool = False) -> None:
+        """Rank 0: all ranks change over to these in front of the next batch. UsageError: the job cannot have them."""
+        error, native = error_buffer(), ffi.new("uint64_t[]", [values[knob] for knob in KNOBS])
+        check(lib.horo_propose_tuning(self._context, native, is_final, error, lib.HORO_MESSAGE_MAX), error)
 
     def counters(self) -> dict[str, int]:
         """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ...
@@ -440,10 +442,10 @@ class Context:
         return [event_of(native[i], text_of(native[i].name), EVENTS, OP_NAMES, STATUS_NAMES) for i in range(count)]
 
     def start_timeline(self, path: str, about: Mapping[str, Any] | None = None, *, marks_batches: bool = False) -> None:
-        """Records this rank's operations from now on in a file of Chrome's trace events, which is made at the end.
+        """Records this rank's operations from now on for a file of Chrome's trace events, which is made at the end.
 
         Args:
-            path: of the file, which is emptied. Where it is being written already it goes on; another one ends first.
+            path: of the file, which is emptied, unless it is being written already; another one ends first.
             about: more arguments of its first event.
             marks_batches: it has the beginning of each batch.
 
@@ -451,13 +453,11 @@ class Context:
             UsageError: the file cannot be written; what is being written goes on. Or this is a forked child.
         """
         self.events()  # raises in a forked child
-        about = {"rank": self.rank, **(about or {})}
-        self._timeline.start(self._context, path, about, marks_batches=marks_batches)
+        self._timeline.start(self._context, path, {"rank": self.rank, **(about or {})}, marks_batches=marks_batches)
 
     def stop_timeline(self) -> None:
         """Makes the file of the timeline. Does nothing where none is written."""
-        status = self._timeline.stop(self._context)
-        if status != _OK:
+        if (status := self._timeline.stop(self._context)) != _OK:
             raise error_from_status(STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:

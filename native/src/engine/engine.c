@@ -20,7 +20,6 @@ static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_lane_destroy(engine->lanes[i]);
     }
-    hr_engine_fini_tuning(engine);
     hr_map_fini(&engine->submission.handles);
     free(engine->driver.sleep.fds);
     if (engine->driver.kick_fd >= 0) {
@@ -270,7 +269,7 @@ static void forget_handle(struct hr_engine *engine, struct hr_request *request) 
 static int holds_results(const struct hr_request *request) {
     int holds = 0;
     for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given || request->room != NULL;
+        holds |= !request->gathered[i].is_given;
     }
     return holds;
 }

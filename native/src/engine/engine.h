@@ -158,15 +158,12 @@ struct hr_team_place {
     struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
 };
 
-struct hr_tuner;
-
-/* The values that operations run with where a search may change them; see tuning.c. */
+/* The values that operations run with where they may change; see tuning.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
-    uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, what a search begins with and ends with */
+    uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, the first or the final ones */
     uint64_t values[HORO_KNOB_COUNT];  /* of the world; under the lock */
     int is_final;                      /* likewise */
-    struct hr_tuner *tuner;            /* rank 0, as long as it searches; the driver's */
 };
 
 struct hr_engine {
@@ -244,10 +241,9 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle);
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
-/* tuning.c: as horo_read_tuning; the log of samples becomes the engine's; closes it, in a forked child too. */
+/* tuning.c: as horo_read_tuning and horo_propose_tuning. */
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
-void hr_engine_own_log(struct hr_engine *engine, const horo_setup *setup);
-void hr_engine_close_log(struct hr_engine *engine);
+int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
 /* blocked.c: as horo_report_blocked, horo_blocked_question and horo_callers. */
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -293,11 +289,9 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
 
 /* staged.c: requests with tensors on GPUs */
-/* As horo_use_cuda, horo_copy_back and horo_copy_result. */
+/* As horo_use_cuda and horo_copy_back. */
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
-int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
-                          struct hr_error *error);
 /* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
@@ -320,10 +314,9 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
-/* by_nccl.c, nccl_batch.c, nccl_setup.c: requests that NCCL does, see by_nccl.h */
+/* by_nccl.c, nccl_setup.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int flags,
-                       struct hr_error *error);
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 /*
  * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
  * Without the lock. And, with the lock held: whether that has changed meanwhile.
@@ -344,13 +337,6 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 void hr_engine_trim_pinned(struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
 struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
-int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
-/*
- * In such a batch, the requests that stand in for those of this rank, which has joined: gives their tensors memory with
- * values that change no result. HORO_OK, also where that fails, or HORO_ERR_INTERNAL.
- */
-int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
@@ -372,8 +358,6 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
 int hr_engine_is_nccl_quiet(struct hr_engine *engine);
 /* Ends NCCL, when nobody drives any more. */
 void hr_engine_end_nccl(struct hr_engine *engine);
-/* With the lock held: all ranks of the team have joined. */
-void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 /* Driver: the team has been removed, and its lane is about to go. */
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 
@@ -428,17 +412,10 @@ int hr_engine_fail_all(struct hr_engine *engine);
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
 
 /* tuning.c */
-/* Before anything drives. The world begins with the start of the search. HORO_OK or a status with *error set. */
+/* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
-void hr_engine_fini_tuning(struct hr_engine *engine);
 /* A TUNE record of this lane's log. HORO_OK or HORO_ERR_INTERNAL. */
 int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record);
-/* These requests of the world are done. */
-static inline int hr_engine_is_searching(const struct hr_engine *engine) {
-    return engine->tuned.tuner != NULL;
-}
-void hr_engine_measure(struct hr_engine *engine, struct hr_lane *lane, struct hr_request *const *requests,
-                       size_t count);
 
 /* events.c: what the flight recorder gets, and when it is shown. */
 /* A request that has been put into the queue; with the lock held. */
