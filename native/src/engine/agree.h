@@ -118,18 +118,8 @@ static inline int hr_agree_is_ready(const struct hr_agree *agree) {
 uint32_t hr_agree_lone(const struct hr_agree *agree);
 void hr_agree_take_lone(struct hr_agree *agree);
 
-/*
- * Root: the id of the one tensor that anybody has announced, where all but this member have, by id; else 0. take ends
- * its round: the caller writes it down.
- */
-uint32_t hr_agree_lacks_only(const struct hr_agree *agree, int member);
-void hr_agree_take(struct hr_agree *agree, uint32_t id);
 /* The tensor of this id is in use, though nobody has announced it: it is not the next to lose its id. */
 void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
-/* Not the root: whether something has been reported of which no record has come. */
-static inline int hr_agree_is_reported(const struct hr_agree *agree) {
-    return agree->lists[HR_AGREE_REPORTED].first != NULL;
-}
 
 /* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
 int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);

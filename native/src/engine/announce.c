@@ -77,7 +77,7 @@ static int announce_data(struct hr_lane *lane, const struct hr_request *request,
     size_t mark;
     hr_carried_pack(lane->team, &request->call, packed);
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, 0, packed, bytes));
+    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, packed, bytes));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }

@@ -29,11 +29,12 @@ int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
     return HORO_OK;
 }
 
-int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
-                          size_t frame_bytes) {
+/* Not the root: the next record of the log. */
+static int take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
+                       size_t frame_bytes) {
     const int moved = hr_leader_collect(lane); /* before apply, see agree.h */
     HR_TRY(moved);
-    if (lane->leader.log_closed || (record->type == HR_WIRE_RESULT && record->at != lane->leader.log_bytes)) {
+    if (lane->leader.log_closed) {
         return HORO_ERR_INTERNAL;
     }
     if (record->type == HR_WIRE_LEAVE) {
@@ -75,22 +76,17 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     if (message->type == HR_WIRE_QUERY) {
         return from_parent ? hr_leader_ask_blocked(lane, message->question) : HORO_ERR_INTERNAL;
     }
-    if (message->type == HR_WIRE_RELEASE) {
-        return from_parent ? HORO_ERR_INTERNAL : hr_ahead_take_back(lane, message);
-    }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }
     switch (message->type) {
-    case HR_WIRE_AHEAD: return hr_ahead_keep(lane, message);
-    case HR_WIRE_RECALL: return hr_ahead_give_back(lane, message);
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
     case HR_WIRE_REQUEST:
     case HR_WIRE_JOINED:
     case HR_WIRE_TUNE:
-    case HR_WIRE_LEAVE: return hr_leader_take_record(lane, message, frame, frame_bytes);
+    case HR_WIRE_LEAVE: return take_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }
 }

@@ -158,7 +158,7 @@ int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire
 }
 
 int hr_leader_may_tell_joined(const struct hr_lane *lane) {
-    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed && !hr_ahead_is_out(lane);
+    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed;
 }
 
 int hr_leader_tell_joined(struct hr_lane *lane) {

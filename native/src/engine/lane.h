@@ -93,18 +93,9 @@ struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
     size_t bytes;  /* of each member */
     int count;     /* members whose data is there */
-    int is_sent;   /* not the root: the sum of it has gone to the parent, and is the first member's data now */
     uint8_t *has;  /* [members] */
-    uint8_t *data; /* [members + 1][HR_CARRIED_MAX], the last one for ahead.c */
-    const void **contributions; /* [members + 1] of it; scratch */
-};
-
-/* Between two hosts, see ahead.c. `id` and `bytes` are those of the AHEAD that this is about. */
-struct hr_ahead {
-    uint32_t id;       /* 0: none is on the way or kept */
-    size_t bytes;
-    int is_recalled;   /* the root: RECALL has been sent */
-    uint64_t last_end; /* the root: 1 + the position of the last one; 0: there was none */
+    uint8_t *data; /* [members][HR_CARRIED_MAX] */
+    const void **contributions; /* [members] of it; scratch */
 };
 
 /* The values that the root of a team has chosen, to be written into the log in front of the next batch. */
@@ -121,9 +112,7 @@ struct hr_leader {
     int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
-    uint64_t log_bytes;           /* of all records so far, those in log_out among them */
     struct hr_carry carry;
-    struct hr_ahead ahead;
     struct hr_due_tuning tuning;
     struct hr_deadlock deadlock; /* the root of all ranks */
     struct hr_buffer joined_ranks; /* the root: ints, of which no record has been written yet */
@@ -313,11 +302,6 @@ int hr_leader_progress_links(struct hr_lane *lane);
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 int hr_leader_collect(struct hr_lane *lane);
 int hr_leader_hand_down(struct hr_lane *lane, size_t mark);
-/* Likewise, where the child hosts make these records by themselves. */
-void hr_leader_note_records(struct hr_lane *lane, size_t mark);
-/* Not the root: the next record of the log, which has come or is made here, with its frame. */
-int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
-                          size_t frame_bytes);
 /* Frames for all child hosts: HORO_OK or a status. */
 int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes);
 /* The next record for the log is LEAVE. */
@@ -348,45 +332,7 @@ int hr_carry_is_all(const struct hr_lane *lane);
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out);
 /* A record has come or been made. */
 void hr_carry_clear(struct hr_lane *lane);
-/* For ahead.c: the data of a member, or the room behind that of all of them. */
-uint8_t *hr_carry_data(const struct hr_lane *lane, int member);
-/* Whether all data but the last member's is there. */
-int hr_carry_lacks_last(const struct hr_lane *lane);
-/* Room for data of another host, where this one has carried none; HORO_OK or HORO_ERR_RESOURCE. */
-int hr_carry_reserve(struct hr_lane *lane);
-/* The sum of what the several ranks of this host have carried, into `packed`. HORO_OK or a status. */
-int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed);
-/*
- * The sum of the first `count` contributions, each of hosts, into `packed`; is_root: with all that comes after. HORO_OK
- * or a status.
- */
-int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed);
-/* Appends DATA, RESULT or AHEAD with this data, for the next place in the log, framed. HORO_OK or a status. */
-int hr_carry_put(const struct hr_lane *lane, enum hr_wire_type type, const uint8_t *data, struct hr_buffer *out);
 void hr_carry_fini(struct hr_lane *lane);
-
-/* ---- ahead.c: two hosts make the record of a small allreduce alike ---- */
-
-/* The root: sends AHEAD where only the other host's data is missing. 1 if it did, 0, or a status. */
-int hr_ahead_go(struct hr_lane *lane);
-/* The root: whether that is so. */
-int hr_ahead_may_go(const struct hr_lane *lane);
-/* The root: whether a record of its own has to wait for the other host's word. */
-static inline int hr_ahead_is_out(const struct hr_lane *lane) {
-    return lane->is_root && lane->leader.ahead.id != 0;
-}
-/* The root: asks for that word. 1 or a status. */
-int hr_ahead_recall(struct hr_lane *lane);
-/* The root: DATA of the other host has come. 1: it has been answered by AHEAD, and the record is made; 0; a status. */
-int hr_ahead_match_data(struct hr_lane *lane, const struct hr_wire_message *message);
-/* The other host: its data is complete, and its DATA is on the way. 1: AHEAD was here, and the record is made; 0. */
-int hr_ahead_match_kept(struct hr_lane *lane);
-/* The other host: gives AHEAD back before it announces something else. HORO_OK or a status. */
-int hr_ahead_release(struct hr_lane *lane);
-/* AHEAD and RECALL from the root, RELEASE from the other host. HORO_OK or a status. */
-int hr_ahead_keep(struct hr_lane *lane, const struct hr_wire_message *message);
-int hr_ahead_give_back(struct hr_lane *lane, const struct hr_wire_message *recall);
-int hr_ahead_take_back(struct hr_lane *lane, const struct hr_wire_message *release);
 
 /* ---- blocked.c ---- */
 
