@@ -109,6 +109,12 @@ struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr
     return entry == NULL ? create_entry(agree, name) : entry;
 }
 
+/* A round of it has ended. */
+static void become_idle(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    entry->last_round = ++agree->rounds;
+    hr_agree_move(agree, entry, HR_AGREE_IDLE);
+}
+
 static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     agree->active -= entry->state != HR_AGREE_IDLE && entry->state != HR_AGREE_REFUSED;
     free(entry->current.bytes);
@@ -126,7 +132,7 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     if (entry == agree->joined.entry) {
         agree->joined = (struct hr_agree_joined){0};
     }
-    hr_agree_move(agree, entry, HR_AGREE_IDLE);
+    become_idle(agree, entry);
 }
 
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
@@ -186,37 +192,26 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
 void hr_agree_note_use(struct hr_agree *agree, uint32_t id) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
     if (entry != NULL && entry->state == HR_AGREE_IDLE) {
-        hr_agree_move(agree, entry, HR_AGREE_IDLE);
+        become_idle(agree, entry);
     }
-}
-
-/*
- * True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the
- * same names.
- */
-static int draw(struct hr_agree *agree, uint32_t one_in) {
-    agree->random = agree->random * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
-    return (agree->random >> 32) % one_in == 0;
 }
 
 /*
  * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the
  * least recently used one for each newcomer would evict every name just before it is needed, and the cache would never
- * be hit. So most newcomers stay without an id, which keeps what is there, and a lucky one in some moves in, and so
- * lets a changed set of names in after a while: Qureshi et al., Adaptive Insertion Policies for High Performance
- * Caching (ISCA 2007), "bimodal insertion".
+ * be hit. So a newcomer stays without an id as long as all that have one are used now and then.
  */
 uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     const uint32_t capacity = agree->config.capacity;
     if (agree->slots_used < capacity) {
         return capacity + agree->slots_used++;
     }
+    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     /* a rank that joins must not have to announce again what it has announced by id, see join.c */
-    if (agree->joined.is_known || !draw(agree, agree->config.evict_one_in)) {
+    if (agree->joined.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
         return 0;
     }
-    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
-    return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
+    return oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
 }
 
 /* For the coordinator's timeline. */

@@ -43,8 +43,7 @@ struct hr_agree_config {
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
-    /* root: with all slots taken, how many new names it takes on average to evict one */
-    uint32_t evict_one_in;
+    uint64_t evict_after;                 /* root: rounds that an id must have been idle for to be evicted */
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
     struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */
     int team_number;                      /* for that */
@@ -86,7 +85,7 @@ struct hr_agree {
     uint32_t active;                  /* entries that somebody waits for this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
     struct hr_buffer joined_rows;     /* scratch */
-    uint64_t random;                  /* root: the last random number, see hr_agree_pick_id */
+    uint64_t rounds;                  /* of all names, ended so far */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);

@@ -10,9 +10,8 @@
  * caller may leave the loop at any turn.
  *
  * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
- * life lines. In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so
- * that calling it is a store. Where other hosts need it, it is parked on the links and the driver's eventfd as well,
- * and drives when something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
+ * life lines. Where other hosts need it, it is parked on the links and the driver's eventfd as well, and drives when
+ * something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
  * messages between hosts), or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
@@ -91,22 +90,11 @@ struct hr_submission {
 
 enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
 
-/*
- * The state of the background thread; whoever needs it sets AWAKE (hr_engine_kick).
- *
- *     state     | next state when                                               | to wake it costs
- *     ----------+---------------------------------------------------------------+------------------
- *     AWAKE     | LINGERING or PARKED: nobody needs it                          | nothing
- *     LINGERING | AWAKE: it is needed; PARKED: not within thread_spin_ns        | a store
- *     PARKED    | AWAKE: it is needed, something comes that it sleeps on        | a system call
- */
-enum hr_thread_state { HR_THREAD_AWAKE, HR_THREAD_LINGERING, HR_THREAD_PARKED };
-
 enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
 struct hr_driver {
     enum hr_driver_who who;
-    _Atomic int thread_state; /* enum hr_thread_state; changed under the lock, but for LINGERING to AWAKE */
+    int is_parked; /* the background thread, and nobody has kicked it */
     pthread_t thread;
     int kick_fd;
     _Atomic int stop;
@@ -128,7 +116,6 @@ struct hr_driver {
     int must_look;            /* for others, though nothing is pending here */
     int has_yielded;          /* to a caller that waits for what is pending */
     uint64_t rested_at;       /* drives of callers when it rested last */
-    int woken_soon;           /* lingering instead of parking would have paid the last time */
 
     /* The driver's own. */
     enum hr_engine_stage stage;

@@ -7,7 +7,7 @@
 #include "engine/engine.h"
 
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-enum { EVICT_ONE_IN = 32 };
+enum { EVICT_AFTER_CAPACITIES = 4 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
@@ -72,7 +72,7 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .team_size = lane->team->size,
         .rank_count = node->size,
         .capacity = lane->announcer.capacity,
-        .evict_one_in = EVICT_ONE_IN,
+        .evict_after = (uint64_t)EVICT_AFTER_CAPACITIES * lane->announcer.capacity,
         .fusion_bytes = fusion_bytes,
         .recorder = lane->is_root ? &node->recorder : NULL,
         .team_number = team->number,
