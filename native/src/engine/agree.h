@@ -14,8 +14,8 @@
  * A member that has announced JOIN, which a child host does when all of its subtree has, has nothing more to announce
  * until all members have. Until then it counts as if it had announced whatever another one does (agree_join.c).
  *
- * A REQUEST with a status, in the form of a barrier, is a refusal (refusal.c): the tensor fails for all when all have
- * announced it, and until then nobody waits for what only refusals are there of.
+ * A REQUEST with a status fails the tensor for all when all have announced it: of a rank that has refused the call
+ * (submit.c), or of a leader that has found a difference.
  *
  * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
@@ -53,7 +53,6 @@ struct hr_agree_entry; /* private to agree*.c */
 
 enum hr_agree_state {
     HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
-    HR_AGREE_REFUSED,  /* members have, all of which have refused it, so nobody waits for the others */
     HR_AGREE_WAITING,  /* some members have */
     HR_AGREE_COMPLETE, /* all have: to be queued or reported */
     HR_AGREE_REPORTED, /* sent to the parent (not root) */

@@ -317,16 +317,6 @@ int hr_engine_is_called(const struct hr_engine *engine) {
     return 0;
 }
 
-/* A refusal is not pending once it is among the frames for the leader. */
-static int has_told_all(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->lane_count; i++) {
-        if (hr_buffer_size(&engine->lanes[i]->announcer.request_out) > 0) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 static int may_return(const struct hr_engine *engine, const struct hr_request *until) {
     if (until != NULL) {
         return atomic_load(&until->status) != HORO_IN_PROGRESS;
@@ -335,7 +325,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
     return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
-           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine) && has_told_all(engine);
+           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine);
 }
 
 /*

@@ -193,7 +193,7 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
-/* refusal.c: as horo_refuse. */
+/* As horo_refuse. */
 int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
 /* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,

@@ -226,11 +226,9 @@ static void pass_record(struct hr_lane *lane) {
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    const int refused = hr_lane_end_refusal(lane, record->name);
-    HR_TRY(refused);
-    struct hr_request *request = refused ? NULL : hr_lane_find_name(lane, record->name);
+    struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
-        if (!refused && !lane->announcer.join.has_joined) {
+        if (!lane->announcer.join.has_joined) {
             return HORO_ERR_INTERNAL;
         }
         pass_record(lane);

@@ -148,10 +148,9 @@ struct hr_lane {
     int is_leader, is_root; /* of the team: on this host, of all */
     int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
     _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
-    struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
-    _Atomic uint32_t pending; /* how many; written under that lock */
-    struct hr_map refused;    /* name -> refusals, see refusal.c, the first one; likewise */
-    _Atomic size_t refused_bytes; /* of all of them; written under that lock */
+    /* name -> request submitted and not done, the first where others are behind it; under the lock of submission */
+    struct hr_map in_flight;
+    _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */
     int is_due;   /* the driver's: a look has found something to do */
@@ -212,19 +211,6 @@ int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
-
-/* ---- refusal.c ---- */
-
-/* Instead of a request. HORO_OK or a status. */
-int hr_lane_announce_refusal(struct hr_lane *lane, const struct hr_request *refusal);
-/* Whether the request has to wait for the record of a refusal. */
-int hr_lane_is_refused(struct hr_lane *lane, const struct hr_request *request);
-/*
- * The record FAIL of a name: 1 if it ends a refusal of this rank, and then announces what was held because of that; 0;
- * or a status.
- */
-int hr_lane_end_refusal(struct hr_lane *lane, struct hr_wire_text name);
-void hr_lane_drop_refusals(struct hr_lane *lane);
 
 /* ---- join.c ---- */
 

@@ -13,7 +13,11 @@ int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request,
     if (id != 0) {
         return hr_agree_announce_id(&lane->leader.agree, 0, id, request->rows, request->submit_ns);
     }
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = lane->node->rank, .rows = request->rows};
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
+                                      .rank = lane->node->rank,
+                                      .status = request->refused,
+                                      .text = hr_request_reason(request),
+                                      .rows = request->rows};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
     return hr_agree_announce_request(&lane->leader.agree, 0, &message, request->submit_ns);
 }
