@@ -156,24 +156,21 @@ int hr_engine_announce(struct hr_engine *engine) {
     return status < 0 ? status : count;
 }
 
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words) {
-    if (lane->announcer.has_asked_to_leave) {
-        return HORO_OK;
-    }
-    HR_TRY(hr_lone_give_up(lane));
-    lane->announcer.has_asked_to_leave = 1;
-    if (lane->is_leader) {
-        return hr_leader_note_leaver(lane, leaver, status, words);
+int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words) {
+    HR_TRY(hr_lone_give_up(world));
+    world->announcer.has_asked_to_leave = 1;
+    if (world->is_leader) {
+        return hr_leader_note_leaver(world, leaver, status, words);
     }
     size_t mark;
-    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver, status, words));
-    hr_frame_end(&lane->announcer.request_out, mark);
+    HR_TRY(hr_frame_begin(&world->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_leave(&world->announcer.request_out, leaver, status, words));
+    hr_frame_end(&world->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     /* partner: hr_engine_is_called */
-    (void)atomic_fetch_or(&lane->node->arena.header->wants_leave, 1ull << lane->team->number);
-    const int flushed = hr_lane_flush_requests(lane);
-    hr_node_call(lane->node);
+    atomic_store(&world->node->arena.header->wants_leave, 1);
+    const int flushed = hr_lane_flush_requests(world);
+    hr_node_call(world->node);
     return flushed < 0 ? flushed : HORO_OK;
 }
 

@@ -37,6 +37,9 @@ static int take_record(struct hr_lane *lane, const struct hr_wire_message *recor
     if (lane->leader.log_closed) {
         return HORO_ERR_INTERNAL;
     }
+    if (record->type == HR_WIRE_LEAVE && lane->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
     if (record->type == HR_WIRE_LEAVE) {
         hr_leader_close_log(lane);
         lane->leader.leaver = record->rank + 1;
@@ -107,7 +110,7 @@ static int handle_frames(struct hr_lane *lane, int link_index) {
 
 static void link_broke(struct hr_lane *lane, struct hr_link *link) {
     link->open = 0;
-    if (!link->has_said_done && !lane->leader.expects_removal) {
+    if (!link->has_said_done && !lane->leader.expects_removal && !hr_lane_is_left(lane)) {
         const enum hr_loss how = lane->team->transport->ops->loss(lane->team->transport, link->host);
         hr_node_abort(lane->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
@@ -132,21 +135,19 @@ int hr_leader_progress_links(struct hr_lane *lane) {
 }
 
 /* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
-static int has_local_done(const struct hr_lane *lane, int local_rank) {
-    const struct hr_arena *arena = &lane->node->arena;
-    const int index = lane->team->index_of_local[local_rank];
-    return hr_arena_has_closed_team(arena, index, lane->team->number) ||
-           atomic_load(&arena->blocks[index].state) == HR_MEMBER_LEFT;
+static int has_local_done(const struct hr_arena *arena, int local_rank) {
+    return hr_arena_has_closed(arena, local_rank) ||
+           atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
 }
 
-int hr_leader_is_done(const struct hr_lane *lane) {
-    for (int i = 0; i < lane->team->local_size; i++) {
-        if (i != lane->team->local_rank && !has_local_done(lane, i)) {
+int hr_leader_is_done(const struct hr_lane *world) {
+    for (int i = 1; i < world->team->local_size; i++) {
+        if (!has_local_done(&world->node->arena, i)) {
             return 0;
         }
     }
-    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (lane->leader.links[i].open && !lane->leader.links[i].has_said_done) {
+    for (int i = world->leader.has_parent; i < world->leader.link_count; i++) {
+        if (world->leader.links[i].open && !world->leader.links[i].has_said_done) {
             return 0;
         }
     }

@@ -14,12 +14,14 @@
  * something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
- * messages between hosts), or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
+ * messages between hosts), or a LEAVE record, which closes the log of the world at one place for all ranks. The
+ * driver's part of it:
  *
  *     stage   | next stage when                                | meanwhile
  *     --------+------------------------------------------------+-----------------------------------------------------
- *     RUNNING | CLOSING: the LEAVE records of all its lanes    | agrees and executes
- *             | are executed; ENDING: the abort word is set    |
+ *     RUNNING | CLOSING: the LEAVE record of the world is    | agrees and executes; behind that record what other
+ *             | executed, and nothing of other teams goes on;  | teams have begun, as long as it moves
+ *             | ENDING: the abort word is set                  |
  *     CLOSING | ENDING: nobody needs it any more (below), or   | fails what is pending and what comes; a leader still
  *             | the abort word is set                          | hears and passes on LOST, which those that execute
  *             |                                                | could not hear of without it
@@ -27,10 +29,10 @@
  *             | there is to tell, or FLUSH_MS have passed      | a caller that fails may end its process
  *     ENDED   |                                                | fails what is pending and what comes
  *
- * The leader of a team is needed until all members on its host, and all hosts below it in the tree, have executed what
- * stands before that team's LEAVE record (DONE). The lowest rank of a host is needed until all ranks there have, in all
- * their teams, for their life lines end at it. A rank that shuts down sets the abort word if nothing moves for
- * CLOSE_GRACE_MS meanwhile. A rank that leads nothing is not needed.
+ * The leader of a host is needed until all ranks there, and all hosts below it in the tree, have executed what stands
+ * before the LEAVE record (DONE); the life lines of its host end at it, too. A rank that shuts down sets the abort word
+ * if nothing moves for LEAVE_GRACE_MS before that record, or CLOSE_GRACE_MS behind it. The other teams have no such
+ * record: an operation of theirs that is under way may end well on some members and be aborted on others.
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -121,15 +123,11 @@ struct hr_driver {
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* moves of lanes that are no longer there */
-    /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    /* leaving, see turn_leaving: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
     int64_t leave_ns;
-    uint64_t leave_moves; /* leaving: the moves when leave_ns was set */
+    uint64_t leave_moves;
+    int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
-    /* its own GPU holds it up: since when, and the moves then; when to count that as one, and how often it was */
-    int64_t held_since_ns;
-    uint64_t held_at;
-    int64_t held_look_ns;
-    uint64_t held_moves;
 };
 
 struct hr_counts {

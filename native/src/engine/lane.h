@@ -187,6 +187,14 @@ static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
     return lane->executor.place;
 }
 
+/*
+ * Whether a rank has left the job, in whose record the log of the world ends: this other team ends with it, and that a
+ * member of it is gone is no loss.
+ */
+static inline int hr_lane_is_left(const struct hr_lane *lane) {
+    return lane->team->number != 0 && atomic_load(&lane->node->arena.header->leave_at) != 0;
+}
+
 /* Its growth at the end of what is executed. */
 static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
     return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
@@ -205,8 +213,8 @@ int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_flush_requests(struct hr_lane *lane);
 /* Applies a BATCH ref to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-/* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words);
+/* In the lane of the world: asks for the LEAVE record, behind all that has been announced there. */
+int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words);
 /* The request announced by this id and not done; NULL: there is none. */
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
@@ -272,10 +280,8 @@ int hr_leader_flush_links(struct hr_lane *lane);
 int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_lane *lane);
-/*
- * CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record.
- */
-int hr_leader_is_done(const struct hr_lane *lane);
+/* CLOSING: whether all of this host, and all hosts below it, have executed what stands before the LEAVE record. */
+int hr_leader_is_done(const struct hr_lane *world);
 /* The last message on every link, for ENDING after CLOSING. */
 int hr_leader_tell_done(struct hr_lane *lane);
 /* control.c; progress_links as hr_lane_lead. */

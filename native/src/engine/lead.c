@@ -150,7 +150,7 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
                                                 : HORO_ERR_INTERNAL;
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
-        return message->rank < lane->node->size
+        return message->rank < lane->node->size && lane->team->number == 0
                    ? hr_leader_note_leaver(lane, message->rank, message->status, message->text)
                    : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
@@ -305,15 +305,11 @@ static int may_close(const struct hr_lane *lane) {
 }
 
 void hr_leader_close_log(struct hr_lane *lane) {
-    const int number = lane->team->number;
     /* by me */
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    atomic_store(&lane->node->arena.header->leave_at[number],
+    atomic_store(&lane->node->arena.header->leave_at,
                  written + hr_buffer_size(&lane->leader.log_out) + lane->lone.rounds + 1);
     lane->leader.log_closed = 1;
-    if (number == 0) {
-        hr_node_call(lane->node); /* a leader that has nothing to do closes the logs of its other teams too */
-    }
 }
 
 /* Closes the log with the LEAVE record, behind what all have announced before the leaver asked, which still runs. */

@@ -228,7 +228,7 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
 
 enum { REASON_MAX = 700 };
 
-/* With the lock held: 1: it is announced; 0: nobody waits for it, or this rank's own request of the name is under way. */
+/* With the lock held. 1: it is announced; 0: nobody waits for it, or a request of the name is under way here. */
 static int enqueue_refusal(struct hr_engine *engine, struct hr_request *refusal) {
     struct hr_error unused = {0};
     const struct hr_team_place *place = hr_engine_find_team(engine, refusal->call.team, refusal->call.name, &unused);
