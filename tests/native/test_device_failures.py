@@ -98,30 +98,6 @@ def test_a_piece_that_does_not_come_ends_the_group_before_anybody_waits_for_it(g
         group.run(body)
 
 
-def test_more_failures_than_can_be_told_one_by_one_end_the_group(gpu: Gpu) -> None:
-    names = [f"{'x' * 200}{number}" for number in range(300)]
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 2:
-            own = OnGpu(rank, gpu)
-            gpu.is_broken = True
-            gpu.fail_staging(1)
-            gate = gpu.pause(is_query=True)
-            submit(own, "allreduce", names[0], 1)
-            gpu.await_pause(gate)
-            for name in names[1:]:
-                submit(own, "allreduce", name, 1)
-            gpu.resume(gate)
-            wait_for(lambda: rank.context.health() is not None)
-            own.close()
-            return
-        with pytest.raises(GroupError, match=f"ended with {LOST} 'x*.*': {REASON}"):
-            rank.context.wait(rank.submit("allreduce", names[-1], [np.ones(1, np.float32)], **OPTIONS["allreduce"]))
-
-    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
-        group.run(body)
-
-
 def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(gpu: Gpu) -> None:
     """The others wait for what the rank has called itself; its failure cannot be told in the name's place any more."""
     has_joined = threading.Event()
