@@ -5,7 +5,7 @@
 #include "backend/nccl_backend.h"
 #include "backend/operands.h"
 #include "collective/across.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 
 enum {
     SLOTS = 8,             /* of pinned memory, each for a piece: one is copied there while others travel */

@@ -13,31 +13,16 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 /* ---- One host ---- */
 
-/* Smaller segments tell nothing, and are not to pay for the looks at what other ranks wait for. */
-static int is_measured(const struct hr_stages *stages, size_t bytes) {
-    return bytes >= stages->team->tuning.stream;
-}
-
-static void begin_to_measure(struct hr_allreduce *run, int64_t now_ns, size_t bytes) {
-    run->measured_ns = now_ns;
-    run->input_waits = is_measured(&run->stages, bytes) ? hr_team_input_waits(run->segments.team) : HR_INPUT_AWAITED;
-}
-
-/* Whether no rank here has waited for its input since then, which is no cost of the store. */
-static int had_input(const struct hr_allreduce *run) {
-    return run->input_waits != HR_INPUT_AWAITED && run->input_waits == hr_team_input_waits(run->segments.team);
-}
-
 static void learn_store(struct hr_allreduce *run, size_t k) {
     struct hr_stages *stages = &run->stages;
     const size_t bytes = hr_stages_segment(stages, k).bytes;
     struct hr_store_costs *costs = &stages->team->allreduce_stores;
     const int64_t now_ns = hr_now_ns();
-    if (is_measured(stages, bytes) && had_input(run)) {
+    if (bytes >= stages->team->tuning.stream) {
         hr_store_learn(costs, stages->store, bytes, now_ns - run->measured_ns);
     }
     stages->store = hr_store_choose(stages->team, costs, bytes);
-    begin_to_measure(run, now_ns, bytes);
+    run->measured_ns = now_ns;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
@@ -47,7 +32,7 @@ static void fill(struct hr_segments *segments, size_t k) {
 static void reduce(struct hr_segments *segments, size_t k) {
     struct hr_allreduce *run = run_of(segments);
     if (k == 0) {
-        begin_to_measure(run, hr_now_ns(), hr_stages_segment(&run->stages, k).bytes);
+        run->measured_ns = hr_now_ns();
     }
     hr_stages_reduce(&run->stages, k);
 }
@@ -172,7 +157,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
                        double prescale, struct hr_scale postscale) {
     run->segments = (struct hr_segments){.team = team};
     run->fused = *fused;
-    run->segments.flowing = fused->flows ? &run->fused : NULL;
     run->stages = (struct hr_stages){
         .team = team,
         .fused = &run->fused,
@@ -186,7 +170,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .store = hr_store_choose(team, &team->allreduce_stores, fused->bytes),
         .first = team->segment,
     };
-    run->segments.flowing_bytes = run->stages.segment_bytes;
     if (team->size == 1 && fused->bytes > 0) {
         (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(&run->stages);
     }

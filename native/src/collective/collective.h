@@ -16,8 +16,7 @@ struct hr_allreduce {
     struct hr_segments segments;
     struct hr_stages stages;
     struct hr_fused fused;
-    int64_t measured_ns;  /* one host: when the measuring of the current segment began */
-    uint64_t input_waits; /* and what hr_team_input_waits said then */
+    int64_t measured_ns; /* one host: when the measuring of the current segment began */
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
 

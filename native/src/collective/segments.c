@@ -32,32 +32,10 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
     return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
-/* ---- Inputs that are on their way ---- */
-
-static int has_arrived(struct hr_segments *segments, size_t k) {
-    if (segments->flowing == NULL) {
-        return 1;
-    }
-    const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-    const int has = hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
-    if (has == segments->awaits_input) {
-        segments->awaits_input = !has;
-        hr_team_note_input_wait(segments->team);
-    }
-    return has;
-}
-
-static void note_done(const struct hr_segments *segments, size_t k) {
-    if (segments->flowing != NULL) {
-        const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-        hr_fused_note_done(segments->flowing, segment.offset, segment.bytes);
-    }
-}
-
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
 static int fill(struct hr_segments *segments) {
-    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled) || !has_arrived(segments, segments->filled)) {
+    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
         return HR_TASK_BLOCKED;
     }
     segments->ops->fill(segments, segments->filled++);
@@ -89,9 +67,6 @@ static int drain(struct hr_segments *segments) {
     if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
         return HR_TASK_BLOCKED;
     }
-    if (exchanges && !has_arrived(segments, k + 2)) { /* others count exchanges: all ranks make the same */
-        return HR_TASK_BLOCKED;
-    }
     if (exchanges) {
         segments->ops->exchange(segments, k);
         segments->filled++;
@@ -99,7 +74,6 @@ static int drain(struct hr_segments *segments) {
         segments->ops->drain(segments, k);
     }
     segments->drained++;
-    note_done(segments, k);
     return HR_TASK_MOVED;
 }
 
@@ -214,7 +188,7 @@ void hr_segments_begin(struct hr_segments *segments, size_t count) {
 
 int hr_segments_fill_ahead(struct hr_segments *segments) {
     struct hr_team *team = segments->team;
-    if (segments->count == 0 || segments->ops->begin != NULL || segments->flowing != NULL ||
+    if (segments->count == 0 || segments->ops->begin != NULL ||
         !phase_reached(segments, HR_PHASE_DRAINED, 0)) {
         return 0;
     }

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/blocks.h"
+#include "device/stager.h"
 #include "device/fill.h"
 
 /* With the device entered. */

@@ -1,6 +1,6 @@
 #include "device/table.h"
 
-#include "device/blocks.h"
+#include "device/stager.h"
 
 int hr_table_take(struct hr_table *table, const struct hr_room *room, size_t bytes, struct hr_error *error) {
     struct hr_block *block;

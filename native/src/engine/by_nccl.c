@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 
 enum {
     CLOSE_MS = 5000,
@@ -386,7 +386,7 @@ static void let_go_of_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     if (stager != NULL && is_quiet) {
         hr_stager_take_kernels(stager, &by->packer);
     } else if (stager != NULL) {
-        atomic_store(&stager->is_kept, 1);
+        hr_stager_keep_all(stager);
     }
 }
 

@@ -116,7 +116,6 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     if (lane->executor.state == HR_EXECUTION_LOST) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }
-    deadline_ns = earlier(deadline_ns, hr_lane_awaits_copy(lane) ? lane->executor.look_ns : 0);
     if (!lane->is_leader) {
         return deadline_ns;
     }
@@ -130,7 +129,7 @@ static int is_held(struct hr_engine *engine) {
     }
     for (int i = 0; i < engine->lane_count; i++) {
         const struct hr_lane *lane = engine->lanes[i];
-        if (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane) || hr_engine_awaits_values(lane)) {
+        if (hr_engine_awaits_gpu(lane) || hr_engine_awaits_values(lane)) {
             return 1;
         }
     }

@@ -304,14 +304,8 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
 /* Driver: a batch was cut off, and what MPI may still hold of the memory on the host is left to nobody. */
 void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* flow.c: large allreduces that are announced before all of their values have come */
-/* Whether this one may; with the lock held. And in which pieces its bytes are copied then. */
-int hr_engine_may_flow(const struct hr_request *request);
-size_t hr_engine_piece_bytes(size_t bytes);
 /* Ends the group: a request that others rely on has no values. */
 void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
-/* Driver, when the group has been aborted: whether nothing of what was going on is on its way to a GPU any more. */
-int hr_engine_are_flows_back(const struct hr_engine *engine);
 /*
  * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
  * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.

@@ -6,7 +6,7 @@
 #include "base/cut.h"
 #include "base/dtype.h"
 #include "base/op.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 #include "engine/by_nccl.h"
 
 enum {

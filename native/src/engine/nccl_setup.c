@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 #include "engine/by_nccl.h"
 
 /* ---- What all have told ---- */

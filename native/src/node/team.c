@@ -219,26 +219,6 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
     return atomic_load(&team->partition.header->phase[index].arrived) >= wanted; /* partner: hr_team_arrive */
 }
 
-static _Atomic uint64_t *input_waits_of(const struct hr_team *team, int local_rank) {
-    return &team->partition.blocks[team->index_of_local[local_rank]].input_waits;
-}
-
-void hr_team_note_input_wait(const struct hr_team *team) {
-    atomic_fetch_add(input_waits_of(team, team->local_rank), 1); /* partner: hr_team_input_waits */
-}
-
-uint64_t hr_team_input_waits(const struct hr_team *team) {
-    uint64_t all = 0;
-    for (int i = 0; i < team->local_size; i++) {
-        const uint64_t waits = atomic_load(input_waits_of(team, i)); /* partner: hr_team_note_input_wait */
-        if (waits % 2 != 0) {
-            return HR_INPUT_AWAITED;
-        }
-        all += waits;
-    }
-    return all;
-}
-
 void hr_team_suspect_link(struct hr_team *team, int host) {
     const int is_silent = host >= 0 && team->transport->ops->loss(team->transport, host) == HR_LOSS_SILENT;
     int rank = -1;

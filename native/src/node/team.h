@@ -143,16 +143,6 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
 
 /*
- * Waits of a member on this host for values that are on their way to its memory: it notes each when it begins and when
- * it is over. The other counts those of all here, or is HR_INPUT_AWAITED while one waits: what has taken time between
- * two equal counts, none has taken by such a wait.
- */
-void hr_team_note_input_wait(const struct hr_team *team);
-uint64_t hr_team_input_waits(const struct hr_team *team);
-
-#define HR_INPUT_AWAITED UINT64_MAX
-
-/*
  * Notes in team->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended
  * because it had heard of another's death. Whoever runs the collective waits for a LOST message before it ends the
  * group.

@@ -13,15 +13,6 @@ static const struct hr_team *world_of(const void *context) {
     return hr_engine_world(&head->engine)->team;
 }
 
-uint64_t shim_stores_passes(const void *context) {
-    return world_of(context)->allreduce_stores.passes;
-}
-
 int64_t shim_stores_scatter_cost(const void *context) {
     return world_of(context)->scatter_stores.of[HR_STORE_ORDINARY];
-}
-
-uint64_t shim_stores_input_waits(const void *context) {
-    const struct hr_team *world = world_of(context);
-    return atomic_load(&world->partition.blocks[world->index_of_local[world->local_rank]].input_waits);
 }
