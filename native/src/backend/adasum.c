@@ -98,7 +98,7 @@ static int allocate(struct adasum *self) {
 }
 
 static void free_memory(struct adasum *self) {
-    free(self->memory.data);
+    hr_node_bury(self->team->node, self->memory.data, free);
     self->memory = (struct hr_gathered){0};
 }
 
@@ -342,9 +342,6 @@ static void adasum_cancel(struct hr_backend *backend) {
         self->stage == HR_ADASUM_SCATTER || self->stage == HR_ADASUM_SUM || self->stage == HR_ADASUM_GATHER;
     if (!self->runs || is_with_inner) {
         self->inner->ops->cancel(self->inner);
-    }
-    if (atomic_load(&self->team->node->mpi.stranded) != 0) {
-        hr_gathered_disown(&self->memory, 1);
     }
     free_memory(self);
 }

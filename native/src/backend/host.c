@@ -311,8 +311,8 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
         host->task = NULL;
     }
-    if (hr_op_tells_rows(host->work.op) && atomic_load(&host->team->node->mpi.stranded) != 0) {
-        hr_gathered_disown(host->work.results, host->work.count);
+    if (hr_op_tells_rows(host->work.op)) {
+        hr_gathered_bury(host->team->node, host->work.results, host->work.count);
     }
     end_parts(host);
 }

@@ -299,8 +299,8 @@ static void mpi_cancel(struct hr_backend *backend) {
     atomic_fetch_add_explicit(&self->mpi->stranded, (uint64_t)self->has_call, memory_order_relaxed);
     self->has_call = 0;
     self->team->node->poll_within_ns = 0;
-    if (hr_op_tells_rows(self->work.op) && atomic_load(&self->mpi->stranded) != 0) {
-        hr_gathered_disown(self->work.results, self->work.count);
+    if (hr_op_tells_rows(self->work.op)) {
+        hr_gathered_bury(self->team->node, self->work.results, self->work.count);
     }
     hr_mpi_end_parts(self);
 }

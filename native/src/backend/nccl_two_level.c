@@ -200,9 +200,7 @@ static int is_with_mpi(const struct hr_nccl_two_level *self) {
 static void give_back_block(struct hr_nccl_two_level *self) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (is_with_mpi(self)) {
-        hr_block_disown(self->block);
-    } else if (hr_device_enter(self->device, &visit, &ignored) == HORO_OK) {
+    if (!is_with_mpi(self) && hr_device_enter(self->device, &visit, &ignored) == HORO_OK) {
         (void)hr_stager_give_block_behind(self->stager, self->block, self->comm->stream, &ignored);
         hr_device_leave(self->device, &visit);
     }
@@ -214,9 +212,7 @@ void hr_nccl_two_level_leave(struct hr_nccl_two_level *self) {
         give_back_block(self);
     }
     if (self != NULL && self->room != NULL) {
-        if (is_on_host(self) && is_with_mpi(self)) {
-            hr_block_disown(self->room->block);
-        } else {
+        if (!is_on_host(self) || !is_with_mpi(self)) {
             hr_room_leave(self->room, self->comm->stream);
         }
         hr_room_drop(self->room, NULL);

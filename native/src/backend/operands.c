@@ -168,9 +168,12 @@ static void *allocate(size_t bytes) {
     return data;
 }
 
-void hr_gathered_disown(struct hr_gathered *results, size_t count) {
+void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        results[i].data = results[i].is_given ? results[i].data : NULL;
+        if (!results[i].is_given) {
+            hr_node_bury(node, results[i].data, free);
+            results[i].data = NULL;
+        }
     }
 }
 

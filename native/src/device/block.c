@@ -20,9 +20,10 @@ static void free_parts(struct hr_block *block) {
 void hr_block_destroy(struct hr_block *block) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    const struct hr_device *device = block->device;
+    struct hr_device *device = block->device;
     if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
         free_parts(block);
+        atomic_fetch_sub(&device->held, 1);
         hr_device_leave(device, &visit);
     }
 }
@@ -54,6 +55,7 @@ int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **bl
         free_parts(made);
         return status;
     }
+    atomic_fetch_add(&device->held, 1);
     *block = made;
     return HORO_OK;
 }

@@ -113,7 +113,7 @@ void hr_device_close(struct hr_device *device) {
         }
         hr_device_leave(device, &visit);
     }
-    if (!atomic_load(&device->is_kept)) {
+    if (atomic_load(&device->held) == 0) {
         (void)device->cuda->primary_context_release(device->handle);
     }
 }

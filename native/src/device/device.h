@@ -14,12 +14,12 @@ struct hr_device {
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
     void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
     void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL likewise. Of one thread */
-    _Atomic int is_kept; /* the context stays retained: it has memory that must not go, see hr_block_disown */
+    _Atomic int held; /* pieces of memory in the context, which stays retained with them: something may touch them */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
-/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless it is kept. */
+/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless something is held. */
 void hr_device_close(struct hr_device *device);
 
 /* The state of a thread before it entered a device. */

@@ -153,13 +153,6 @@ int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block
     return HORO_OK;
 }
 
-void hr_block_disown(struct hr_block *block) {
-    (void)pthread_mutex_lock(&block->stager->lock);
-    block->request = NULL;
-    (void)pthread_mutex_unlock(&block->stager->lock);
-    atomic_store(&block->device->is_kept, 1);
-}
-
 static int can_go(const struct hr_block *block) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
@@ -380,12 +373,14 @@ static void free_device(struct hr_stager *stager, struct hr_device *device) {
             continue;
         }
         *link = block->next;
-        (is_quiet ? hr_block_destroy : hr_block_disown)(block);
+        if (is_quiet) {
+            hr_block_destroy(block);
+        }
     }
     if (stager->packer.device == device && is_quiet) {
         hr_packer_unload(&stager->packer);
     } else if (stager->packer.device == device) {
-        atomic_store(&device->is_kept, 1);
+        atomic_fetch_add(&device->held, 1);
     }
     hr_device_close(device);
     free(device);

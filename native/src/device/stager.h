@@ -42,7 +42,8 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
 
 /*
  * A block of at least so many bytes that no copy uses. The caller has entered the device. HORO_OK, or HORO_ERR_RESOURCE
- * with a sentence that names the size.
+ * with a sentence that names the size. One that something may touch for ever is not given back: it is neither used
+ * again nor freed, and the device's context, which would free it, stays.
  */
 int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
                          struct hr_error *error);
@@ -58,12 +59,6 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
  */
 int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
                                 struct hr_error *error);
-/*
- * MPI may touch it for ever, or the GPU: instead of being given back it is left to nobody, neither used again nor
- * freed. The last one to let go of the device's context would free it: that stays, too.
- */
-void hr_block_disown(struct hr_block *block);
-
 /*
  * Frees pinned memory of which too much is idle. Waits for all that runs on the device: not for a thread that others
  * count on, and not while something runs there that may need other ranks.

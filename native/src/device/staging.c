@@ -18,16 +18,11 @@ static int wait_for(const struct hr_cuda *cuda, void *stream, void *event, struc
     return hr_cuda_check(cuda, cuda->stream_wait_event(stream, event, 0), "cuStreamWaitEvent", error);
 }
 
-/*
- * An event of the block behind copies that use it and have begun, whether all have or not. Without one nobody knows
- * when it is free, so it is left to nobody.
- */
+/* An event of the block behind copies that use it and have begun, whether all have or not. */
 static int record(struct hr_staging *staging, void *event, void *stream, struct hr_error *error) {
     const struct hr_cuda *cuda = staging->block->device->cuda;
     const int status = hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error);
-    if (status != HORO_OK) {
-        hr_staging_disown(staging);
-    }
+    staging->is_lost |= status != HORO_OK;
     return status;
 }
 
@@ -104,9 +99,7 @@ void hr_staging_drop(struct hr_staging *staging) {
     if (staging == NULL || atomic_fetch_sub(&staging->references, 1) > 1) {
         return;
     }
-    if (staging->block != NULL && staging->is_disowned) {
-        hr_block_disown(staging->block);
-    } else if (staging->block != NULL) {
+    if (staging->block != NULL && !staging->is_lost) {
         hr_stager_give_block(staging->block->stager, staging->block);
     }
     free(staging);

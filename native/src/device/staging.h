@@ -38,7 +38,7 @@ struct hr_staging {
     struct hr_block *block;
     void *from_device; /* the stream of its copies to the host */
     _Atomic int references;
-    int is_disowned; /* the block is */
+    int is_lost; /* nobody knows when copies no longer use the block, so it is not given back */
     size_t count;
     struct hr_staged_tensor tensors[];
 };
@@ -73,11 +73,6 @@ static inline int hr_staging_check(const struct hr_staging *staging, struct hr_e
  * have been begun by another call. HORO_OK or as create.
  */
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
-
-/* Something may touch the memory for ever: it is neither used again nor freed. While the request has it. */
-static inline void hr_staging_disown(struct hr_staging *staging) {
-    staging->is_disowned = 1;
-}
 
 /* For a call that uses it while the request may let go. */
 static inline void hr_staging_keep(struct hr_staging *staging) {

@@ -265,11 +265,8 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
 
 /* ---- The end ---- */
 
-/* MPI may still touch what ranks that were cut off while they told have left with it. */
 static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *team) {
-    if (atomic_load(&engine->node->mpi.stranded) == 0) {
-        free(team->reports);
-    }
+    hr_node_bury(engine->node, team->reports, free);
     team->reports = NULL;
 }
 

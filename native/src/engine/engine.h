@@ -302,8 +302,8 @@ int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t inde
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: a batch was cut off, and what MPI may still hold of the memory on the host is left to nobody. */
-void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* Driver: buries the memory on the host of a batch that was cut off. */
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Ends the group: a request that others rely on has no values. */
 void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
 /*

@@ -50,7 +50,7 @@ static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
     if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        hr_engine_disown_staged(lane->engine, batch->requests, batch->request_count);
+        hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
     }
 }
 

@@ -178,11 +178,14 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
     return hr_staging_launch(request->staging, request, error);
 }
 
-void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count && atomic_load(&engine->node->mpi.stranded) != 0; i++) {
-        if (requests[i]->staging != NULL) {
-            hr_staging_disown(requests[i]->staging);
-        }
+static void drop(void *staging) {
+    hr_staging_drop(staging);
+}
+
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        hr_node_bury(engine->node, requests[i]->staging, drop);
+        requests[i]->staging = NULL;
     }
 }
 

@@ -156,6 +156,12 @@ void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count)
 /* Fills fds with the life lines still open; returns how many. Any thread. */
 size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds);
 
+/*
+ * Gives memory back that a transport may have had: `release` is called with it now, or never where MPI still holds some
+ * and may touch it. It is better lost than written to when it is somebody else's.
+ */
+void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void *memory));
+
 /* "rank 3 (h2)". Returns out. */
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes);
 
