@@ -245,14 +245,15 @@ def test_process_of_another_user_gets_no_memory(server: StoreServer, monkeypatch
 
 
 def test_many_descriptors_pass_in_pieces() -> None:
+    count = 400  # two messages and more; both ends are here, and the usual limit of open files is 1024
     near, far = socket.socketpair()
-    pipes = [os.eventfd(number) for number in range(1, 601)]
+    pipes = [os.eventfd(number) for number in range(1, count + 1)]
     thread = threading.Thread(target=arena_module.send_descriptors, args=(near, pipes))
     thread.start()
     far.settimeout(10)
-    received = arena_module.receive_descriptors(far, 600)
+    received = arena_module.receive_descriptors(far, count)
     thread.join(10)
-    assert [os.eventfd_read(number) for number in received] == list(range(1, 601))
+    assert [os.eventfd_read(number) for number in received] == list(range(1, count + 1))
     assert not any(map(os.get_inheritable, received))
     for number in (*pipes, *received):
         os.close(number)
