@@ -19,6 +19,7 @@ NP ?= 2
 FUZZ_SECONDS ?= 60
 STRESS_SECONDS ?= 60
 STRESS_ARGS ?=
+BREAKS ?=
 MPIS ?= openmpi mpich impi openmpi-debian mpich-debian
 
 PY := $(VENV)/bin/python
@@ -180,6 +181,10 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 	else \
 		echo "make: clang is not there; replaying the corpus only" && $(PY) -m pytest -q tests/fuzz; \
 	fi
+
+.PHONY: breaks
+breaks: build ## mistakes made on purpose, each of which a test must notice; BREAKS='base-map-gap' for some
+	@$(PY) tests/breaks/run.py $(BREAKS)
 
 .PHONY: stress
 stress: build ## random schedules over the whole core for STRESS_SECONDS; STRESS_ARGS='--seed 7 --schedules 1'
