@@ -134,18 +134,6 @@ static size_t fds_of(const struct hr_node *node, int host_count) {
     return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;
 }
 
-int hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
-    if (count > sleep->capacity) {
-        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
-        if (fds == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        sleep->fds = fds;
-        sleep->capacity = count;
-    }
-    return HORO_OK;
-}
-
 int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
     const size_t fds = node->poll_count + fds_of(node, host_count);
     const int reserved = hr_sleep_reserve(&node->sleep, fds);

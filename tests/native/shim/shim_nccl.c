@@ -123,7 +123,7 @@ void shim_nccl_destroy(shim_nccl *made) {
         hr_device_leave(made->device, &visit);
     }
     if (made->stager != NULL) {
-        hr_stager_close(made->stager, 1000);
+        hr_stager_close(made->stager, 20000);
     }
     free(made);
 }
