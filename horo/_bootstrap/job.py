@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from horo._autotune import Search, Tuner
 from horo._bootstrap import ending, living
 from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
@@ -27,7 +28,7 @@ from horo._bootstrap.launchers.slurm_store import open_slurm_store
 from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.log import prepare_log
-from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
+from horo._bootstrap.mpi.data import carries_data, check_mpi, mpi_use
 from horo._bootstrap.mpi.exit import watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
@@ -43,6 +44,7 @@ from horo._bootstrap.teams import add_team
 from horo._bootstrap.timeline import begin_timeline
 from horo._bootstrap.tuning import (
     check_log,
+    first_values,
     overlap_pays,
     search_of,
     slot_bytes,
@@ -76,6 +78,8 @@ class Connection:
     """The MPI world of the job; None if the ranks did not start through MPI."""
     gpu_warning: str = ""
     """As ``RunningRank.gpu_warning``."""
+    search: Search | None = None
+    """Rank 0's, in a job that is autotuned."""
 
 
 class RunningRank:
@@ -109,8 +113,9 @@ class RunningRank:
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
-        self._tunes_overlap = setup.autotune is not None
-        self._tuned_from = None if setup.autotune is None else setup.autotune.start
+        self._tunes_overlap = setup.tuned is not None
+        self._tuned_from = setup.tuned
+        self._tuner = None if connection.search is None else Tuner(self.context, connection.search)
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
         self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
@@ -148,6 +153,16 @@ class RunningRank:
             return self.settings
         return self.settings.tuned(tuned_settings(self.context, self._tuned_from))
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether this rank measures the steps of optimizers, for ``end_step``."""
+        return self._tuner is not None
+
+    def end_step(self, optimizer: object) -> None:
+        """Called at the end of each step of an optimizer of all ranks. The caller keeps the context open."""
+        if self._tuner is not None and self._tuner.end_step(optimizer):
+            self._tuner = None
+
     def close(self, words: str = "") -> None:
         """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child.
 
@@ -161,6 +176,8 @@ class RunningRank:
             if words or self.thread_error:
                 self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
             self.context.destroy()
+            if self._tuner is not None:
+                self._tuner.close()
             if not living.RANKS:
                 ending.unwatch_exceptions()
             self._closed = True  # last: a signal handler may raise before, or come here, too
@@ -252,7 +269,7 @@ def start(
 
 
 def _first_segment(setup: Setup) -> int:
-    return setup.segment_bytes if setup.autotune is None else setup.autotune.start["segment"]
+    return setup.segment_bytes if setup.tuned is None else setup.tuned["segment"]
 
 
 def _say_start(launch: Launch, connection: Connection, seconds: float, threads: int | None) -> None:
@@ -357,9 +374,9 @@ def _join(start: _Start, secret: bytes) -> Connection:
         rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
-        plan = plan_mpi(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
-        use = mpi_use(plan, launch.mpi, launch.rank, grouping)
-        directory = _directory(start, infos, grouping, secret, data_by_mpi=plan.transport)
+        by_mpi = carries_data(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
+        use = mpi_use(launch.mpi, launch.rank, grouping) if launch.mpi is not None and by_mpi else None
+        directory = _directory(start, infos, grouping, secret, data_by_mpi=by_mpi)
         links = connect_hosts(rendezvous, directory)
         try:
             rendezvous.finish()
@@ -369,8 +386,9 @@ def _join(start: _Start, secret: bytes) -> Connection:
     except BaseException:
         arena.close()
         raise
+    setup = _build_setup(start, infos, grouping, arena, links.finish(), use=use)
     return Connection(
-        _build_setup(start, infos, grouping, arena, links.finish(), use=use),
+        setup,
         place_of(launch, infos, grouping),
         places_alike(infos, grouping),
         grouping.hosts,
@@ -380,6 +398,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
         directory,
         launch.mpi,
         gpu_warning,
+        search_of(config, setup, machine_count(infos)),
     )
 
 
@@ -422,7 +441,7 @@ def _build_setup(
         data=data,
         segment_bytes=slot_bytes(start.config, machines),
         mpi=use,
-        autotune=search_of(start.config, start.launch.rank, machines),
+        tuned=first_values(start.config, machines) if start.config.autotune else None,
     )
 
 

@@ -357,7 +357,6 @@ def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: 
         ("HORO_SEGMENT_BYTES", "4096"),
         ("HOROVOD_FUSION_THRESHOLD", "5"),
         ("HOROVOD_CACHE_CAPACITY", "7"),
-        ("HOROVOD_CPU_OPERATIONS", "host"),
         ("HORO_TRANSPORT", "tcp"),
         ("HORO_SOCKETS_PER_PEER", "2"),
         ("HOROVOD_GRADIENTS_READY", "step"),

@@ -380,7 +380,6 @@ struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inn
     }
     self->ops = (struct hr_backend_ops){
         .name = inner->ops->name,
-        .carries = inner->ops->carries,
         .begin = adasum_begin,
         .begin_ahead = inner->ops->begin_ahead == NULL ? NULL : adasum_begin_ahead,
         .show_ahead = inner->ops->show_ahead == NULL ? NULL : adasum_show_ahead,

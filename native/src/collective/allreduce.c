@@ -13,28 +13,12 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 /* ---- One host ---- */
 
-static void learn_store(struct hr_allreduce *run, size_t k) {
-    struct hr_stages *stages = &run->stages;
-    const size_t bytes = hr_stages_segment(stages, k).bytes;
-    struct hr_store_costs *costs = &stages->team->allreduce_stores;
-    const int64_t now_ns = hr_now_ns();
-    if (bytes >= stages->team->tuning.stream) {
-        hr_store_learn(costs, stages->store, bytes, now_ns - run->measured_ns);
-    }
-    stages->store = hr_store_choose(stages->team, costs, bytes);
-    run->measured_ns = now_ns;
-}
-
 static void fill(struct hr_segments *segments, size_t k) {
     hr_stages_fill(&run_of(segments)->stages, k);
 }
 
 static void reduce(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    if (k == 0) {
-        run->measured_ns = hr_now_ns();
-    }
-    hr_stages_reduce(&run->stages, k);
+    hr_stages_reduce(&run_of(segments)->stages, k);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
@@ -42,28 +26,16 @@ static void finish(struct hr_segments *segments, size_t k) {
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_drain(&run->stages, k);
-    learn_store(run, k);
-}
-
-static void drain_of_exchanging(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_drain(&run->stages, k);
-    if (k + 1 < segments->count || k == 0) { /* a last drain alone would make its store look cheap */
-        learn_store(run, k);
-    }
+    hr_stages_drain(&run_of(segments)->stages, k);
 }
 
 static void exchange(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_exchange(&run->stages, k);
-    learn_store(run, k);
+    hr_stages_exchange(&run_of(segments)->stages, k);
 }
 
 static const struct hr_segments_ops one_host = {.fill = fill, .reduce = reduce, .finish = finish, .drain = drain};
 static const struct hr_segments_ops exchanging = {
-    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain_of_exchanging, .exchange = exchange};
+    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain, .exchange = exchange};
 
 /* ---- Small data on one host: everybody shows everything and reduces everything, in rank order ---- */
 
@@ -150,6 +122,10 @@ static void begin_on_one_host(struct hr_allreduce *run) {
     } else {
         segments->ops = hr_stages_may_exchange(&run->stages) ? &exchanging : &one_host;
         segments->drain_phase = HR_PHASE_REDUCED;
+        if (run->fused.bytes >= segments->team->tuning.stream) {
+            segments->trial = hr_store_try(&segments->team->allreduce_stores, run->fused.bytes);
+            run->stages.store = segments->trial.store;
+        }
     }
 }
 
@@ -167,7 +143,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .unit = hr_share_unit(fused->codec->block_bytes),
         .segment_bytes = hr_segment_bytes(team, fused->codec),
-        .store = hr_store_choose(team, &team->allreduce_stores, fused->bytes),
         .first = team->segment,
     };
     if (team->size == 1 && fused->bytes > 0) {

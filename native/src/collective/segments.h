@@ -21,6 +21,7 @@
 
 #include "cross/cross.h"
 #include "local/fused.h"
+#include "local/shares.h"
 #include "node/team.h"
 #include "collective/task.h"
 
@@ -57,6 +58,8 @@ struct hr_segments {
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
     int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
+    /* ns: how long the first fill took; from the first reduction on, when all began: without waits for late ranks */
+    struct hr_store_trial trial;
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */

@@ -83,8 +83,6 @@ const struct hr_tuning hr_tuning_defaults = {
     .gather_lone = 1 << 20,
     .carried = 1 << 14,
     .carried_per_host = 1 << 16,
-    .mpi_alone = 1 << 20,
-    .mpi_packed = 1 << 24,
 };
 
 int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,

@@ -42,9 +42,6 @@ struct hr_tuning {
     size_t carried; /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement;
                      * at most HR_CARRIED_MAX */
     size_t carried_per_host; /* the same, of all ranks of a host together */
-    /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
-    size_t mpi_alone;
-    size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
 };
 
 enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
@@ -52,10 +49,10 @@ enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
 /* But for `segment`, which is 0. */
 extern const struct hr_tuning hr_tuning_defaults;
 
-/* The measured costs of ordinary stores into slots, and of those past the cache; see hr_store_choose. */
+/* The measured costs of ordinary stores into slots, and of those past the cache; see hr_store_try. */
 struct hr_store_costs {
     int64_t of[2];   /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
-    uint64_t passes; /* that were measured */
+    uint64_t operations; /* that were timed; equal on all ranks of a host */
 };
 
 struct hr_team {
