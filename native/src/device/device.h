@@ -12,8 +12,7 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
-    void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
-    void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL likewise. Of one thread */
+    void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL: none yet. Of one thread */
     _Atomic int held; /* pieces of memory in the context, which stays retained with them: something may touch them */
 };
 

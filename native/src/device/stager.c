@@ -32,7 +32,6 @@ struct hr_stager {
     pthread_cond_t stirred; /* the watchdog rests, and copies are awaited; or it is at its end, or is to come to it */
     int is_resting, has_ended;
     int is_left;             /* nobody waits for the watchdog any more, so the stager is its own */
-    struct hr_packer packer; /* kernels that are to be unloaded, or none */
 };
 
 /* ---- Devices ---- */
@@ -142,15 +141,6 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
     block->request = NULL;
     let_go(block);
     (void)pthread_mutex_unlock(&stager->lock);
-}
-
-int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
-                                struct hr_error *error) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(block->copied_out, stream), "cuEventRecord", error));
-    block->is_out = 1;
-    hr_stager_give_block(stager, block);
-    return HORO_OK;
 }
 
 static int can_go(const struct hr_block *block) {
@@ -334,7 +324,7 @@ static int sleep_until_look(struct hr_stager *stager) {
 /* ---- The end ---- */
 
 /*
- * To free pinned memory or kernels waits for all that runs on the device, perhaps for ever, and a driver may keep other
+ * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
  * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there.
  */
 static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
@@ -356,16 +346,16 @@ static int await_quiet(const struct hr_stager *stager, const struct hr_device *d
     return is_quiet;
 }
 
-static int has_parts(const struct hr_stager *stager, const struct hr_device *device) {
+static int has_blocks(const struct hr_stager *stager, const struct hr_device *device) {
     const struct hr_block *block = stager->idle;
     while (block != NULL && block->device != device) {
         block = block->next;
     }
-    return block != NULL || stager->packer.device == device;
+    return block != NULL;
 }
 
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
-    const int is_quiet = !has_parts(stager, device) || await_quiet(stager, device);
+    const int is_quiet = !has_blocks(stager, device) || await_quiet(stager, device);
     for (struct hr_block **link = &stager->idle; *link != NULL;) {
         struct hr_block *block = *link;
         if (block->device != device) {
@@ -376,11 +366,6 @@ static void free_device(struct hr_stager *stager, struct hr_device *device) {
         if (is_quiet) {
             hr_block_destroy(block);
         }
-    }
-    if (stager->packer.device == device && is_quiet) {
-        hr_packer_unload(&stager->packer);
-    } else if (stager->packer.device == device) {
-        atomic_fetch_add(&device->held, 1);
     }
     hr_device_close(device);
     free(device);
@@ -418,11 +403,6 @@ static void *watch(void *arg) {
         free_stager(stager);
     }
     return NULL;
-}
-
-void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer) {
-    stager->packer = *packer;
-    *packer = (struct hr_packer){0};
 }
 
 void hr_stager_keep_all(struct hr_stager *stager) {

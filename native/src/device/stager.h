@@ -11,7 +11,6 @@
 #define HR_DEVICE_STAGER_H
 
 #include "device/block.h"
-#include "device/packer.h"
 
 /* Both are called with the stager's lock held. This one from a thread of the driver, and must not call CUDA. */
 typedef void hr_stager_ready(void *owner, void *request);
@@ -26,8 +25,6 @@ struct hr_stager;
  */
 int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
                      hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
-/* Takes the kernels, which are unloaded when it is closed; `packer` has none from here on. */
-void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer);
 /* Pinned memory is not freed at the end: something may run on a device for ever, and freeing waits for that. */
 void hr_stager_keep_all(struct hr_stager *stager);
 
@@ -53,12 +50,7 @@ int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, siz
  * one that looks for such. Not with a lock that on_ready takes.
  */
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
-/*
- * For a caller that has entered the device: used again when what is on the stream is over. HORO_OK, or
- * HORO_ERR_RESOURCE: the block is lost, as no event is behind what uses it.
- */
-int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
-                                struct hr_error *error);
+
 /*
  * Frees pinned memory of which too much is idle. Waits for all that runs on the device: not for a thread that others
  * count on, and not while something runs there that may need other ranks.
