@@ -114,7 +114,6 @@ static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     if (lane->executor.state == HR_EXECUTION_LOST && !hr_lane_is_left(lane)) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }
-    deadline_ns = earlier(deadline_ns, hr_lane_awaits_copy(lane) ? lane->executor.look_ns : 0);
     if (!lane->is_leader) {
         return deadline_ns;
     }

@@ -281,16 +281,10 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: a batch was cut off, and what MPI may still hold of the memory on the host is left to nobody. */
-void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* flow.c: large allreduces that are announced before all of their values have come */
-/* Whether this one may; with the lock held. And in which pieces its bytes are copied then. */
-int hr_engine_may_flow(const struct hr_request *request);
-size_t hr_engine_piece_bytes(size_t bytes);
+/* Driver: buries the memory on the host of a batch that was cut off. */
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Ends the group: a request that others rely on has no values. */
 void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
-/* Driver, when the group has been aborted: whether nothing of what was going on is on its way to a GPU any more. */
-int hr_engine_are_flows_back(const struct hr_engine *engine);
 /*
  * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
  * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.
@@ -326,8 +320,6 @@ struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_re
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
 const char *hr_engine_holds_record(const struct hr_lane *lane);
-/* Driver: whether that is its own GPU. */
-int hr_engine_awaits_values(const struct hr_lane *lane);
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
 int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);

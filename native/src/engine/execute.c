@@ -5,7 +5,6 @@
 #include "arena/last_words.h"
 #include "backend/carried.h"
 #include "base/op.h"
-#include "device/staging.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
 
@@ -34,9 +33,8 @@ static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) 
 }
 
 static void end_batch(struct hr_lane *lane) {
-    struct hr_batch *batch = lane->executor.batch;
+    const struct hr_batch *batch = lane->executor.batch;
     char text[HORO_MESSAGE_MAX];
-    batch->flows = 0; /* whose requests callers may release in a moment */
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
@@ -47,7 +45,7 @@ static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
     if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        hr_engine_disown_staged(lane->engine, batch->requests, batch->request_count);
+        hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
     }
 }
 
@@ -81,10 +79,6 @@ static int may_end_batch(struct hr_lane *lane) {
 
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
-    const struct hr_batch *batch = lane->executor.batch;
-    if (lane->executor.state == HR_EXECUTION_RUNNING && batch->flows) {
-        hr_lane_follow_flows(lane, batch->requests, batch->request_count, moved == HR_TASK_BLOCKED);
-    }
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
     case HR_TASK_DONE:
@@ -336,16 +330,6 @@ void hr_lane_cancel(struct hr_lane *lane) {
     }
     lane->executor.state = HR_EXECUTION_IDLE;
     hr_lone_drop(lane);
-}
-
-int hr_lane_are_flows_back(const struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    for (size_t i = 0; batch != NULL && batch->flows && i < batch->request_count; i++) {
-        if (batch->requests[i]->flows && !hr_staging_is_back(batch->requests[i]->staging)) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 int hr_lane_is_ending_batch(const struct hr_lane *lane) {

@@ -70,7 +70,6 @@ struct hr_executor {
     enum hr_execution state;
     int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
     int64_t confirm_ns;
-    int64_t look_ns;        /* its batch waits for copies from a GPU: when to look for a failure of them; else 0 */
     uint64_t log_position;  /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
@@ -336,18 +335,6 @@ int hr_link_has_work(const struct hr_link *link);
 /* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
 int hr_link_progress(struct hr_lane *lane, struct hr_link *link);
 
-/* ---- flow.c ---- */
-
-/*
- * Behind a stage of the batch of these requests, some of which flow, or a look that found nothing to do (is_blocked):
- * returns what is done; and, where copies are waited for, ends the group if they have failed.
- */
-void hr_lane_follow_flows(struct hr_lane *lane, struct hr_request *const *requests, size_t count, int is_blocked);
-/* Whether the lane's batch cannot go on before values of its own have come, which shows on no other rank. */
-static inline int hr_lane_awaits_copy(const struct hr_lane *lane) {
-    return lane->executor.state == HR_EXECUTION_RUNNING && lane->executor.look_ns != 0;
-}
-
 /* ---- execute.c ---- */
 
 /* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
@@ -358,8 +345,6 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
 void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
-/* Whether no result of the current batch, or of the one that was given up, is on its way to a GPU. */
-int hr_lane_are_flows_back(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
 
 /* ---- nccl_setup.c ---- */

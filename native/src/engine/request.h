@@ -58,7 +58,6 @@ struct hr_request {
     int is_queued;                /* under the lock: it has been in the queue, or is to get there when is_behind ends */
     int awaits_values;            /* under the lock: submitted for NCCL, which is not to have it; it is being staged */
     int is_returned;              /* under the lock: results are on their way to the GPU */
-    int flows;                    /* staged, and announced before all of its values have come; see flow.c */
     struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
     /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
     struct hr_mark *mark;

@@ -152,14 +152,12 @@ static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, st
     const horo_request *call = &request->call;
     (void)pthread_mutex_lock(&engine->submission.lock);
     int status = check(engine, request, error);
-    const int may_flow = status == HORO_OK && hr_engine_may_flow(request);
     (void)pthread_mutex_unlock(&engine->submission.lock);
     HR_TRY(status);
     status = hr_engine_mark_for_nccl(engine, request, &reason);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
     }
-    request->flows = may_flow && request->mark == NULL;
     return request->mark != NULL ? HORO_OK : hr_engine_stage(engine, request, error);
 }
 

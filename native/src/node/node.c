@@ -8,6 +8,12 @@
 
 #include "arena/last_words.h"
 
+void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void *memory)) {
+    if (atomic_load(&node->mpi.stranded) == 0) {
+        release(memory);
+    }
+}
+
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes) {
     if (rank < 0 || rank >= node->size) {
         (void)snprintf(out, out_bytes, "a rank");
