@@ -83,7 +83,7 @@ def _lazily(name: str) -> Any:
     """The attributes of the package ``horovod`` that are not modules."""
     if name != "run":
         raise AttributeError(f"module 'horovod' has no attribute {name!r}")
-    from horo.runner.call import run  # noqa: PLC0415 - a script of Horovod's seldom needs it
+    from horo import run  # noqa: PLC0415 - it loads the launcher, which a script of Horovod's seldom needs
 
     return run
 

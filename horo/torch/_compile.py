@@ -15,7 +15,7 @@ __all__ = ["is_autograd_compiled", "keep_from_dynamo", "keep_step_hooks", "let_d
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code that calls the hooks of a step, then the step."""
-_TRACED = ("horo.torch._topology", "horo.torch._runtime")
+_TRACED = ("horo.torch._lifecycle", "horo.torch._topology", "horo.torch._runtime")
 """``rank()`` and ``size()`` are constants to a compiled function."""
 
 

@@ -19,13 +19,14 @@ from horo.torch._gradients import (
     ReductionOptions,
     UnsentReduction,
     UnusedGradient,
+    separate_overlapping,
 )
 from horo.torch._member import Member, states_of_all
 from horo.torch._request import Request
 from horo.torch._requests import start_again, start_allgather, start_allreduce
 from horo.torch._results import Gathered
 from horo.torch._staging import Spec
-from horo.torch._views import is_shared, separate_overlapping
+from horo.torch._views import is_shared
 from horo.torch.ops import Average
 
 __all__ = ["Exchange"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,10 +14,29 @@ from horo.torch._staging import Spec
 from horo.torch._step_inputs import callers
 from horo.torch.ops import Average
 
-if TYPE_CHECKING:
-    from horo.torch._reducer import GradientReducer
-
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
+
+
+class ReducesInClosure(Protocol):
+    """A reducer, as the closure of a step needs it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that take part."""
+
+    @property
+    def team(self) -> int:
+        """Their team."""
+
+    @property
+    def label(self) -> str:
+        """The prefix of the names of its operations."""
+
+    def begin_closure(self) -> None:
+        """Called before the closure."""
+
+    def end_closure(self) -> None:
+        """Called after it: reduces the gradients."""
 
 
 class ReducingClosure:
@@ -27,7 +46,7 @@ class ReducingClosure:
     differ.
     """
 
-    def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
+    def __init__(self, closure: Callable[[], Any], reducer: ReducesInClosure) -> None:
         self._closure = closure
         self._reducer = reducer
 

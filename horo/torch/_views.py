@@ -9,13 +9,9 @@ stay where they are, since a script may have put them into one buffer itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
-
-if TYPE_CHECKING:
-    from horo.torch._gradients import ParameterState
 
 __all__ = [
     "COUNTS_IN_HOOKS",
@@ -23,7 +19,6 @@ __all__ = [
     "is_counted_twice",
     "is_shared",
     "note_version",
-    "separate_overlapping",
     "was_noted",
     "writable",
 ]
@@ -88,35 +83,3 @@ def note_version(grad: torch.Tensor) -> int | NotedVersion:
 def was_noted(noted: int | NotedVersion, version: int) -> bool:
     """Whether the count that was noted is ``version``."""
     return (noted.number if isinstance(noted, NotedVersion) else noted) == version
-
-
-def separate_overlapping(states: Iterable[ParameterState]) -> None:
-    """Gives gradients that overlap memory of their own. Autograd is off.
-
-    A gradient with gaps between its elements stays where it is: torch makes none.
-    """
-    by_parameter: dict[Any, list[ParameterState]] = {}
-    for state in states:
-        grad = state.parameter.grad
-        if grad is not None and is_shared(grad) and _is_dense(grad):
-            by_parameter.setdefault(state.parameter, []).append(state)
-    end = 0
-    for parameter in sorted(by_parameter, key=lambda item: int(item.grad.data_ptr())):
-        grad = parameter.grad
-        if grad.data_ptr() < end:
-            parameter.grad = grad.clone()
-            _hold_again(by_parameter[parameter], grad, parameter.grad)
-        else:
-            end = grad.data_ptr() + grad.numel() * grad.element_size()
-
-
-def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
-    """Lets the copy be held instead of a gradient, unless that was changed."""
-    for state in states:
-        if state.held is not None and state.held[0] is before and was_noted(state.held[1], before._version):
-            state.held = grad, grad._version
-
-
-def _is_dense(grad: torch.Tensor) -> bool:
-    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(grad.shape, grad.stride(), strict=True))
-    return reach == grad.numel()

@@ -24,11 +24,12 @@ from horo._bootstrap import links as links_module
 from horo._bootstrap.auth.handshake import HandshakeError
 from horo._bootstrap.host import arena as arena_module
 from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.job import Connection, connect, start
+from horo._bootstrap.job import connect, start
 from horo._bootstrap.launchers.environment import Place, read_launch, subset
 from horo._bootstrap.net import dial as dial_module
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
