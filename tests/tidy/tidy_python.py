@@ -36,7 +36,7 @@ CORE = (
         "horo._log_lines",
         "horo._request_buffer",
     ),
-    *("horo._native", "cffi"),
+    *("horo._core_binding", "horo._native", "cffi"),
 )
 IMPORT_RULES = (
     ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
@@ -44,7 +44,7 @@ IMPORT_RULES = (
     ImportRule("horo/__init__.py", (*TORCH, *CORE, "numpy", "horo.runner"), "import horo stays light", lazily=True),
     ImportRule(
         "horo",
-        ("cffi", "horo._native"),
+        ("cffi", "horo._native", "horo._core_binding"),
         "only _answers.py, _core.py, _core_libraries.py, _core_words.py, _log_lines.py and _request_buffer.py "
         "touch cffi",
         unless=tuple(f"{module.replace('.', '/')}.py" for module in CORE if module.startswith("horo._")),
