@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
+from horo.torch import _torch_private
 from horo.torch._member import HOOK_LOCK
 from horo.torch._together import Reduces, reduce_together
 
 __all__ = ["ReducesAtEnd", "call_at_end", "current_run", "is_nested"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-"""The function that autograd calls for the backward of a ``torch.autograd.Function``."""
+_FUNCTION_BACKWARD = _torch_private.code_of_function_backward()
 
-current_run = torch._C._current_graph_task_id
+current_run = _torch_private.run_number()
 """The number of the autograd run that calls; a run inside another has a higher number than that one."""
 
 
@@ -65,14 +65,13 @@ def call_at_end(reducer: ReducesAtEnd) -> None:
         reducers = _runs.get(run)
         if reducers is None:
             reducers = _runs[run] = weakref.WeakSet()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: _run_ended(run))
+            _torch_private.queue_at_end(lambda: _run_ended(run))
         reducers.add(reducer)
 
 
 def _run_ended(run: int) -> None:
     reducers = _runs.pop(run)
-    node = torch._C._current_autograd_node()  # that of the run outside this one; None in the outermost
+    node = _torch_private.outer_node()
     if node is None or not _call_after(node, reducers):
         due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
         reduce_together(due)

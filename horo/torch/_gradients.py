@@ -11,6 +11,7 @@ import torch
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._request import Request
 from horo.torch._staging import check_tensor, count_change
+from horo.torch._torch_private import sparse_values
 from horo.torch._views import NotedVersion, is_shared, was_noted
 from horo.torch.compression import Compressor, split
 from horo.torch.process_sets import ProcessSet
@@ -222,7 +223,7 @@ class UnsentReduction(PendingReduction):
         super().__init__(None, ())
         if state.group is not None:
             refuse_sparse(state, grad, options)
-        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
+        check_tensor(sparse_values(grad) if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
         self.watched = WatchedGradient(state, grad, options)
 
     def finish(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
 from horo.torch._step_inputs import callers
+from horo.torch._torch_private import calls_scaled_step, is_unscaled
 from horo.torch.ops import Average
 
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
@@ -114,8 +115,6 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) ->
 def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
 
-    For an optimizer with a fused step, it sets ``found_inf`` on the optimizer; else only the call stack shows it.
+    It tells an optimizer with a fused step; else only the call stack shows it.
     """
-    if getattr(optimizer, "found_inf", None) is not None:
-        return True
-    return any(frame.f_code.co_name == "_maybe_opt_step" for frame in callers())
+    return is_unscaled(optimizer) or any(map(calls_scaled_step, callers()))

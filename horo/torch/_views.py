@@ -9,9 +9,10 @@ stay where they are, since a script may have put them into one buffer itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
+
+from horo.torch._torch_private import owner_counter, storage_key
 
 __all__ = [
     "COUNTS_IN_HOOKS",
@@ -23,7 +24,7 @@ __all__ = [
     "writable",
 ]
 
-_count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_count_owners = owner_counter()
 
 _release = tuple(int(number) for number in torch.__version__.split(".")[:2])
 COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
@@ -41,12 +42,8 @@ def is_counted_twice(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
 
 
-def _owners(tensor: torch.Tensor) -> int:
-    return _OWN + 1 if _count_owners is None else _count_owners(tensor.untyped_storage()._cdata)
-
-
-_OWN = 0
-_OWN = _owners(torch.empty(1, device="cpu"))
+_owners = _count_owners or (lambda _: 1)
+_OWN = 0 if _count_owners is None else _count_owners(torch.empty(1, device="cpu"))
 """The number for a tensor that is alone; torch's own object for the storage may count."""
 
 
@@ -72,7 +69,7 @@ def note_version(grad: torch.Tensor) -> int | NotedVersion:
     """Notes how often a gradient was changed, after autograd has accumulated into it."""
     if not is_shared(grad):
         return grad._version
-    storage = grad.untyped_storage()._cdata
+    storage = storage_key(grad)
     noted = _noted.get(storage)
     if noted is None:
         noted = _noted[storage] = NotedVersion()

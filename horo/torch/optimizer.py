@@ -21,6 +21,7 @@ from horo.torch._first_checks import refuse_ddp_model
 from horo.torch._gradients import ReductionOptions
 from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
+from horo.torch._torch_private import has_step_hooks
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Adasum, Average, Sum
 from horo.torch.process_sets import ProcessSet, global_process_set, refuse_unregistered
@@ -217,7 +218,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "DistributedOptimizer: this optimizer is distributed already; it goes on working after shutdown() and "
             "init(), so wrap it once"
         )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+    if not has_step_hooks(optimizer):
         raise UsageError(
             f"DistributedOptimizer: {kind} does not call torch.optim.Optimizer.__init__, so torch has no hooks around "
             f"its step(); call it there or, if it wraps an optimizer, wrap that one: "
