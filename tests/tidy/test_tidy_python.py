@@ -121,7 +121,7 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_python.check_docstrings, ".ci/a.py", '"""When no rank runs: ends."""', "When no rank"),
     (tidy_python.check_messages, "horo/a.py", 'raise A("what listens there is old")', "what listens there is ..."),
     (tidy_python.check_messages, "horo/a.py", 'raise A(f"{b}: who came is {c}")', "who came is ..."),
-    (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "ops.py:2"),
+    (tidy_python.check_environment, "horo/torch/ops.py", "import os\nos.environ['A']", "py:2"),
     (tidy_python.check_environment, "horo/_core.py", "import os\nos.getenv('A')", "environment"),
     (tidy_python.check_environment, "horo/_core.py", "from os import environ", "environment"),
     (tidy_python.check_all, "horo/a.py", "def f(): pass", "no __all__"),

@@ -214,8 +214,8 @@ def public_classes(text: str) -> list[str]:
 
 
 def check_environment(path: Path, text: str) -> list[str]:
-    """Within horo/, only _config.py reads the environment. (The launcher builds environments for its children.)"""
-    if path.parts[0] != "horo" or path.name == "_config.py":
+    """Within horo/, only horo/_config.py reads the environment. (The launcher builds environments for its children.)"""
+    if path.parts[0] != "horo" or path == PurePath("horo/_config.py"):
         return []
     names = {"environ", "environb", "getenv", "putenv", "getenvb"}
     found = []
