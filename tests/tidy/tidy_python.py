@@ -214,7 +214,7 @@ def public_classes(text: str) -> list[str]:
 
 
 def check_environment(path: Path, text: str) -> list[str]:
-    """Within horo/, only horo/_config.py reads the environment. (The launcher builds environments for its children.)"""
+    """Only horo/_config.py reads the environment within horo/. (The launcher builds those of its children.)"""
     if path.parts[0] != "horo" or path == PurePath("horo/_config.py"):
         return []
     names = {"environ", "environb", "getenv", "putenv", "getenvb"}
