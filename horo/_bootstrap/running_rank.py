@@ -15,7 +15,7 @@ from horo._bootstrap.launchers.environment import Place
 from horo._bootstrap.mpi.exit import note_status, watch_end, watch_loss
 from horo._bootstrap.mpi.world import MpiWorld
 from horo._bootstrap.teams import add_team
-from horo._bootstrap.tuning import overlap_pays, tuned_overlap, tuned_settings
+from horo._bootstrap.tuning import tuned_overlap, tuned_settings
 from horo._core import Context
 from horo._core_setup import Setup
 from horo._settings import Settings
@@ -107,10 +107,6 @@ class RunningRank:
         if self._tunes_overlap:
             self.overlap, self._tunes_overlap = tuned_overlap(self.context, self.overlap)
         return self.overlap
-
-    def overlap_pays(self, threads: int) -> bool:
-        """Whether the next gradients are reduced while backward still runs, with so many threads of ranks here."""
-        return overlap_pays(self.overlap_now(), len(self.hosts), threads, self.cores)
 
     @property
     def is_tuned(self) -> bool:

@@ -13,7 +13,7 @@ from horo.torch import _runtime
 from horo.torch._backward import call_at_end, current_run, is_nested
 from horo.torch._gradients import PackedGradient, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
-from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._reducer import GradientReducer
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
 from horo.torch._together import reduce_together
@@ -201,8 +201,8 @@ class BackwardReducer(GradientReducer):
         if self._first_run is None or run < self._first_run:
             self._first_run = run
         # A gradient that a nested run has made may be added to by the next one.
-        overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays(parameter)
-        self._overlaps = overlaps and self.may_submit()
+        is_last = self._passes + 1 >= self.options.passes
+        self._overlaps = is_last and not nested and self._may_overlap(parameter)
         call_at_end(self)
         self._run = run  # last: a hook in another thread goes on as soon as it sees that
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from horo._bootstrap.tuning import overlap_pays
 from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._exchange import Exchange
@@ -35,7 +36,7 @@ from horo.torch._step import ReducingClosure, closure_of, with_closure
 from horo.torch._together import reduce_together, wait_last
 from horo.torch._views import COUNTS_IN_HOOKS, is_counted_twice, is_shared
 
-__all__ = ["GradientReducer", "overlap_pays"]
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer(Exchange):
@@ -323,6 +324,12 @@ class GradientReducer(Exchange):
                 member.passes >= passes for member in group.states if member.parameter.requires_grad
             )
 
+    def _may_overlap(self, parameter: torch.Tensor) -> bool:
+        """Whether gradients of this device are reduced while backward still runs. Ranks may decide differently."""
+        job = _runtime.current().job
+        threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
+        return overlap_pays(job.overlap_now(), len(job.hosts), threads, job.cores) and self.may_submit()
+
     def _submit_early(self, state: ParameterState) -> bool:
         """Submits a gradient, or those of its group, while backward runs.
 
@@ -351,13 +358,6 @@ class GradientReducer(Exchange):
             state.passes = 0
         for group in self._groups:
             group.waiting = {state for state in group.states if state.parameter.requires_grad}
-
-
-def overlap_pays(parameter: torch.Tensor) -> bool:
-    """Whether gradients of this device are best reduced while backward still runs. Ranks may decide differently."""
-    job = _runtime.current().job
-    threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
-    return job.overlap_pays(threads)
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
