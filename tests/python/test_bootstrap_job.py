@@ -21,6 +21,7 @@ from wiring import check_wiring
 
 from horo._bootstrap import job as job_module
 from horo._bootstrap import links as links_module
+from horo._bootstrap import running_rank
 from horo._bootstrap.auth.handshake import HandshakeError
 from horo._bootstrap.host import arena as arena_module
 from horo._bootstrap.host.grouping import group_ranks
@@ -609,7 +610,7 @@ def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     def refuse(setup: object, **_: object) -> None:
         raise ResourceError("no memory")
 
-    monkeypatch.setattr(job_module, "Context", refuse)
+    monkeypatch.setattr(running_rank, "Context", refuse)
     before = open_descriptors()
     with pytest.raises(ResourceError, match="no memory"):
         start({})
