@@ -26,7 +26,7 @@ _FIRST_COMPARED = 8
 
 
 class _Running(NamedTuple):
-    """What is compared beside the reduction in progress."""
+    """The comparisons beside the reduction in progress."""
 
     first: FirstCheck | None = None
     usage: UsageCheck | None = None

@@ -214,7 +214,7 @@ class Member(abc.ABC):
         return self._checked < len(self.states)
 
     def unchecked(self) -> list[ParameterState]:
-        """Those parameters."""
+        """The parameters that have not been compared."""
         return list(self.states.values())[self._checked :]
 
     def note_checked(self) -> None:
