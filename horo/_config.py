@@ -275,15 +275,6 @@ class Config:
         default=False,
         is_argument=False,
     )
-    cpu_operations: str = variable(
-        "CPU_OPERATIONS",
-        "auto",
-        "What reduces, gathers and broadcasts tensors in host memory: `host`, horo's own algorithms (`gloo`, a word of "
-        "Horovod's, means the same), or `mpi`, the collectives of the job's MPI, for sites where those are tuned or "
-        "offloaded; `auto`: host.",
-        Option("--cpu-operations", "auto (the default), host or mpi", "WHAT"),
-        choices=("auto", "host", "gloo", "mpi"),
-    )
     gpu_operations: str = variable(
         "GPU_OPERATIONS",
         "staged",

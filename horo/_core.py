@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horo._answers import Answers
@@ -409,13 +409,15 @@ class Context:
         return None if status == lib.HORO_OK else error_from_status(STATUS_NAMES[status], text_of(error))
 
     def tuning(self) -> tuple[dict[str, int], bool]:
-        """The values of this rank's next operation of all ranks, by the names in ``KNOBS``, and whether they are final.
-
-        All are 0 without autotuning.
-        """
+        """The values of the next operation of all ranks, by ``KNOBS`` (0: as ever), and whether they are final."""
         values, is_final = ffi.new("uint64_t[]", len(KNOBS)), ffi.new("int32_t *")
         check(lib.horo_read_tuning(self._context, values, is_final), error_buffer())
         return dict(zip(KNOBS, values, strict=True)), bool(is_final[0])
+
+    def propose_tuning(self, values: Mapping[str, int], *, is_final: bool = False) -> None:
+        """Rank 0: all ranks change over to these in front of the next batch. UsageError: the job cannot have them."""
+        error, native = error_buffer(), ffi.new("uint64_t[]", [values[knob] for knob in KNOBS])
+        check(lib.horo_propose_tuning(self._context, native, is_final, error, lib.HORO_MESSAGE_MAX), error)
 
     def counters(self) -> dict[str, int]:
         """Counts since creation by the names of ``horo_counters``: requests, batches, bytes, link_bytes, sleeps, ...

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 __all__ = [
     "KNOBS",
     "MPI_FUNCTIONS",
-    "MPI_HANDLES",
-    "Autotune",
     "MpiCalls",
     "MpiUse",
     "Setup",
     "close_all",
     "close_setup",
-    "native_autotune",
     "native_mpi",
     "native_setup",
     "native_team",
@@ -31,62 +28,13 @@ MPI_FUNCTIONS = (
     "MPI_Test",
     "MPI_Cancel",
     "MPI_Request_free",
-    "MPI_Iallreduce",
-    "MPI_Ibcast",
-    "MPI_Iallgatherv",
-    "MPI_Ireduce_scatter",
-    "MPI_Ialltoallv",
-    "MPI_Type_contiguous",
-    "MPI_Type_commit",
-    "MPI_Type_free",
-    "MPI_Op_create",
-    "MPI_Op_free",
     "MPI_Error_string",
     "MPI_Finalized",
 )
 """The functions that the core calls, in the order of ``enum horo_mpi_function``."""
 
-MPI_HANDLES = (
-    "BYTE",
-    "UINT8_T",
-    "INT8_T",
-    "UINT16_T",
-    "INT16_T",
-    "UINT32_T",
-    "INT32_T",
-    "UINT64_T",
-    "INT64_T",
-    "FLOAT",
-    "DOUBLE",
-    "SUM",
-    "PROD",
-    "MIN",
-    "MAX",
-    "LOR",
-    "LAND",
-)
-"""Handles that the core needs by their names in mpi4py, in the order of ``enum horo_mpi_handle``."""
-
-
 KNOBS = ("segment", "piece", "sockets", "fusion", "doubling", "carried", "cycle", "overlap")
 """The values that autotuning may change, in the order of ``enum horo_knob``."""
-
-
-@dataclass(frozen=True)
-class Autotune:
-    """A search for better values while the job runs; the fields are those of ``horo_autotune``."""
-
-    start: Mapping[str, int] = field(default_factory=dict)
-    """The values that the job begins with, by the names in ``KNOBS``; a missing one is the core's own default."""
-    defaults: Mapping[str, int] = field(default_factory=dict)
-    """The values that it would begin with if the user had set nothing, likewise."""
-    warmup_samples: int = 3
-    steps_per_sample: int = 10
-    max_samples: int = 40
-    log_fd: int = -1
-    """Of rank 0, where samples are written as CSV; it belongs to the context once that exists."""
-    shuffle: int = 0
-    """The seed, for tests, of random values, others after every batch."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +43,23 @@ class MpiCalls:
 
     handle_bytes: int
     status_bytes: int
-    rank: int
-    """Number of this process in the communicator."""
     size: int
+    """Of the communicator."""
     communicator: int
     """Made for horo alone; it must live until the context is destroyed."""
-    in_place: int
+    byte: int
+    """The handle of ``MPI_BYTE``."""
     functions: Sequence[int]
     """Addresses, in the order of ``MPI_FUNCTIONS``."""
-    handles: Sequence[int]
-    """In the order of ``MPI_HANDLES``."""
 
 
 @dataclass(frozen=True)
 class MpiUse:
-    """The use of MPI by a rank: to move data between hosts, to run whole collectives, or both."""
+    """The use of MPI by a rank: it moves the data between hosts."""
 
     calls: MpiCalls
-    transport: bool = False
-    collectives: bool = False
     rank_of_host: Sequence[int] = ()
-    """By host, for the transport: the rank of the communicator to exchange data with; -1 for none."""
+    """By host: the rank of the communicator to exchange data with; -1 for none."""
     send_tags: Sequence[int] = ()
     """By host; empty: all 0. Different tags let several ranks share one rank of the communicator, as in tests."""
     recv_tags: Sequence[int] = ()
@@ -157,7 +101,9 @@ class Setup:
     arena_memory: int = 0
     arena_memory_bytes: int = 0
     mpi: MpiUse | None = None
-    autotune: Autotune | None = None
+    tuned: Mapping[str, int] | None = None
+    """The values that the job begins with and that may change, by the names in ``KNOBS``; a missing one is the core's
+    own. None: none changes."""
 
 
 def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
@@ -165,27 +111,14 @@ def native_mpi(use: MpiUse, keep: list[Any], ffi: Any) -> Any:
     native = ffi.new("horo_mpi *")
     calls = use.calls
     native.handle_bytes, native.status_bytes = calls.handle_bytes, calls.status_bytes
-    native.rank, native.size = calls.rank, calls.size
-    native.message_bytes = use.message_bytes
-    native.is_transport, native.is_backend = use.transport, use.collectives
-    native.communicator, native.in_place = calls.communicator, calls.in_place
-    native.functions, native.handles = list(calls.functions), list(calls.handles)
+    native.size, native.message_bytes = calls.size, use.message_bytes
+    native.communicator, native.byte = calls.communicator, calls.byte
+    native.functions = list(calls.functions)
     for name in ("rank_of_host", "send_tags", "recv_tags"):
         values = getattr(use, name)
         if values:
             keep.append(ffi.new("int32_t[]", list(values)))
             setattr(native, name, keep[-1])
-    return native
-
-
-def native_autotune(autotune: Autotune, ffi: Any) -> Any:
-    """Makes a ``horo_autotune`` with ``ffi``."""
-    unset = (1 << 64) - 1
-    native = ffi.new("horo_autotune *")
-    native.start = [autotune.start.get(knob, unset) for knob in KNOBS]
-    native.defaults = [autotune.defaults.get(knob, unset) for knob in KNOBS]
-    for name in ("warmup_samples", "steps_per_sample", "max_samples", "log_fd", "shuffle"):
-        setattr(native, name, getattr(autotune, name))
     return native
 
 
@@ -203,8 +136,9 @@ def native_setup(setup: Setup, keep: list[Any], ffi: Any) -> Any:
             value = ffi.cast("void *", value)
         elif item.name == "mpi":
             value = ffi.NULL if value is None else native_mpi(value, keep, ffi)
-        elif item.name == "autotune":
-            value = ffi.NULL if value is None else native_autotune(value, ffi)
+        elif item.name == "tuned":
+            unset = (1 << 64) - 1
+            value = ffi.NULL if value is None else ffi.new("uint64_t[]", [value.get(knob, unset) for knob in KNOBS])
         keep.append(value)
         setattr(native, item.name, value)
     keep.append(names)
@@ -225,8 +159,7 @@ def native_team(
 
 def setup_descriptors(setup: Setup) -> list[int]:
     """All open descriptors of ``setup``."""
-    log = -1 if setup.autotune is None else setup.autotune.log_fd
-    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds, log]
+    numbers = [setup.arena_fd, *setup.wake_fds, *setup.life_fds, *setup.control_fds, *setup.data_fds]
     return [number for number in numbers if number >= 0]
 
 

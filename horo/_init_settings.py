@@ -28,7 +28,6 @@ class InitSettings(TypedDict, total=False):
     single_copy: bool | None
     overlap: str | None
     gradients_ready: str | None
-    cpu_operations: str | None
     gpu_operations: str | None
     hierarchical_allreduce: bool | None
     transport: str | None

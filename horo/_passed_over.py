@@ -22,6 +22,8 @@ PASSED_OVER = {
     "HOROVOD_HIERARCHICAL_ALLGATHER": "horo gathers inside each host first by itself, and NCCL among all ranks",
     "HOROVOD_TORUS_ALLREDUCE": "HORO_HIERARCHICAL_ALLREDUCE=1 has NCCL reduce inside each host only",
     "HOROVOD_THREAD_AFFINITY": "hororun --bind-to core gives each rank its share of the cores",
+    "HOROVOD_CPU_OPERATIONS": "horo's own algorithms reduce, gather and broadcast tensors in host memory; "
+    "HORO_TRANSPORT=mpi has MPI carry the data between hosts",
     "HOROVOD_MPI_THREADS_DISABLE": "horo asks MPI for the threads that it needs",
     "HOROVOD_DISABLE_GROUP_FUSION": "tensors of a group travel in batches like all others",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "horo cuts what Adasum sends as it does for all operations",

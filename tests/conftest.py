@@ -11,6 +11,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from cases import some_of
+from pytest import Config, Function, Item
 from skips import ways_to_run
 
 # Else a thread of numpy's that has nothing to do spins at the start of each process that imports numpy, for nearly a
@@ -50,6 +52,25 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
+    """Of tests with many cases some run; `HORO_ALL_CASES=1`, `-k` and the name of a test take all."""
+    if os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword or any("::" in each for each in config.args):
+        return
+    of_test: dict[str, list[Function]] = {}
+    for item in items:
+        if isinstance(item, Function) and hasattr(item, "callspec"):
+            of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[Item] = set()
+    for cases in of_test.values():
+        sanitizer = os.environ.get("HORO_SANITIZE", "")
+        chosen = some_of([(case.name, case.callspec.params) for case in cases], sanitizer)
+        left_out |= {case for case in cases if case.name not in chosen}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,9 @@ HEAD = """\
 import horo.torch as hvd
 ```
 
-Every public name, with its arguments, when it returns and what it raises. What differs from
-Horovod's function of the same name is in
-[Move a Horovod script to horo](../how-to/migrate-from-horovod.md#what-differs).
+This page lists every public name, with its arguments, its return and its errors.
+[Move a Horovod script to horo](../how-to/migrate-from-horovod.md#what-differs) lists differences from Horovod's
+functions of the same names.
 """
 
 SECTIONS = (

@@ -30,18 +30,18 @@ HEAD = """\
 
 <!-- Generated from horo/_config.py by docs/reference/generate_environment.py; change it there. -->
 
-Read once, at `init()`. `HORO_X` wins over `HOROVOD_X`, which is accepted for scripts written for Horovod. An empty
-value counts as not set; any other value outside the allowed range is an error that names the variable.
+`init()` reads these variables once. `HORO_X` wins over `HOROVOD_X`, which is accepted for scripts written for Horovod.
+An empty value counts as not set; any other value outside the allowed range is an error that names the variable.
 
-A setting can be given in four ways, of which the first one counts:
+There are four ways to give a setting, and the first one wins:
 
 1. as an argument of `hvd.init()`: `hvd.init(cycle_time_ms=1)`;
 2. as an option of `hororun`, which sets the variable for all ranks: `hororun --cycle-time-ms 1`;
 3. in a [file](hororun.md#from-a-file) of `hororun --config-file`, under the key below, or as an option under `options`;
 4. as an environment variable.
 
-`hvd.config()` has the values that are in force, by the names of the arguments, and says where each comes from
-(what [autotuning](../how-to/autotune.md) has changed: `autotune`):
+`hvd.config()` has the values in force, by the names of the arguments, with the source of each (`autotune` for a value
+that [autotuning](../how-to/autotune.md) has changed):
 
 ```python
 hvd.init(cycle_time_ms=1)
@@ -62,26 +62,26 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     (
         TorchrunVariables,
         "Set by `torchrun`",
-        "Read where `hororun`'s are absent. The job meets in torch's store, which asks nobody for a password: whoever "
-        "can reach it can join the job, as with `torch.distributed` itself, unless `HORO_SECRET` is set on all nodes.",
+        "Read if `hororun`'s are absent. The job meets in torch's store, which requires no password: every process "
+        "that reaches it can join the job, as with `torch.distributed` itself, unless all nodes set `HORO_SECRET`.",
     ),
     (
         MpiVariables,
         "Set by `mpirun`, `mpiexec` and `srun --mpi=...`",
-        "Read where both of the above are absent: whether MPI has to be asked. Rank and size then come from MPI.",
+        "Read if both of the above are absent: did an MPI start the job? Rank and size then come from MPI.",
     ),
     (
         SlurmVariables,
         "Set by `srun`",
-        "Read where all of the above are absent, or where `HORO_CONTROLLER` says so. In a batch script or a shell "
-        "inside an allocation, outside of `srun`, they do not make a process one of several.",
+        "Read if all of the above are absent, or if `HORO_CONTROLLER` asks for it. In a batch script or a shell inside "
+        "an allocation, outside of `srun`, they do not make a process one of several.",
     ),
 )
 
 PASSED = """
 ## Horovod's variables that do nothing
 
-Rank 0 warns of those that are set, unless to 0. Nobody looks at the value: one that Horovod would not take is no error.
+Rank 0 warns of those that are set, unless to 0. Their values are not checked.
 
 | variable | because |
 |---|---|
@@ -103,7 +103,7 @@ def page() -> str:
     parts += [f"| `{name}` | {why} |\n" for name, why in PASSED_OVER.items()]
     names = ", ".join(f"`{name}`" for name in AT_BUILD)
     parts.append(
-        f"\nThe variables with which Horovod is built do nothing either: {names}. horo is not built for anything.\n"
+        f"\nThe variables with which Horovod is built do nothing either: {names}. horo has no variants of its build.\n"
     )
     return "".join(parts)
 

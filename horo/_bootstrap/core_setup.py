@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from horo._bootstrap.host.arena import Arena
 from horo._bootstrap.host.grouping import Grouping
 from horo._bootstrap.tuning import sockets_to_open
 from horo._config import Config
-from horo._core_setup import Autotune, MpiUse, Setup
+from horo._core_setup import MpiUse, Setup
 
 __all__ = ["setup_of"]
 
@@ -24,9 +25,9 @@ def setup_of(
     data: list[int],
     segment_bytes: int,
     mpi: MpiUse | None = None,
-    autotune: Autotune | None = None,
+    tuned: Mapping[str, int] | None = None,
 ) -> Setup:
-    """A setup; its descriptors are those of ``arena``, ``control`` and ``data``, and the log of ``autotune``."""
+    """A setup; its descriptors are those of ``arena``, ``control`` and ``data``."""
     checked = not config.stall_check_disable  # times are rounded up: 0 means that there is no limit
     return Setup(
         rank=rank,
@@ -51,5 +52,5 @@ def setup_of(
         sockets_per_peer=sockets_to_open(config),
         leaves_crowded_cores=config.leave_crowded_cores,
         mpi=mpi,
-        autotune=autotune,
+        tuned=tuned,
     )

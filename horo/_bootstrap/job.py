@@ -26,7 +26,7 @@ from horo._bootstrap.launchers.slurm_store import open_slurm_store
 from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.log import prepare_log
-from horo._bootstrap.mpi.data import check_mpi, mpi_use, plan_mpi
+from horo._bootstrap.mpi.data import carries_data, check_mpi, mpi_use
 from horo._bootstrap.mpi.world import open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
 from horo._bootstrap.peer_info import PeerInfo, core_count, exchange_peer_info, machine_count, place_of, places_alike
@@ -41,6 +41,7 @@ from horo._bootstrap.summary import describe_gradients, describe_job, describe_r
 from horo._bootstrap.timeline import begin_timeline
 from horo._bootstrap.tuning import (
     check_log,
+    first_values,
     search_of,
     slot_bytes,
     sockets_to_open,
@@ -120,7 +121,7 @@ def start(
 
 
 def _first_segment(setup: Setup) -> int:
-    return setup.segment_bytes if setup.autotune is None else setup.autotune.start["segment"]
+    return setup.segment_bytes if setup.tuned is None else setup.tuned["segment"]
 
 
 def _say_start(launch: Launch, connection: Connection, seconds: float, threads: int | None) -> None:
@@ -225,9 +226,9 @@ def _join(start: _Start, secret: bytes) -> Connection:
         rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
     )
     try:
-        plan = plan_mpi(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
-        use = mpi_use(plan, launch.mpi, launch.rank, grouping)
-        directory = _directory(start, infos, grouping, secret, data_by_mpi=plan.transport)
+        by_mpi = carries_data(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
+        use = mpi_use(launch.mpi, launch.rank, grouping) if launch.mpi is not None and by_mpi else None
+        directory = _directory(start, infos, grouping, secret, data_by_mpi=by_mpi)
         links = connect_hosts(rendezvous, directory)
         try:
             rendezvous.finish()
@@ -237,8 +238,9 @@ def _join(start: _Start, secret: bytes) -> Connection:
     except BaseException:
         arena.close()
         raise
+    setup = _build_setup(start, infos, grouping, arena, links.finish(), use=use)
     return Connection(
-        _build_setup(start, infos, grouping, arena, links.finish(), use=use),
+        setup,
         place_of(launch, infos, grouping),
         places_alike(infos, grouping),
         grouping.hosts,
@@ -248,6 +250,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
         directory,
         launch.mpi,
         gpu_warning,
+        search_of(config, setup, machine_count(infos)),
     )
 
 
@@ -290,7 +293,7 @@ def _build_setup(
         data=data,
         segment_bytes=slot_bytes(start.config, machines),
         mpi=use,
-        autotune=search_of(start.config, start.launch.rank, machines),
+        tuned=first_values(start.config, machines) if start.config.autotune else None,
     )
 
 

@@ -38,7 +38,6 @@ _SHARED_SETTINGS = (
     "segment_bytes",
     "fusion_threshold",
     "cache_capacity",
-    "cpu_operations",
     "gpu_operations",
     "hierarchical_allreduce",
     "transport",

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from horo._autotune import Search, Tuner
 from horo._bootstrap import ending
 from horo._bootstrap.directory import Directory
 from horo._bootstrap.ending import EndReporter, culprit_of, culprit_of_chain
@@ -51,6 +52,8 @@ class Connection:
     """The MPI world of the job; None if the ranks did not start through MPI."""
     gpu_warning: str = ""
     """As ``RunningRank.gpu_warning``."""
+    search: Search | None = None
+    """Rank 0's, in a job that is autotuned."""
 
 
 class RunningRank:
@@ -84,8 +87,9 @@ class RunningRank:
         self.is_homogeneous = connection.is_homogeneous
         self.hosts = connection.hosts
         self.cores, self.overlap = connection.cores, connection.overlap
-        self._tunes_overlap = setup.autotune is not None
-        self._tuned_from = None if setup.autotune is None else setup.autotune.start
+        self._tunes_overlap = setup.tuned is not None
+        self._tuned_from = setup.tuned
+        self._tuner = None if connection.search is None else Tuner(self.context, connection.search)
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
         self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
@@ -119,6 +123,16 @@ class RunningRank:
             return self.settings
         return self.settings.tuned(tuned_settings(self.context, self._tuned_from))
 
+    @property
+    def is_searching(self) -> bool:
+        """Whether this rank measures the steps of optimizers, for ``end_step``."""
+        return self._tuner is not None
+
+    def end_step(self, optimizer: object) -> None:
+        """Called at the end of each step of an optimizer of all ranks. The caller keeps the context open."""
+        if self._tuner is not None and self._tuner.end_step(optimizer):
+            self._tuner = None
+
     def close(self, words: str = "") -> None:
         """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child.
 
@@ -132,6 +146,8 @@ class RunningRank:
             if words or self.thread_error:
                 self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
             self.context.destroy()
+            if self._tuner is not None:
+                self._tuner.close()
             if not _ranks:
                 ending.unwatch_exceptions()
             self._closed = True  # last: a signal handler may raise before, or come here, too

@@ -34,14 +34,12 @@ def describe_job(setup: Setup, launch: Launch, core: str, simd: str, gradients: 
 
 
 def _data(setup: Setup) -> str:
-    if setup.mpi is not None and setup.mpi.collectives:
-        return "data by the collectives of MPI"
     if setup.size == 1:
         return "no data travels"
     counts = [len(members) for members in Grouping(tuple(setup.host_of_rank)).hosts]
     here = ["in shared memory on a host" if len(counts) > 1 else "in shared memory"] if max(counts) > 1 else []
     streams = f", {setup.sockets_per_peer} connections for each pair" if setup.sockets_per_peer > 1 else ""
-    by = "MPI" if setup.mpi is not None and setup.mpi.transport else f"TCP{streams}"
+    by = "MPI" if setup.mpi is not None else f"TCP{streams}"
     there = [f"by {by} between hosts"] if len(counts) > 1 else []
     return f"data {', '.join(here + there)}"
 

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from horo._autotune import Search
 from horo._config import Config
 from horo._core import Context
-from horo._core_setup import Autotune
+from horo._core_setup import Setup
 from horo._own_file import open_own_file
 from horo.errors import UsageError
 
 __all__ = [
     "check_log",
     "first_segment_bytes",
+    "first_values",
     "overlap_pays",
     "search_of",
     "slot_bytes",
@@ -61,36 +63,47 @@ def sockets_to_open(config: Config) -> int:
 
 
 def check_log(config: Config, rank: int) -> None:
-    """Raises UsageError where rank 0 could not write ``HORO_AUTOTUNE_LOG``; before the ranks connect."""
+    """Raises UsageError where rank 0 could not write ``HORO_AUTOTUNE_LOG``; before the ranks connect.
+
+    An earlier file is empty then.
+    """
     if config.autotune and rank == 0 and config.autotune_log is not None:
-        os.close(_open_log(config))
+        try:
+            os.close(open_own_file(config.autotune_log))
+        except OSError as error:
+            raise UsageError(f"{config.told('autotune_log')} cannot be written on rank 0: {error.strerror}") from None
 
 
-def _open_log(config: Config) -> int:
-    try:
-        return open_own_file(str(config.autotune_log))
-    except OSError as error:
-        raise UsageError(f"{config.told('autotune_log')} cannot be written on rank 0: {error.strerror}") from None
-
-
-def search_of(config: Config, rank: int, machines: int) -> Autotune | None:
-    """The search of a job; None: there is none. On rank 0 its log is open, and the caller's."""
-    if not config.autotune:
+def search_of(config: Config, setup: Setup, machines: int) -> Search | None:
+    """The search of a job, for rank 0; None: there is none, or this is another rank."""
+    if not config.autotune or setup.rank != 0:
         return None
-    log = config.autotune_log if rank == 0 else None
     default = replace(config, segment_bytes=None, sockets_per_peer=1, fusion_threshold=128 << 20, cycle_time_ms=0.0)
-    return Autotune(
-        start=_values(config, machines),
-        defaults=_values(default, machines),
-        warmup_samples=config.autotune_warmup_samples,
-        steps_per_sample=config.autotune_steps_per_sample,
-        max_samples=config.autotune_max_samples,
-        log_fd=-1 if log is None else _open_log(config),
+    first = first_values(config, machines)
+    ranges = {"segment": (4096, setup.segment_bytes), "fusion": (1 << 18, 1 << 30)}
+    if max(setup.host_of_rank) > 0:
+        ranges |= {"piece": (4096, 1 << 22), "doubling": (1 << 10, 1 << 20), "carried": (1 << 9, 1 << 14)}
+        if setup.mpi is None:
+            ranges["sockets"] = (1, setup.sockets_per_peer)
+    if first["cycle"] > 0:  # a user who has asked for no extra wait gets none
+        ranges["cycle"] = (128, first["cycle"])
+    if first["overlap"] > 0:
+        ranges["overlap"] = (1, 2)
+    return Search(
+        first_values(default, machines),
+        ranges,
+        config.autotune_warmup_samples,
+        config.autotune_steps_per_sample,
+        config.autotune_max_samples,
+        config.autotune_log,
     )
 
 
-def _values(config: Config, machines: int) -> dict[str, int]:
-    """By the names of ``KNOBS``. Gradients that travel at the end of backward never travel meanwhile by a search."""
+def first_values(config: Config, machines: int) -> dict[str, int]:
+    """The values that a job begins with, by the names of ``KNOBS``.
+
+    Gradients that travel at the end of backward never travel meanwhile by a search.
+    """
     overlaps = config.overlap == "always" or (config.overlap == "auto" and machines > 1)
     return {
         "segment": first_segment_bytes(config, machines),

@@ -178,8 +178,11 @@ class Member(abc.ABC):
         if self._is_in_step:  # else the step() of a base class has been in it
             self._is_in_step = False
             self.steps += 1
-            if self._runtime is not None:
-                self._runtime.course.end_step(self.steps)
+            runtime = self._runtime
+            if runtime is not None:
+                runtime.course.end_step(self.steps)
+                if runtime.job.is_searching and self._team == 0:
+                    runtime.inside("optimizer.step()", lambda: runtime.job.end_step(self.order))
 
     def settle_join(self) -> None:
         """Ends, before gradients are submitted, a join that an exception has left, if all ranks have joined by now.

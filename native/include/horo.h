@@ -165,39 +165,24 @@ typedef struct {
 /* The functions of MPI that horo calls, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
     HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
-    HORO_MPI_IALLREDUCE = 5, HORO_MPI_IBCAST = 6, HORO_MPI_IALLGATHERV = 7, HORO_MPI_IREDUCE_SCATTER = 8,
-    HORO_MPI_IALLTOALLV = 9, HORO_MPI_TYPE_CONTIGUOUS = 10, HORO_MPI_TYPE_COMMIT = 11, HORO_MPI_TYPE_FREE = 12,
-    HORO_MPI_OP_CREATE = 13, HORO_MPI_OP_FREE = 14, HORO_MPI_ERROR_STRING = 15, HORO_MPI_FINALIZED = 16,
-    HORO_MPI_FUNCTION_COUNT = 17,
-};
-
-/* Handles of MPI by their names there, in the order of horo_mpi.handles. */
-enum horo_mpi_handle {
-    HORO_MPI_BYTE = 0, HORO_MPI_UINT8_T = 1, HORO_MPI_INT8_T = 2, HORO_MPI_UINT16_T = 3, HORO_MPI_INT16_T = 4,
-    HORO_MPI_UINT32_T = 5, HORO_MPI_INT32_T = 6, HORO_MPI_UINT64_T = 7, HORO_MPI_INT64_T = 8,
-    HORO_MPI_FLOAT = 9, HORO_MPI_DOUBLE = 10, HORO_MPI_SUM = 11, HORO_MPI_PROD = 12, HORO_MPI_MIN = 13,
-    HORO_MPI_MAX = 14, HORO_MPI_LOR = 15, HORO_MPI_LAND = 16, HORO_MPI_HANDLE_COUNT = 17,
+    HORO_MPI_ERROR_STRING = 5, HORO_MPI_FINALIZED = 6, HORO_MPI_FUNCTION_COUNT = 7,
 };
 
 /*
- * The MPI of this process, found where it is loaded: there is none when horo is built. Nothing here is owned;
- * communicator and library outlive the context. The communicator is horo's alone and returns errors; a backend needs it
- * to number the ranks as horo does.
+ * The MPI of this process, by which data between hosts travels, found where it is loaded: there is none when horo is
+ * built. Nothing here is owned; communicator and library outlive the context. The communicator is horo's alone and
+ * returns errors.
  */
 typedef struct {
     /* of every handle: 4, an int (MPICH and its kin), or 8, a pointer (Open MPI, the ABI of MPI 5) */
     int32_t handle_bytes;
     int32_t status_bytes;   /* of an MPI_Status, at most HORO_MPI_STATUS_MAX */
-    int32_t message_bytes;  /* most bytes in one call of MPI, 16 to HORO_MPI_MESSAGE_MAX; equal on all ranks */
-    int32_t is_transport;   /* data between hosts travels by MPI; data_fds are not used */
-    int32_t is_backend;     /* MPI does whole collectives */
-    int32_t rank, size;     /* mine in the communicator, and how many there are */
+    int32_t message_bytes;  /* most bytes in one call of MPI, 1 to HORO_MPI_MESSAGE_MAX; equal on all ranks */
+    int32_t size;           /* of the communicator */
     uint64_t communicator;  /* handles by value, the lower bytes count */
-    uint64_t in_place;      /* MPI_IN_PLACE */
-    uint64_t functions[17]; /* HORO_MPI_FUNCTION_COUNT addresses */
-    uint64_t handles[17];   /* HORO_MPI_HANDLE_COUNT */
-    /* transport: [hosts] whom data goes to there, by number in the communicator; -1: nobody */
-    const int32_t *rank_of_host;
+    uint64_t byte;          /* MPI_BYTE */
+    uint64_t functions[7];  /* HORO_MPI_FUNCTION_COUNT addresses */
+    const int32_t *rank_of_host;  /* [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
     const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */
 } horo_mpi;
@@ -211,17 +196,8 @@ typedef struct {
 enum horo_knob {
     HORO_KNOB_SEGMENT = 0, HORO_KNOB_PIECE = 1, HORO_KNOB_SOCKETS = 2, HORO_KNOB_FUSION = 3, HORO_KNOB_DOUBLING = 4,
     HORO_KNOB_CARRIED = 5, HORO_KNOB_CYCLE = 6, HORO_KNOB_OVERLAP = 7, HORO_KNOB_COUNT = 8,
-    HORO_KNOB_LIMIT = 1 << 30, /* of every value; in horo_autotune, a larger one stands for the core's own default */
+    HORO_KNOB_LIMIT = 1 << 30, /* of every value */
 };
-
-/* An on-line search for better values of all knobs, see engine/search.h. Equal on all ranks, but for log_fd. */
-typedef struct {
-    uint64_t start[8], defaults[8]; /* HORO_KNOB_COUNT: the job begins with; what a job begins with where nobody says */
-    int32_t warmup_samples, steps_per_sample; /* samples that do not count; 1 to 1000 */
-    int32_t max_samples;            /* points to be measured before the end */
-    int32_t log_fd;                 /* rank 0: where each sample is written, as CSV; the context's; else -1 */
-    uint32_t shuffle;               /* for tests, not 0: after every batch a random point, from this seed, for ever */
-} horo_autotune;
 
 /*
  * The facts that the bootstrap hands over: who is where, the mapped-to-be arena and connected descriptors. "Host" here
@@ -239,7 +215,7 @@ typedef struct {
     void *arena_memory; /* not NULL: the arena, mapped already and outliving the context; for ranks that
                            are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
-    uint64_t segment_bytes;               /* of one arena slot, and of segments without autotune; equal on all ranks */
+    uint64_t segment_bytes; /* of one arena slot, and of segments where `tuned` is NULL; equal on all ranks */
     const int32_t *wake_fds;    /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
     const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                    other local index, the others have one, to the leader (index 0); else -1 */
@@ -265,7 +241,8 @@ typedef struct {
                                      by sched_setaffinity, and has its affinity back at once; 0: it stays */
     int32_t sleeps_under_contention; /* 1: where other programs want the cores, waits soon sleep; 0: they spin */
     const horo_mpi *mpi;                  /* NULL: none */
-    const horo_autotune *autotune;        /* NULL: what is set above and the core's own values are kept */
+    const uint64_t *tuned; /* [HORO_KNOB_COUNT] values that the job begins with and that may change, one past the limit
+                              for what it begins with elsewhere; equal on all ranks; NULL: none changes */
     struct horo_log_queue *log_queue;     /* for messages of this context, which it outlives; NULL: all go to stderr */
 } horo_setup;
 
@@ -474,6 +451,13 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 
 /* Reads what the next operation of all ranks runs with, by enum horo_knob; all 0: as ever. *is_final: it stays so. */
 HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final);
+/*
+ * Rank 0: all ranks change over to these values in front of the next batch, unless others are proposed before it. With
+ * is_final, process sets do, too; until then they keep the first values. Any thread; never blocks. HORO_ERR_USAGE with
+ * the sentence: another rank, a job without horo_setup.tuned, values that it cannot have.
+ */
+HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, int32_t is_final, char *error,
+                                 size_t error_bytes);
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters);
 
 /*

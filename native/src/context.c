@@ -76,9 +76,7 @@ static int create_places(struct hr_node *node, const horo_setup *setup, struct h
 static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
     struct hr_team *world = NULL;
     HR_TRY(create_places(&context->node, setup, &world, error));
-    const int by_mpi = setup->mpi != NULL && setup->mpi->is_backend;
-    struct hr_backend *inner = by_mpi ? hr_mpi_backend_create(world, error) : hr_host_backend_create(world);
-    struct hr_backend *backend = hr_adasum_create(world, inner);
+    struct hr_backend *backend = hr_adasum_create(world, hr_host_backend_create(world));
     int status = HORO_OK;
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
@@ -104,7 +102,6 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
     }
     hr_node_own(&created->node, setup);
     hr_timeline_init(&created->timeline, &created->node.recorder, &created->node.log);
-    hr_engine_own_log(&created->engine, setup);
     hr_owner_init(&created->owner);
     *context = created;
     return HORO_OK;
@@ -139,7 +136,6 @@ HORO_API void horo_after_fork(horo_context *context) {
     hr_timeline_after_fork(&context->timeline);
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
-    hr_engine_close_log(&context->engine);
     /* else this child's own parent was forked too: the number is another file's by now */
     if (context->engine.driver.kick_fd >= 0) {
         (void)close(context->engine.driver.kick_fd);
@@ -460,6 +456,19 @@ HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *
     HR_TRY(usable(context));
     hr_engine_read_tuning(&context->engine, values, is_final);
     return HORO_OK;
+}
+
+HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, int32_t is_final, char *error,
+                                 size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    if (status == HORO_OK) {
+        status = hr_engine_propose_tuning(&context->engine, values, is_final, &failure);
+    }
+    if (status != HORO_OK) {
+        copy_error(&failure, error, error_bytes);
+    }
+    return status;
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {

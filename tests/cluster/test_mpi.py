@@ -44,11 +44,8 @@ def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path:
     assert written(tmp_path) == expected(layout, cluster, mpi.library)
 
 
-@pytest.mark.parametrize("collectives", ["", "mpi"])
-def test_a_script_with_torch_needs_no_word_about_mpi(
-    cluster: Cluster, mpi: Mpi, tmp_path: Path, collectives: str
-) -> None:
-    told = {"HORO_TRANSPORT": "", "HORO_CPU_OPERATIONS": collectives}
+def test_a_script_with_torch_needs_no_word_about_mpi(cluster: Cluster, mpi: Mpi, tmp_path: Path) -> None:
+    told = {"HORO_TRANSPORT": ""}
     words = [*command(mpi, cluster, "ab", told), sys.executable, "-c", TORCH, str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment={**mpi.environment, **told}).finish(TORCH_S)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from mpi_job import COLLECTIVES, TRANSPORT, MpiRank, join
+from mpi_job import WHOLE, MpiRank, join
 
 from horo.errors import GroupError
 
@@ -56,12 +56,11 @@ def leave_it(rank: MpiRank) -> None:
 
 
 def main(how: str) -> None:
-    mode = COLLECTIVES if how.endswith("-collectives") else TRANSPORT
-    joined = join(mode)
+    joined = join(WHOLE)
     rank = joined.__enter__()
-    {"die": die, "finalize": finalize_first, "leave": leave_it}[how.partition("-")[0]](rank)
+    {"die": die, "finalize": finalize_first, "leave": leave_it}[how](rank)
     print(f"rank {rank.rank} done", flush=True)
-    if how.startswith("leave"):
+    if how == "leave":
         kept.append(joined)  # else the end of its generator would close the job
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,46 +16,34 @@ from horo._bootstrap.mpi.calls import mpi_calls
 from horo._bootstrap.running_rank import RunningRank
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
-from horo._core_setup import Autotune, MpiUse, Setup
+from horo._core_setup import MpiUse, Setup
 
-__all__ = ["MODES", "SEGMENT_BYTES", "Mode", "MpiRank", "join"]
+__all__ = ["MODES", "SEGMENT_BYTES", "WHOLE", "Mode", "MpiRank", "join"]
 
 SEGMENT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What MPI does in a job."""
+    """How MPI carries the data between the two hosts of a job."""
 
     name: str
-    hosts: int
-    """How many hosts the ranks pretend to be on."""
-    transport: bool = False
-    collectives: bool = False
     message_bytes: int = 1 << 30
 
     def __str__(self) -> str:
         return self.name
 
 
-TRANSPORT = Mode("transport", 2, transport=True)
-COLLECTIVES = Mode("collectives", 1, collectives=True)
-MODES = (
-    TRANSPORT,
-    COLLECTIVES,
-    replace(TRANSPORT, name="transport-small-messages", message_bytes=4096),
-    replace(COLLECTIVES, name="collectives-small-messages", message_bytes=4096),
-    replace(COLLECTIVES, name="collectives-two-hosts", hosts=2),
-)
+WHOLE = Mode("whole-messages")
+MODES = (WHOLE, Mode("small-messages", 4096))
 
 
 class MpiRank(Rank):
     """One rank with numpy arrays instead of torch tensors, and mpi4py beside it to compare notes."""
 
-    def __init__(self, job: RunningRank, mode: Mode, comm: Any) -> None:
+    def __init__(self, job: RunningRank, comm: Any) -> None:
         super().__init__(job.context)
         self.job = job
-        self.mode = mode
         self.comm = comm
 
     def everybody(self, value: Any) -> list[Any]:
@@ -64,7 +52,7 @@ class MpiRank(Rank):
         return told
 
 
-def _environ(comm: Any, mode: Mode, server: StoreServer | None, secret: str) -> dict[str, str]:
+def _environ(comm: Any, server: StoreServer | None, secret: str) -> dict[str, str]:
     address = None if server is None else server.endpoints[0]
     host, port = comm.bcast(address)
     rank, size = comm.Get_rank(), comm.Get_size()
@@ -74,7 +62,7 @@ def _environ(comm: Any, mode: Mode, server: StoreServer | None, secret: str) -> 
         "HORO_STORE": f"{host}:{port}",
         "HORO_SECRET": comm.bcast(secret),
         "HORO_JOB_ID": "mpi",
-        "HORO_HOST_ID": str(rank * mode.hosts // size),
+        "HORO_HOST_ID": str(rank * 2 // size),
         "HORO_SEGMENT_BYTES": str(SEGMENT_BYTES),
         "HORO_STALL_CHECK_TIME_SECONDS": "20",
     }
@@ -88,29 +76,27 @@ def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:
     index = own.index(setup.rank)
     return MpiUse(
         mpi_calls(comm),
-        transport=mode.transport,
-        collectives=mode.collectives,
         rank_of_host=[m[index] if m is not own and index < len(m) else -1 for m in members],
         message_bytes=mode.message_bytes,
     )
 
 
 @contextmanager
-def join(mode: Mode, autotune: Autotune | None = None) -> Iterator[MpiRank]:
+def join(mode: Mode, tuned: Mapping[str, int] | None = None) -> Iterator[MpiRank]:
     """This process as a rank of a job of all ranks that mpirun has started; leaves the job together with them."""
     from mpi4py import MPI  # noqa: PLC0415 - initializes MPI: not in a run of all tests
 
     world = MPI.COMM_WORLD
     server = StoreServer(["127.0.0.1"], secret := secrets.token_bytes(32)) if world.Get_rank() == 0 else None
-    environ = _environ(world, mode, server, secret.hex() if server else "")
+    environ = _environ(world, server, secret.hex() if server else "")
     connection = connect(read_launch(environ), read_config(environ), 1, [])
     world.Barrier()
     if server:
         server.close()
     comm = world.Dup()
-    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm), autotune=autotune)
+    setup = replace(connection.setup, mpi=_use(connection.setup, mode, comm), tuned=tuned)
     job = RunningRank(replace(connection, setup=setup))
     try:
-        yield MpiRank(job, mode, world)
+        yield MpiRank(job, world)
     finally:
         job.close()

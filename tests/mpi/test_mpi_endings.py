@@ -22,22 +22,20 @@ def run(command: list[str], how: str, *more: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
-@pytest.mark.parametrize("how", ["finalize-transport", "finalize-collectives", "leave-transport", "leave-collectives"])
+@pytest.mark.parametrize("how", ["finalize", "leave"])
 def test_a_job_ends_well_whatever_the_order_of_ends(mpirun: list[str], how: str) -> None:
     done = run(mpirun, how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"], done.stderr
 
 
-@pytest.mark.parametrize("how", ["die-transport", "die-collectives"])
-def test_the_death_of_a_rank_ends_the_job(mpirun: list[str], how: str) -> None:
-    done = run(mpirun, how)
+def test_the_death_of_a_rank_ends_the_job(mpirun: list[str]) -> None:
+    done = run(mpirun, "die")
     assert done.returncode != 0
     assert "done" not in done.stdout
 
 
-@pytest.mark.parametrize("how", ["die-transport", "die-collectives"])
-def test_surviving_ranks_name_the_rank_that_died(mpirun: list[str], how: str, tmp_path: Path) -> None:
+def test_surviving_ranks_name_the_rank_that_died(mpirun: list[str], tmp_path: Path) -> None:
     """
     Open MPI's mpirun kills the survivors at once; that of the MPICH family can be told not to.
 
@@ -51,7 +49,7 @@ def test_surviving_ranks_name_the_rank_that_died(mpirun: list[str], how: str, tm
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(ear))
         listener.settimeout(DEADLINE_S)
-        done = run([*mpirun, "-disable-auto-cleanup", "setsid", "--wait"], how, str(ear))
+        done = run([*mpirun, "-disable-auto-cleanup", "setsid", "--wait"], "die", str(ear))
         assert done.returncode != 0
         told = listener.recv(1 << 16).decode()
     assert "rank 1" in told

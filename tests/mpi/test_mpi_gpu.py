@@ -116,6 +116,6 @@ def test_their_values_go_by_mpi_and_it_gives_all_memory_back(rank: MpiRank, gpu:
     for _ in range(5):
         assert own.allreduce(np.ones(100_000, np.float32))[0] == rank.size
     after = rank.context.counters()
-    assert (after["link_bytes"] > before) == (rank.mode.hosts > 1 and not rank.mode.collectives)
+    assert after["link_bytes"] > before
     assert after["mpi_stranded"] == 0
     own.close()

@@ -160,11 +160,10 @@ def test_data_between_hosts_travels_by_mpi_or_tcp(mpi_jobs: MpiJobs, level: str,
     assert warned == (level == "serialized")
 
 
-@pytest.mark.parametrize("variable", ["HORO_TRANSPORT", "HORO_CPU_OPERATIONS"])
-def test_mpi_on_threads_that_it_does_not_allow_is_told(mpi_jobs: MpiJobs, variable: str) -> None:
-    ended = mpi_jobs.run(2, TWO_HOSTS, "serialized", environ={variable: "mpi"})
+def test_mpi_on_threads_that_it_does_not_allow_is_told(mpi_jobs: MpiJobs) -> None:
+    ended = mpi_jobs.run(2, TWO_HOSTS, "serialized", environ={"HORO_TRANSPORT": "mpi"})
     assert ended.code != 0
-    assert f"{variable}=mpi, but " in ended.errors
+    assert "HORO_TRANSPORT=mpi, but " in ended.errors
     assert "runs with MPI_THREAD_SERIALIZED" in ended.errors
     assert "mpi4py.rc.thread_level = 'multiple'" in ended.errors
 
@@ -222,8 +221,7 @@ def test_forked_workers_under_mpi_neither_hang_nor_disturb(mpi_jobs: MpiJobs) ->
     assert ended.lines == ["56.0 3 2.0"] * 2 + ["child this process was forked from ra"] * 2
 
 
-@pytest.mark.parametrize("variable", ["HORO_TRANSPORT", "HORO_CPU_OPERATIONS"])
-def test_ranks_that_wait_for_one_another_are_told(mpi_jobs: MpiJobs, variable: str) -> None:
+def test_ranks_that_wait_for_one_another_are_told(mpi_jobs: MpiJobs) -> None:
     ended = mpi_jobs.run(
         3,
         HEAD
@@ -240,6 +238,6 @@ except DeadlockError as error:
     say(str(error).partition(" (")[0])
 job.close()
 """,
-        environ={variable: "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"},
+        environ={"HORO_TRANSPORT": "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"},
     )
     assert ended.lines == ["ranks 0, 2 wait for 'other'"] * 3, ended.errors

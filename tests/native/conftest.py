@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -12,9 +11,7 @@ from typing import Any
 
 import native_build
 import pytest
-from cases import CASES_UNDER_A_SANITIZER, SEEDS_UNDER_A_SANITIZER, alike, same_layout, spread
 from doubles import CUDA, NCCL, build_double
-from pytest import Config, Function, Item
 
 if native_build.FLAVOUR:
     # All of the core under the sanitizer: what it cannot see, that of the installed module, it would report as races.
@@ -34,36 +31,6 @@ def native() -> ModuleType:
     if not native_build.is_built() and (reason := no_compiler()):
         pytest.skip(reason)
     return native_build.load()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
-    """A sanitizer's run takes some cases of tests that have many; `HORO_ALL_CASES=1` takes all."""
-    if not native_build.FLAVOUR or os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword:
-        return
-    of_test: dict[str, list[Function]] = {}
-    for item in items:
-        if isinstance(item, Function) and hasattr(item, "callspec") and item.path.is_relative_to(FOLDER):
-            of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[Item] = set()
-    for cases in of_test.values():
-        chosen = _some_of(cases)
-        left_out |= {case for case in cases if case.name not in chosen}
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
-
-
-def _some_of(cases: list[Function]) -> set[str]:
-    """Names of those that a run takes of the cases of one test."""
-    # The cases of a test have the objects of its lists of values in common.
-    same = alike(native_build.FLAVOUR)
-    values = [
-        (case.name, {n: same_layout(n, v) or id(v) for n, v in case.callspec.params.items() if n not in same})
-        for case in cases
-    ]
-    most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0].callspec.params else CASES_UNDER_A_SANITIZER
-    return spread(values, most, native_build.FLAVOUR)
 
 
 @pytest.fixture

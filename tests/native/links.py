@@ -305,7 +305,6 @@ def _mpi(native: ModuleType, _kind: str, hosts: int) -> Iterator[Fabric]:
     def create(host: int) -> Rank:
         use = MpiUse(
             calls,
-            transport=True,
             rank_of_host=[-1 if other == host else 0 for other in range(hosts)],
             send_tags=[1 + host * hosts + other for other in range(hosts)],
             recv_tags=[1 + other * hosts + host for other in range(hosts)],

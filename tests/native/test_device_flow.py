@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, captured_by_rank_0
-from ranks import NUMPY_OF_DTYPE, Group, Rank, context_of, describe, recorded_stderr, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
 from horo import _core
@@ -549,40 +549,6 @@ def test_a_gpu_that_stands_still_is_reported_as_a_stall_and_ends_the_job_if_so_c
 
 
 # ---- What is learnt meanwhile ----
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_segment_that_has_waited_for_a_piece_says_nothing_about_stores(native: Any, gpu: Gpu, is_late: bool) -> None:
-    """Of four segments of a piece each, the first two are filled before the measuring begins."""
-    are_there = threading.Event()
-
-    def body(rank: Rank) -> int:
-        array = np.ones(4 * FRONT, np.float32)
-        rank.allreduce(array, "first")
-        before = native.lib.shim_stores_passes(context_of(native, rank))
-        if rank.rank == 0 and is_late:
-            own = OnGpu(rank, gpu)
-            gpu.let_copies(2)
-            handle, _, _ = own.submit("allreduce", "x", array, reduce_op=SUM)
-            wait_for(lambda: gpu.calls() == 2)
-            are_there.set()
-            for waits in (1, 3):
-                wait_for(lambda waits=waits: native.lib.shim_stores_input_waits(context_of(native, rank)) == waits)
-                gpu.let_copies(1)
-            own.finish(handle)
-            own.close()
-        else:
-            assert not is_late or are_there.wait(60)
-            rank.allreduce(array)
-        return int(native.lib.shim_stores_passes(context_of(native, rank))) - int(before)
-
-    with Group((2,), segment_bytes=PIECE) as group:
-        found = group.run(body)
-    if is_late:
-        assert found[0] == 1, "the third one, which had come when the second was drained"
-        assert found[1] <= 1, "the first one, which may have been ready"
-    else:
-        assert found == [3, 3]
 
 
 # ---- Beside others ----

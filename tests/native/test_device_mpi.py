@@ -33,17 +33,16 @@ class FakeMpi:
         self.state.carries = 1
 
     def calls(self, rank: int, size: int) -> MpiCalls:
+        """Its communicator is the number of the rank that calls."""
         described = self.native.ffi.new("horo_mpi *")
         self.native.lib.shim_fake_describe(described, size)
         return MpiCalls(
             handle_bytes=described.handle_bytes,
             status_bytes=described.status_bytes,
-            rank=rank,
             size=size,
             communicator=rank,
-            in_place=0,
+            byte=described.byte,
             functions=list(described.functions),
-            handles=list(described.handles),
         )
 
     def held(self, rank: int) -> list[int]:
@@ -52,7 +51,7 @@ class FakeMpi:
         count = self.native.lib.shim_fake_held(rank, places, HELD_MAX)
         return [int(self.native.ffi.cast("uintptr_t", place)) for place in places[0:count]]
 
-    def join(self, setups: list[Setup], **use: bool) -> list[Setup]:
+    def join(self, setups: list[Setup]) -> list[Setup]:
         """The same with this MPI: data between hosts goes to the ranks of equal local index."""
         hosts = list(setups[0].host_of_rank)
         members = [[rank for rank, host in enumerate(hosts) if host == other] for other in range(max(hosts) + 1)]
@@ -62,7 +61,7 @@ class FakeMpi:
             index = own.index(setup.rank)
             peers = [m[index] if m is not own and index < len(m) else -1 for m in members]
             calls = self.calls(setup.rank, len(setups))
-            joined.append(replace(setup, mpi=MpiUse(calls, rank_of_host=peers, **use)))
+            joined.append(replace(setup, mpi=MpiUse(calls, rank_of_host=peers)))
         return joined
 
 
@@ -71,7 +70,7 @@ def mpi(native: ModuleType) -> FakeMpi:
     return FakeMpi(native)
 
 
-def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], use: str, make: Callable[[Rank], OnGpu]) -> list[int]:
+def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], make: Callable[[Rank], OnGpu]) -> list[int]:
     """Where in pinned memory MPI still reads and writes after ranks have lost one, and are gone.
 
     MPI stops before an allreduce, and the last rank ends when MPI holds something of each rank with a part between
@@ -82,8 +81,7 @@ def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], use: str, make: C
 
     def body(rank: Rank) -> list[int]:
         own = make(rank)
-        if use == "transport":
-            assert own.allreduce(MANY, "first").tolist() == [sum(hosts)] * len(MANY)
+        assert own.allreduce(MANY, "first").tolist() == [sum(hosts)] * len(MANY)
         rank.barrier()
         mpi.state.carries = 0
         rank.barrier("it has stopped")
@@ -97,7 +95,7 @@ def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], use: str, make: C
         own.close()
         return own.context.counters()["mpi_stranded"]
 
-    with recorded_stderr(), Group(hosts, rewire=lambda setups: mpi.join(setups, **{use: True})) as group:
+    with recorded_stderr(), Group(hosts, rewire=mpi.join) as group:
         stranded = group.run(body)
         held = [[place for place in mpi.held(rank) if gpu.is_pinned(place)] for rank in owners]
     assert all(held) and all(stranded[rank] > 0 for rank in owners)
@@ -105,9 +103,8 @@ def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], use: str, make: C
     return [place for places in held for place in places]
 
 
-@pytest.mark.parametrize("use", ["transport", "collectives"])
-def test_staged_values_that_mpi_holds_stay_where_they_are(mpi: FakeMpi, gpu: Gpu, use: str) -> None:
-    held = is_cut_off(mpi, gpu, (1, 1), use, lambda rank: OnGpu(rank, gpu))
+def test_staged_values_that_mpi_holds_stay_where_they_are(mpi: FakeMpi, gpu: Gpu) -> None:
+    held = is_cut_off(mpi, gpu, (1, 1), lambda rank: OnGpu(rank, gpu))
     assert all(map(gpu.is_pinned, held))
     for place in held:
         ctypes.memset(place, 0xEE, 1)  # as MPI may; a sanitizer would see it
@@ -119,7 +116,7 @@ def test_parts_between_hosts_that_mpi_holds_stay_where_they_are(
     mpi: FakeMpi, gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], room: int
 ) -> None:
     gpu.limit_rooms(room)  # else pinned memory stands in
-    held = is_cut_off(mpi, gpu, hosts, "transport", lambda rank: in_two(rank, gpu, nccl))
+    held = is_cut_off(mpi, gpu, hosts, lambda rank: in_two(rank, gpu, nccl))
     assert all(map(gpu.is_pinned, held))
     for place in held:
         ctypes.memset(place, 0xEE, 1)
@@ -151,7 +148,7 @@ def test_values_that_still_come_when_a_rank_is_lost_give_back_nothing_that_mpi_h
         wait_for(lambda: gpu.calls() == 3)
         own.close()
 
-    with recorded_stderr(), Group((1, 1), rewire=lambda setups: mpi.join(setups, transport=True)) as group:
+    with recorded_stderr(), Group((1, 1), rewire=mpi.join) as group:
         group.run(body)
         held = [place for place in mpi.held(0) if gpu.is_pinned(place)]
     assert held and all(map(gpu.is_pinned, held))

@@ -124,6 +124,16 @@ def test_only_the_first_end_counts(hosts: list[int]) -> None:
         assert [text.partition(" ended ")[2] for text in group.run(body)] == ["with first", "with first"]
 
 
+def test_the_first_death_stays_the_cause() -> None:
+    """Also where the dead themselves lose the others, and write that into memory that all have."""
+    with Group([3]) as group:
+        group.run(lambda rank: rank.barrier())
+        for victim in (1, 2):
+            group.kill(victim)
+            group.leave(victim)
+            assert str(group.contexts[0].health()).startswith("rank 1 (host0) is gone")
+
+
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)
 def test_the_words_arrive_also_where_the_rank_leaves_right_after(hosts: list[int], ender: int) -> None:
     for _ in range(30):

@@ -75,6 +75,23 @@ def test_allreduce_scales_before_and_after() -> None:
         run_ranks(body, hosts)
 
 
+def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own() -> None:
+    factors = [(1.0, 1.0), (0.5, 1.0), (1.0, 10.0), (0.5, 10.0)]
+
+    def body(rank: Rank) -> None:
+        arrays = [np.full(3, 2.0) for _ in factors]
+        handles = [
+            rank.submit("allreduce", f"{before}, {after}", [array], reduce_op=1, prescale=before, postscale=after)
+            for array, (before, after) in zip(arrays, factors, strict=True)
+        ]
+        for handle in handles:
+            rank.finish(handle)
+        for array, (before, after) in zip(arrays, factors, strict=True):
+            assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
+
+    run_ranks(body, [2], cycle_time_us=100_000)
+
+
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]], ids=str)
 def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None:
     counts = [1, 1000, 3, 5000, 511, 1, 2048, 70_001, 16, 1025]
@@ -337,6 +354,7 @@ def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
 
     assert max(run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000)) < 64
     assert run_ranks(body, [2], fusion_bytes=0) == [64, 64]
+    assert min(run_ranks(body, [2], fusion_bytes=100, cycle_time_us=100_000)) >= 32  # a third one has no room
 
 
 def test_cached_tensors_are_announced_by_id() -> None:

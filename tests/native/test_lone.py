@@ -212,6 +212,25 @@ def test_those_who_wait_and_those_who_do_not_agree_through_the_leader() -> None:
     run_ranks(body, (3,), **PATIENT)
 
 
+def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each() -> None:
+    meet = threading.Barrier(2)
+
+    def body(rank: Rank) -> None:
+        for step in range(30):
+            own = {"a": np.full(3, rank.rank + 1.0), "b": np.full(3, 10.0 * (rank.rank + 1))}
+            handles = []
+            for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
+                meet.wait(20)
+                handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
+                _core.lib.horo_wait(rank.context._context, handles[-1], 20, _core.ffi.NULL, 0)
+            for handle in handles:
+                rank.finish(handle)
+            assert (own["a"] == 3).all()
+            assert (own["b"] == 30).all()
+
+    run_ranks(body, [2], **PATIENT)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_mix_of_all(seed: int) -> None:
     print("seed", seed)

@@ -50,7 +50,6 @@ def by_mpi(native: ModuleType) -> dict[str, Any]:
     native.lib.shim_fake_reset()
     calls = native.ffi.new("horo_mpi *")
     native.lib.shim_fake_describe(calls, 2)
-    calls.is_transport = 1
     peers = native.ffi.new("int32_t[]", [-1, 1])
     calls.rank_of_host = peers
     _KEPT[calls] = peers

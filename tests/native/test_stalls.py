@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import threading
 
 import numpy as np
 import pytest
+from fabric import make_team_links
 from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
 from horo.errors import StalledError
@@ -83,3 +86,28 @@ def test_a_stall_report_says_of_each_rank_what_it_has_submitted(hosts: list[int]
 
     with recorded_stderr() as written:
         run_ranks(body, hosts, stall_warning_ms=300)
+
+
+def test_who_is_waited_for_in_the_middle_in_a_process_set_is_named_by_its_rank() -> None:
+    """Data links of the set lead nowhere, so that its two members wait for each other."""
+    links = make_team_links([0, 1, 2], [1, 2])
+    nowhere = [socket.socketpair() for _ in links]
+    for (end, _), (rank, fds) in zip(nowhere, links.items(), strict=True):
+        os.dup2(end.fileno(), fds["data_fds"][2 - rank], inheritable=False)
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2], **links.get(rank.rank, {}))
+        if rank.rank == 0:
+            wait_for(lambda: rank.context.health() is not None)
+            return
+        with pytest.raises(StalledError):
+            rank.allreduce(np.ones(100_000), team=team)
+
+    with recorded_stderr() as written:
+        run_ranks(body, [1, 1, 1], stall_warning_ms=100, stall_shutdown_ms=2000)
+        text = written()
+    for ends in nowhere:
+        for end in ends:
+            end.close()
+    late = set(re.findall(r"waiting in process set 1 \(ranks 1, 2\) for (.*) in the middle of an operation", text))
+    assert late == {"rank 1 (host1)", "rank 2 (host2)"}, text

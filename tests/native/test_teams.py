@@ -413,14 +413,18 @@ def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) 
     others = [rank for rank in range(3) if rank != leaving]
 
     def body(rank: Rank) -> None:
+        rank.context.remove_team(rank.context.add_team(others, **links.of(rank.rank, others, 2)))
         pair = rank.context.add_team(others, **links.of(rank.rank, others, 0))
         three = rank.context.add_team([0, 1, 2], **links.of(rank.rank, [0, 1, 2], 1))
+        ones = np.ones(10, np.float32)
+        handle = rank.submit("allreduce", "x", [ones], reduce_op=1, team=pair) if rank.rank == others[1] else None
         rank.allreduce(np.ones(10, np.float32), team=three)
         if rank.rank == leaving:
             group.leave(leaving)
-        elif rank.rank == others[1]:
-            with pytest.raises(AbortedError, match=f"rank {leaving} .* has shut horo down"):
-                rank.allreduce(np.ones(10, np.float32), team=pair)
+        elif handle is not None:
+            expected = rf"rank {leaving} .* has shut horo down; pending here: 'x' \(process set 1\)$"
+            with pytest.raises(AbortedError, match=expected):
+                rank.finish(handle)
         else:
             wait_for(lambda: isinstance(rank.context.health(), GroupError))
 

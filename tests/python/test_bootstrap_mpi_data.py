@@ -1,4 +1,4 @@
-"""What MPI carries, by settings, thread level and hosts."""
+"""Whether MPI carries the data between hosts, by settings, thread level and hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from horo._bootstrap.host.grouping import Grouping
-from horo._bootstrap.mpi.data import MpiPlan, check_mpi, plan_mpi
+from horo._bootstrap.mpi.data import carries_data, check_mpi
 from horo._config import Config
 from horo.errors import UsageError
 
@@ -22,41 +22,36 @@ def world(multiple: bool = True) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("settings", "grouping", "plan"),
+    ("settings", "grouping", "carries"),
     [
-        ({}, ONE_HOST, MpiPlan()),
-        ({}, TWO_HOSTS, MpiPlan(transport=True)),
-        ({"transport": "mpi"}, TWO_HOSTS, MpiPlan(transport=True)),
-        ({"transport": "mpi"}, ONE_HOST, MpiPlan()),
-        ({"transport": "tcp"}, TWO_HOSTS, MpiPlan()),
-        ({"cpu_operations": "mpi"}, ONE_HOST, MpiPlan(collectives=True)),
-        ({"cpu_operations": "mpi"}, TWO_HOSTS, MpiPlan(transport=True, collectives=True)),
-        ({"cpu_operations": "gloo", "transport": "tcp"}, TWO_HOSTS, MpiPlan()),
+        ({}, ONE_HOST, False),
+        ({}, TWO_HOSTS, True),
+        ({"transport": "mpi"}, TWO_HOSTS, True),
+        ({"transport": "mpi"}, ONE_HOST, False),
+        ({"transport": "tcp"}, TWO_HOSTS, False),
     ],
 )
-def test_what_mpi_carries(settings: dict[str, str], grouping: Grouping, plan: MpiPlan) -> None:
+def test_what_mpi_carries(settings: dict[str, str], grouping: Grouping, carries: bool) -> None:
     config = Config(**settings)
     check_mpi(config, world())
-    assert plan_mpi(config, world(), [True, True], grouping) == plan
-    assert plan_mpi(config, None, [False, False], grouping) == MpiPlan()
+    assert carries_data(config, world(), [True, True], grouping) == carries
+    assert not carries_data(config, None, [False, False], grouping)
 
 
 def test_one_rank_that_may_not_call_mpi_on_threads_keeps_all_on_tcp(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "horo")
-    assert plan_mpi(Config(), world(), [True, False], TWO_HOSTS) == MpiPlan()
+    assert not carries_data(Config(), world(), [True, False], TWO_HOSTS)
     assert "by TCP, not by Fake MPI 1.0" in caplog.text
     caplog.clear()
-    assert plan_mpi(Config(), world(False), [False, False], ONE_HOST) == MpiPlan()
-    assert plan_mpi(Config(transport="tcp"), world(False), [False, False], TWO_HOSTS) == MpiPlan()
+    assert not carries_data(Config(), world(False), [False, False], ONE_HOST)
+    assert not carries_data(Config(transport="tcp"), world(False), [False, False], TWO_HOSTS)
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    ("field", "variable"), [("transport", "HORO_TRANSPORT"), ("cpu_operations", "HORO_CPU_OPERATIONS")]
-)
-def test_what_cannot_be_is_told_with_the_way_out(field: str, variable: str) -> None:
-    config = Config(**{field: "mpi"})
-    with pytest.raises(UsageError, match=f"{variable}=mpi, but the ranks of this job did not start through MPI"):
+def test_what_cannot_be_is_told_with_the_way_out() -> None:
+    config = Config(transport="mpi")
+    told = "HORO_TRANSPORT=mpi, but"
+    with pytest.raises(UsageError, match=f"{told} the ranks of this job did not start through MPI"):
         check_mpi(config, None)
-    with pytest.raises(UsageError, match=f"{variable}=mpi, but Fake MPI 1.0 runs with MPI_THREAD_FUNNELED.*'multiple'"):
+    with pytest.raises(UsageError, match=f"{told} Fake MPI 1.0 runs with MPI_THREAD_FUNNELED.*'multiple'"):
         check_mpi(config, world(False))

@@ -205,7 +205,6 @@ def test_a_message_names_a_setting_as_it_was_set() -> None:
     ("arguments", "sentence"),
     [
         ({"transport": "MPI"}, "init(transport='mpi'), but the ranks of this job did not start through MPI"),
-        ({"cpu_operations": "mpi"}, "init(cpu_operations='mpi'), but the ranks of this job did not start through MPI"),
         ({"autotune": True, "autotune_log": "/no/a.csv"}, "init(autotune_log='/no/a.csv') cannot be written on rank 0"),
     ],
 )

@@ -100,14 +100,15 @@ def test_clocks_that_differ_are_aligned_by_what_the_ranks_did_together(tmp_path:
 
 
 def test_a_clock_that_runs_faster_is_followed(tmp_path: Path) -> None:
-    steps = steps_of(2, 3000, 10_000)  # half a minute, in which 100 ppm make 3 ms
+    steps = steps_of(2, 3000, 10_000)  # half a minute, in which 1000 ppm make 30 ms
     files = [
         write(tmp_path / "0", 0, "a", lambda t: t, steps[0]),
-        write(tmp_path / "1", 1, "b", lambda t: 1e9 + t * 1.0001, steps[1]),
+        write(tmp_path / "1", 1, "b", lambda t: 1e9 + t * 1.001, steps[1]),
     ]
     merge(str(tmp_path / "out"), files)
-    errors = errors_of(tmp_path / "out", 2, steps)
-    assert max(abs(error) for error in errors) < 250  # a second's drift beside the bounds of its records
+    errors = errors_of(tmp_path / "out", 2, steps)[9000:]  # of rank 1, three for each step
+    assert max(abs(error) for error in errors) < 1000  # a second's drift, in the first and the last one
+    assert max(abs(error) for error in errors[300:-300]) < 250  # the bounds of the records of a second
 
 
 def test_a_third_machine_may_share_operations_with_the_second_only(tmp_path: Path) -> None:

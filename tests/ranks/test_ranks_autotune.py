@@ -51,10 +51,15 @@ def test_a_training_is_the_same_on_all_ranks_in_every_step_of_a_search(tmp_path:
     assert {row["overlap"] for row in rows} == {"always", "never"}
 
 
-def test_a_job_that_begins_again_searches_again(tmp_path: Path) -> None:
+def test_a_job_searches_once_optimizers_step_and_again_when_it_begins_again(tmp_path: Path) -> None:
     log = tmp_path / "autotune.csv"
 
     def twice() -> list[bool]:
+        context = _runtime.current().job.context
+        first = context.tuning()
+        for _ in range(60):
+            hvd.allreduce(torch.ones(20_000), name="no step")
+        assert context.tuning() == first
         over = [train(400)[1]]
         hvd.shutdown()
         hvd.init()

@@ -23,7 +23,7 @@ from horo.errors import HoroError
 from horo.torch import _runtime
 
 EPOCHS = 10
-TUNED = {"HORO_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1"}
+TUNED = {"HORO_AUTOTUNE": "1"}
 REDUCTIONS: dict[str, tuple[int, Callable[[list[float]], float]]] = {
     "sum": (hvd.Sum, sum),
     "min": (hvd.Min, min),
@@ -191,13 +191,20 @@ def _check(step: Step, handle: Any, taking_part: list[int], where: str, interrup
         torch.testing.assert_close(got, wanted, msg=lambda text: f"{where}, {step}: {text}")
 
 
+def _change_values(draw: random.Random) -> None:
+    """As autotuning does, from the next batch on."""
+    core = _runtime.current().job.context
+    sizes = {"segment": draw.choice([4096, 65_536, 1 << 20]), "fusion": draw.choice([0, 1 << 18, 1 << 27])}
+    core.propose_tuning({**core.tuning()[0], **sizes})
+
+
 def _play(steps: list[Step], counts: list[int], interrupts: _Interrupts, where: str) -> tuple[int, set[Any]]:
     """What this rank does before it joins; the number of its steps, and the values that autotuning has had."""
     rank, done, tuned = hvd.rank(), 0, set()
     pending: list[tuple[Step, Any, list[int]]] = []
     for number, step in enumerate(steps[: counts[rank]]):
-        if number % 2 == 0:  # by its name, autotuning tells steps of a program
-            hvd.allreduce(torch.ones(20_000), name="tick")
+        if rank == 0:
+            _change_values(random.Random(f"{where} {number}"))
         if rank not in step.members:
             continue
         taking_part = [member for member in step.members if counts[member] > number]

@@ -30,7 +30,6 @@ BUILD_ARCH_FLAGS BUILD_CUDA_CC_LIST CMAKE DEBUG SKIP_COMPILE LOCAL_VERSION
 VARIABLES = _NAMES.split()
 """Those of Horovod 0.28.1, without ``HOROVOD_``: for its core, its launchers, and its build."""
 FOR_VALUES = {
-    "CPU_OPERATIONS": "mpi",
     "GPU_OPERATIONS": "NCCL",
     "CONTROLLER": "gloo",
     "LOG_LEVEL": "INFO",

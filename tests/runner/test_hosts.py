@@ -48,7 +48,8 @@ def test_any_text_is_hosts_or_a_sentence(text: str) -> None:
 
 def test_a_host_named_twice_gets_the_sum_of_its_slots() -> None:
     assert parse_hosts("h1:2,h2:1,h1:3") == (HostSpec("h1", slots=5), HostSpec("h2", slots=1))
-    assert parse_host_file("h1 slots=2\nh1 slots=3", "f") == (HostSpec("h1", slots=5),)
+    twice = "h1 slots=2 max_slots=4\nh1 slots=3 max_slots=6"
+    assert parse_host_file(twice, "f") == (HostSpec("h1", slots=5, max_slots=10),)
 
 
 def test_a_bare_ipv6_address_is_understood_where_it_is_unambiguous() -> None:

@@ -91,7 +91,6 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "gradients_ready": ("--gradients-ready step", JOBS),
     "no_first_checks": ("--no-first-checks", JOBS),
     "check_nan": ("--check-nan", JOBS),
-    "cpu_operations": ("--cpu-operations host", JOBS),
     "gpu_operations": ("--gpu-operations nccl", JOBS),
     "hierarchical_allreduce": ("--hierarchical-allreduce --gpu-operations nccl", JOBS),
     "no_hierarchical_allreduce": ("--no-hierarchical-allreduce", JOBS),

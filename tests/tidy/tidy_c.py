@@ -56,8 +56,8 @@ _WHOLE_MACROS = r"^(?:[A-Z][A-Z0-9_]*(?:\([^()]*\)\s*|[ ]*\n\s*))+"
 _WITHOUT_NAME = re.compile(rf"__attribute__\s*\(\(.*?\)\)|_Static_assert|{_WHOLE_MACROS}")
 _STATIC = re.compile(r"(?:inline\s+)?static\b|HR_INLINE\b")
 _THINGS_AND_PERSONS = ("What", "Who", "Whom")
-_COMMENT = r"//[^\n]*|/\*.*?\*/"
-_LITERAL = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+COMMENT = r"//[^\n]*|/\*.*?\*/"
+LITERAL = r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
 _CONTROL = {"if", "for", "while", "switch", "do", "else"}
 
 
@@ -85,7 +85,7 @@ def code_only(text: str) -> str:
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match.group(0))
 
-    text = re.sub(rf"{_COMMENT}|{_LITERAL}", blank, text, flags=re.DOTALL)
+    text = re.sub(rf"{COMMENT}|{LITERAL}", blank, text, flags=re.DOTALL)
     return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.MULTILINE)
 
 
@@ -116,6 +116,11 @@ def _is_function(head: str) -> bool:
     return "=" not in head and ")" in head and not re.match(r"\s*(typedef|struct\s+\w+\s*$|enum|union\s+\w+\s*$)", head)
 
 
+def is_static(item: Item) -> bool:
+    """Whether only the file itself sees the function."""
+    return _STATIC.match(_WITHOUT_NAME.sub("", item.head)) is not None
+
+
 def check_sizes(path: Path, text: str) -> list[str]:
     """Files under 500 lines, functions of at most 70, lines of at most 120 columns."""
     found = []
@@ -143,7 +148,7 @@ def check_comments(path: Path, text: str) -> list[str]:
     in_bodies = [
         range(item.first_line, item.last_line + 1) for item in items(code_only(text)) if item.function_name is not None
     ]
-    for match in re.finditer(rf"{_LITERAL}|{_COMMENT}", text, flags=re.DOTALL):
+    for match in re.finditer(rf"{LITERAL}|{COMMENT}", text, flags=re.DOTALL):
         words = match.group(0).lstrip("/*").split()
         words = words[1:] if words[:1] == ["*"] else words
         line = text.count("\n", 0, match.start()) + 1
@@ -191,10 +196,10 @@ def check_names(path: Path, text: str) -> list[str]:
     code = code_only(text)
     for item in items(code):
         name = item.function_name
-        is_static = _STATIC.match(_WITHOUT_NAME.sub("", item.head)) is not None
-        if name and not is_static and not name.startswith(("hr_", "horo_")):
+        bare = is_static(item)
+        if name and not bare and not name.startswith(("hr_", "horo_")):
             found.append(finding(path, item.first_line, f"{name} is not static, so it is named hr_{name}"))
-        if name and is_static and path.suffix == ".c" and name.startswith(("hr_", "horo_")):
+        if name and bare and path.suffix == ".c" and name.startswith(("hr_", "horo_")):
             found.append(finding(path, item.first_line, f"{name} is static, so its name is bare"))
         declared = re.search(r"\b(\w+_t)$", item.head) if item.head.startswith("typedef") else None
         tagged = re.match(r"(?:struct|union|enum)\s+(\w+_t)\b", item.head)

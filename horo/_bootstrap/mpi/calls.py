@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from horo._core_setup import MPI_FUNCTIONS, MPI_HANDLES, MpiCalls
+from horo._core_setup import MPI_FUNCTIONS, MpiCalls
 from horo.errors import ResourceError
 
 __all__ = ["mpi_calls"]
@@ -15,8 +15,8 @@ def mpi_calls(comm: Any) -> MpiCalls:
     """The addresses and handles that the core needs to use ``comm``.
 
     Args:
-        comm: an mpi4py ``Intracomm`` made for horo alone (a duplicate), whose ranks are numbered as horo's. From now on
-            it returns errors instead of ending the process. It must not be freed before the context is destroyed.
+        comm: an mpi4py ``Intracomm`` made for horo alone (a duplicate). From now on it returns errors instead of ending
+            the process. It must not be freed before the context is destroyed.
 
     Raises:
         ResourceError: the MPI, or mpi4py, lacks something; the message names it and the library.
@@ -31,25 +31,19 @@ def mpi_calls(comm: Any) -> MpiCalls:
     return MpiCalls(
         handle_bytes=sizes["MPI_Comm"],
         status_bytes=MPI._sizeof(MPI.Status),
-        rank=comm.Get_rank(),
         size=comm.Get_size(),
         communicator=MPI._handleof(comm),
-        in_place=_unsigned(int(MPI.IN_PLACE)),
+        byte=int(MPI._handleof(MPI.BYTE)),
         functions=[_address(MPI, name) for name in MPI_FUNCTIONS],
-        handles=[_handle(MPI, name) for name in MPI_HANDLES],
     )
 
 
 def _handle_kinds(mpi: Any, comm: Any) -> dict[str, Any]:
-    return {"MPI_Comm": comm, "MPI_Datatype": mpi.BYTE, "MPI_Op": mpi.SUM, "MPI_Request": mpi.REQUEST_NULL}
+    return {"MPI_Comm": comm, "MPI_Datatype": mpi.BYTE, "MPI_Request": mpi.REQUEST_NULL}
 
 
 def _version(mpi: Any) -> str:
     return str(mpi.Get_library_version()).replace("\0", "").strip().splitlines()[0]
-
-
-def _unsigned(address: int) -> int:
-    return address % (1 << 8 * ctypes.sizeof(ctypes.c_void_p))
 
 
 def _address(mpi: Any, name: str) -> int:
@@ -61,10 +55,3 @@ def _address(mpi: Any, name: str) -> int:
             f"{_version(mpi)} lacks {name}, which horo needs; use an MPI of version 3.0 or newer"
         ) from None
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _handle(mpi: Any, name: str) -> int:
-    try:
-        return int(mpi._handleof(getattr(mpi, name)))
-    except AttributeError:
-        raise ResourceError(f"mpi4py over {_version(mpi)} lacks MPI.{name}, which horo needs") from None

@@ -129,7 +129,6 @@ struct hr_partition_block {
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
     _Atomic uint64_t reads_peers; /* whether it can read all members' memory, see collective/direct.c; 0: not tried */
-    _Atomic uint64_t input_waits; /* see hr_team_note_input_wait */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read; /* written by the leader */
     _Alignas(HR_LINE) struct hr_lone_rows lone_rows[HR_LONE_ROWS_KEPT]; /* of rounds in turn */

@@ -383,7 +383,6 @@ struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inn
     }
     self->ops = (struct hr_backend_ops){
         .name = inner->ops->name,
-        .carries = inner->ops->carries,
         .flows = inner->ops->flows,
         .begin = adasum_begin,
         .begin_ahead = inner->ops->begin_ahead == NULL ? NULL : adasum_begin_ahead,

@@ -53,7 +53,6 @@ struct hr_backend;
 
 struct hr_backend_ops {
     const char *name;
-    int carries; /* small data may travel with the agreement instead, see carried.h */
     /* allreduces of several ranks may begin before all of an input is there: it is read in order, and never awaited */
     int flows;
     /*
@@ -87,12 +86,5 @@ static inline void hr_backend_destroy(struct hr_backend *backend) {
 
 /* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
-
-/*
- * Host memory by the collectives of team->node->mpi, whose communicator numbers the ranks as the team does. The team
- * must outlive it. Work that is cancelled leaves what it has begun with MPI: it is counted in team->node->mpi.stranded,
- * its scratch is never freed, and MPI may still touch the operands. NULL with *error set.
- */
-struct hr_backend *hr_mpi_backend_create(struct hr_team *team, struct hr_error *error);
 
 #endif

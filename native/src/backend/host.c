@@ -333,7 +333,6 @@ static void host_destroy(struct hr_backend *backend) {
 
 static const struct hr_backend_ops host_ops = {
     .name = "host",
-    .carries = 1,
     .flows = 1,
     .begin = host_begin,
     .begin_ahead = host_begin_ahead,

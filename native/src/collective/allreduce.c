@@ -13,43 +13,12 @@ static struct hr_allreduce *run_of(struct hr_segments *segments) {
 
 /* ---- One host ---- */
 
-/* Smaller segments tell nothing, and are not to pay for the looks at what other ranks wait for. */
-static int is_measured(const struct hr_stages *stages, size_t bytes) {
-    return bytes >= stages->team->tuning.stream;
-}
-
-static void begin_to_measure(struct hr_allreduce *run, int64_t now_ns, size_t bytes) {
-    run->measured_ns = now_ns;
-    run->input_waits = is_measured(&run->stages, bytes) ? hr_team_input_waits(run->segments.team) : HR_INPUT_AWAITED;
-}
-
-/* Whether no rank here has waited for its input since then, which is no cost of the store. */
-static int had_input(const struct hr_allreduce *run) {
-    return run->input_waits != HR_INPUT_AWAITED && run->input_waits == hr_team_input_waits(run->segments.team);
-}
-
-static void learn_store(struct hr_allreduce *run, size_t k) {
-    struct hr_stages *stages = &run->stages;
-    const size_t bytes = hr_stages_segment(stages, k).bytes;
-    struct hr_store_costs *costs = &stages->team->allreduce_stores;
-    const int64_t now_ns = hr_now_ns();
-    if (is_measured(stages, bytes) && had_input(run)) {
-        hr_store_learn(costs, stages->store, bytes, now_ns - run->measured_ns);
-    }
-    stages->store = hr_store_choose(stages->team, costs, bytes);
-    begin_to_measure(run, now_ns, bytes);
-}
-
 static void fill(struct hr_segments *segments, size_t k) {
     hr_stages_fill(&run_of(segments)->stages, k);
 }
 
 static void reduce(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    if (k == 0) {
-        begin_to_measure(run, hr_now_ns(), hr_stages_segment(&run->stages, k).bytes);
-    }
-    hr_stages_reduce(&run->stages, k);
+    hr_stages_reduce(&run_of(segments)->stages, k);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
@@ -57,28 +26,16 @@ static void finish(struct hr_segments *segments, size_t k) {
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_drain(&run->stages, k);
-    learn_store(run, k);
-}
-
-static void drain_of_exchanging(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_drain(&run->stages, k);
-    if (k + 1 < segments->count || k == 0) { /* a last drain alone would make its store look cheap */
-        learn_store(run, k);
-    }
+    hr_stages_drain(&run_of(segments)->stages, k);
 }
 
 static void exchange(struct hr_segments *segments, size_t k) {
-    struct hr_allreduce *run = run_of(segments);
-    hr_stages_exchange(&run->stages, k);
-    learn_store(run, k);
+    hr_stages_exchange(&run_of(segments)->stages, k);
 }
 
 static const struct hr_segments_ops one_host = {.fill = fill, .reduce = reduce, .finish = finish, .drain = drain};
 static const struct hr_segments_ops exchanging = {
-    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain_of_exchanging, .exchange = exchange};
+    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain, .exchange = exchange};
 
 /* ---- Small data on one host: everybody shows everything and reduces everything, in rank order ---- */
 
@@ -165,6 +122,10 @@ static void begin_on_one_host(struct hr_allreduce *run) {
     } else {
         segments->ops = hr_stages_may_exchange(&run->stages) ? &exchanging : &one_host;
         segments->drain_phase = HR_PHASE_REDUCED;
+        if (run->fused.bytes >= segments->team->tuning.stream) {
+            segments->trial = hr_store_try(&segments->team->allreduce_stores, run->fused.bytes);
+            run->stages.store = segments->trial.store;
+        }
     }
 }
 
@@ -183,7 +144,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .unit = hr_share_unit(fused->codec->block_bytes),
         .segment_bytes = hr_segment_bytes(team, fused->codec),
-        .store = hr_store_choose(team, &team->allreduce_stores, fused->bytes),
         .first = team->segment,
     };
     run->segments.flowing_bytes = run->stages.segment_bytes;

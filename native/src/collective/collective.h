@@ -16,8 +16,6 @@ struct hr_allreduce {
     struct hr_segments segments;
     struct hr_stages stages;
     struct hr_fused fused;
-    int64_t measured_ns;  /* one host: when the measuring of the current segment began */
-    uint64_t input_waits; /* and what hr_team_input_waits said then */
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
 
@@ -45,8 +43,8 @@ struct hr_members {
 struct hr_allgather {
     struct hr_segments segments;
     const struct hr_fused *by_rank;
-    enum hr_store store;
-    enum hr_store result_store; /* on one host */
+    enum hr_store store;        /* on one host, as the next */
+    enum hr_store result_store;
     struct hr_members members;  /* between hosts */
     int owners;
     size_t share_count;
@@ -66,8 +64,8 @@ struct hr_alltoall {
     const struct hr_fused *to;
     const struct hr_fused *from;
     const size_t *bytes;
-    enum hr_store store;
-    enum hr_store result_store; /* on one host */
+    enum hr_store store;        /* on one host, as the next */
+    enum hr_store result_store;
     size_t unit; /* of shares */
     size_t share_count;
     /* One host: [size] where what I have for each rank begins in my slot. Else: [host_count] in the stream to each. */
@@ -91,10 +89,7 @@ struct hr_reducescatter {
     double partial_scale; /* several hosts: as in struct hr_stages */
     struct hr_scale postscale;
     enum hr_store store;
-    size_t total_bytes;
-    int64_t fill_ns;     /* one host: how long the filling of the first segment took */
-    int64_t measured_ns; /* one host: when the measuring of the current segment began */
-    size_t unit;         /* of shares */
+    size_t unit; /* of shares */
     int owners;
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */

@@ -89,39 +89,16 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
 
 /* ---- One host ---- */
 
-/* Of segment k, which is done; not of a last one that is shorter than the others. */
-static void learn_store(struct hr_reducescatter *run, size_t k, size_t bytes) {
-    struct hr_store_costs *costs = &run->segments.team->scatter_stores;
-    const int64_t now_ns = hr_now_ns();
-    if (run->total_bytes >= run->segments.team->tuning.stream && (k == 0 || k + 1 < run->segments.count)) {
-        hr_store_learn(costs, run->store, bytes, now_ns - run->measured_ns);
-    }
-    run->store = hr_store_choose(run->segments.team, costs, run->total_bytes);
-    run->measured_ns = now_ns;
-}
-
 static void fill(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = run_of(segments);
     struct hr_team *team = segments->team;
     struct walk walk = walk_begin(run, k, 0);
-    const int64_t begun_ns = k == 0 ? hr_now_ns() : 0;
     while (walk_on(&walk)) {
         if (walk.rank != team->rank || packs_own(run)) {
             pack(run, &walk, slot_of(run, team->local_rank, k));
         }
     }
-    if (k == 0) {
-        run->fill_ns = hr_now_ns() - begun_ns;
-    }
     hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
-}
-
-/* All have filled the segment: a rank that was late to do so has cost no store anything. */
-static void begin_to_measure(struct hr_segments *segments, size_t k) {
-    struct hr_reducescatter *run = run_of(segments);
-    if (k == 0) {
-        run->measured_ns = hr_now_ns() - run->fill_ns;
-    }
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -129,9 +106,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     struct hr_team *team = segments->team;
     const int to_outputs = hr_codec_is_plain(run->codec);
     struct walk walk = walk_begin(run, k, 0);
-    size_t bytes = 0;
     while (walk_on(&walk)) {
-        bytes += walk.share.bytes;
         if (walk.rank != team->rank) {
             continue;
         }
@@ -142,7 +117,6 @@ static void drain(struct hr_segments *segments, size_t k) {
         }
     }
     hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
-    learn_store(run, k, bytes);
 }
 
 /* ---- Several hosts ---- */
@@ -236,8 +210,7 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 
 static int begin_next_run(struct hr_segments *segments);
 
-static const struct hr_segments_ops one_host = {
-    .fill = fill, .reduce = begin_to_measure, .drain = drain, .follow = begin_next_run};
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
 static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
                                                      .reduce = reduce_region,
                                                      .begin = begin,
@@ -254,9 +227,12 @@ static int begin_next_run(struct hr_segments *segments) {
         return 0;
     }
     size_t longest = 0;
+    size_t total = 0;
     for (int i = 0; i < run->members.count; i++) {
-        const size_t part = hr_divide_up(run->by_rank[run->members.ranks[i]].bytes, run->unit);
+        const size_t bytes = run->by_rank[run->members.ranks[i]].bytes;
+        const size_t part = hr_divide_up(bytes, run->unit);
         longest = part > longest ? part : longest;
+        total += bytes;
     }
     const size_t share_units = units / (size_t)run->members.count;
     const size_t count = hr_divide_up(longest, share_units * (size_t)run->owners);
@@ -267,6 +243,10 @@ static int begin_next_run(struct hr_segments *segments) {
         .carries = owns(run),
         .drain_phase = team->host_count == 1 ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
     };
+    if (team->host_count == 1 && total >= team->tuning.stream) {
+        run->segments.trial = hr_store_try(&team->scatter_stores, total);
+        run->store = run->segments.trial.store;
+    }
     hr_segments_begin(&run->segments, count);
     return 1;
 }
@@ -293,10 +273,6 @@ int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, c
     const size_t units = team->tuning.segment / unit;
     const int owners_most = team->host_count == 1 ? 1 : team->owner_count;
     const int owners = units < (size_t)owners_most ? (int)units : owners_most;
-    size_t total = 0;
-    for (int r = 0; r < team->size; r++) {
-        total += by_rank[r].bytes;
-    }
     *run = (struct hr_reducescatter){
         .segments = {.team = team},
         .by_rank = by_rank,
@@ -305,8 +281,6 @@ int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, c
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .store = hr_store_choose(team, &team->scatter_stores, total),
-        .total_bytes = total,
         .unit = unit,
         .owners = owners,
         .region_bytes = units / (size_t)owners * unit,

@@ -2,8 +2,8 @@
 
 #include <stdlib.h>
 
+#include "base/clock.h"
 #include "base/cut.h"
-#include "local/shares.h"
 
 static struct hr_segments *segments_of(struct hr_task *task) {
     return (struct hr_segments *)task; /* its first member */
@@ -39,12 +39,7 @@ static int has_arrived(struct hr_segments *segments, size_t k) {
         return 1;
     }
     const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-    const int has = hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
-    if (has == segments->awaits_input) {
-        segments->awaits_input = !has;
-        hr_team_note_input_wait(segments->team);
-    }
-    return has;
+    return hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
 }
 
 static void note_done(const struct hr_segments *segments, size_t k) {
@@ -56,11 +51,20 @@ static void note_done(const struct hr_segments *segments, size_t k) {
 
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
+static void fill_next(struct hr_segments *segments) {
+    const int is_timed = segments->trial.costs != NULL && segments->filled == 0;
+    const int64_t begun_ns = is_timed ? hr_now_ns() : 0;
+    segments->ops->fill(segments, segments->filled++);
+    if (is_timed) {
+        segments->trial.ns = hr_now_ns() - begun_ns;
+    }
+}
+
 static int fill(struct hr_segments *segments) {
     if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled) || !has_arrived(segments, segments->filled)) {
         return HR_TASK_BLOCKED;
     }
-    segments->ops->fill(segments, segments->filled++);
+    fill_next(segments);
     return HR_TASK_MOVED;
 }
 
@@ -68,6 +72,9 @@ static int make_ready(struct hr_segments *segments) {
     const int is_filled = segments->begins_alone || (segments->is_filled_ahead && segments->ready == 0);
     if (!is_filled && !phase_reached(segments, HR_PHASE_FILLED, segments->ready)) {
         return HR_TASK_BLOCKED;
+    }
+    if (segments->trial.costs != NULL && segments->ready == 0) {
+        segments->trial.ns = hr_now_ns() - segments->trial.ns;
     }
     if (segments->ops->reduce != NULL) {
         segments->ops->reduce(segments, segments->ready);
@@ -186,6 +193,9 @@ static int progress(struct hr_task *task) {
         if (moved != HR_TASK_MOVED || segments->drained < segments->count) {
             return moved;
         }
+        if (segments->trial.costs != NULL) {
+            hr_store_learn(&segments->trial, hr_now_ns() - segments->trial.ns);
+        }
     }
     const int follows = segments->ops != NULL && segments->ops->follow != NULL && segments->ops->follow(segments);
     return follows ? HR_TASK_MOVED : HR_TASK_DONE;
@@ -219,7 +229,7 @@ int hr_segments_fill_ahead(struct hr_segments *segments) {
         return 0;
     }
     team->is_ahead = 1;
-    segments->ops->fill(segments, segments->filled++);
+    fill_next(segments);
     team->is_ahead = 0;
     return 1;
 }

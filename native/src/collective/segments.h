@@ -22,6 +22,7 @@
 
 #include "cross/cross.h"
 #include "local/fused.h"
+#include "local/shares.h"
 #include "node/team.h"
 #include "collective/task.h"
 
@@ -59,8 +60,9 @@ struct hr_segments {
     enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
     const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
     size_t flowing_bytes;           /* then: of every segment but the last */
-    int awaits_input;               /* then: those of the next segment to be filled have been found missing */
     int is_filled_ahead;            /* the first segment is, on all ranks, see hr_segments_fill_ahead */
+    /* ns: how long the first fill took; from the first reduction on, when all began: without waits for late ranks */
+    struct hr_store_trial trial;
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
     struct hr_cross cross[HR_SEGMENTS_TRAVELLING_MAX]; /* segment k uses entry k % HR_SEGMENTS_TRAVELLING_MAX */

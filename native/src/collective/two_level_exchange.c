@@ -78,7 +78,7 @@ static void fill_window(const struct hr_alltoall *run, const struct window *wind
         const struct hr_range part = overlap(window, begin, hr_alltoall_bytes(run, team->rank, rank));
         if (part.bytes > 0) {
             hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(window, begin, part), team->node->kernel,
-                          1.0, run->store);
+                          1.0, HR_STORE_ORDINARY);
         }
         begin += hr_alltoall_bytes(run, team->rank, rank);
     }
@@ -304,7 +304,6 @@ int hr_two_level_exchange_begin(struct hr_alltoall *run) {
     measure_traffic(run);
     HR_TRY(count_segments(run, &count));
     run->share_count = count * (size_t)run->owners;
-    run->store = hr_store_choose(team, &team->allreduce_stores, total / (size_t)team->size);
     run->segments.ops = &several_hosts;
     run->segments.carries = team->local_rank < run->owners;
     run->segments.drain_phase = HR_PHASE_REDUCED;

@@ -81,7 +81,7 @@ static void fill(struct hr_segments *segments, size_t k) {
         while (walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place,
-                              team->node->kernel, 1.0, run->store);
+                              team->node->kernel, 1.0, HR_STORE_ORDINARY);
             }
         }
     }
@@ -154,9 +154,6 @@ static int begin_next_run(struct hr_segments *segments) {
     }
     run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
-    run->store = team->local_size == 1
-                     ? HR_STORE_ORDINARY
-                     : hr_store_choose(team, &team->allreduce_stores, run->by_rank[team->rank].bytes);
     const size_t count = hr_divide_up(total, segment_bytes(run));
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){

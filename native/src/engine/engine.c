@@ -20,7 +20,6 @@ static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_lane_destroy(engine->lanes[i]);
     }
-    hr_engine_fini_tuning(engine);
     hr_map_fini(&engine->submission.handles);
     free(engine->driver.sleep.fds);
     if (engine->driver.kick_fd >= 0) {

@@ -158,15 +158,12 @@ struct hr_team_place {
     struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
 };
 
-struct hr_tuner;
-
-/* The values that operations run with where a search may change them; see tuning.c. */
+/* The values that operations run with where they may change; see tuning.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
-    uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, what a search begins with and ends with */
+    uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, the first or the final ones */
     uint64_t values[HORO_KNOB_COUNT];  /* of the world; under the lock */
     int is_final;                      /* likewise */
-    struct hr_tuner *tuner;            /* rank 0, as long as it searches; the driver's */
 };
 
 struct hr_engine {
@@ -244,10 +241,9 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle);
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
-/* tuning.c: as horo_read_tuning; the log of samples becomes the engine's; closes it, in a forked child too. */
+/* tuning.c: as horo_read_tuning and horo_propose_tuning. */
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
-void hr_engine_own_log(struct hr_engine *engine, const horo_setup *setup);
-void hr_engine_close_log(struct hr_engine *engine);
+int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
 /* blocked.c: as horo_report_blocked, horo_blocked_question and horo_callers. */
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -428,17 +424,10 @@ int hr_engine_fail_all(struct hr_engine *engine);
 void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
 
 /* tuning.c */
-/* Before anything drives. The world begins with the start of the search. HORO_OK or a status with *error set. */
+/* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
-void hr_engine_fini_tuning(struct hr_engine *engine);
 /* A TUNE record of this lane's log. HORO_OK or HORO_ERR_INTERNAL. */
 int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record);
-/* These requests of the world are done. */
-static inline int hr_engine_is_searching(const struct hr_engine *engine) {
-    return engine->tuned.tuner != NULL;
-}
-void hr_engine_measure(struct hr_engine *engine, struct hr_lane *lane, struct hr_request *const *requests,
-                       size_t count);
 
 /* events.c: what the flight recorder gets, and when it is shown. */
 /* A request that has been put into the queue; with the lock held. */

@@ -66,11 +66,10 @@ static int via(const struct hr_lane *lane, int moves_data) {
         return HR_VIA_NONE;
     }
     const struct hr_transport *transport = lane->team->transport;
-    const char *name = transport == NULL ? "" : transport->ops->name;
-    if (strcmp(lane->backend->ops->name, "mpi") == 0 || strcmp(name, "mpi") == 0) {
-        return HR_VIA_MPI;
+    if (transport == NULL) {
+        return HR_VIA_SHM;
     }
-    return transport == NULL ? HR_VIA_SHM : HR_VIA_TCP;
+    return strcmp(transport->ops->name, "mpi") == 0 ? HR_VIA_MPI : HR_VIA_TCP;
 }
 
 void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl) {

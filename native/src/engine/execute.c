@@ -42,9 +42,6 @@ static void end_batch(struct hr_lane *lane) {
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
-    if (hr_engine_is_searching(lane->engine) && !hr_request_is_by_nccl(batch->requests[0])) {
-        hr_engine_measure(lane->engine, lane, batch->requests, batch->request_count);
-    }
     hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
 }
 
@@ -210,9 +207,6 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
     hr_carried_unpack(lane->team, &request->call, record->data);
     count_batch(lane, 1, (uint64_t)request->data_bytes);
     end_record(lane);
-    if (hr_engine_is_searching(lane->engine)) {
-        hr_engine_measure(lane->engine, lane, &request, 1);
-    }
     hr_engine_complete(lane->engine, &request, 1, HORO_OK, NULL);
     return HORO_OK;
 }

@@ -107,9 +107,9 @@ struct hr_ahead {
     uint64_t last_end; /* the root: 1 + the position of the last one; 0: there was none */
 };
 
-/* The values that the root of a team has chosen, to be written into the log in front of the next batch. */
+/* Values that the root of a team is to write into the log in front of the next batch. Under the lock of submission. */
 struct hr_due_tuning {
-    int is_due;
+    _Atomic int is_due;
     int is_final;
     uint64_t values[HORO_KNOB_COUNT];
 };

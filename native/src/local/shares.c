@@ -1,37 +1,38 @@
 #include "local/shares.h"
 
 enum {
-    WARM_UP = 4,                  /* the first passes pay for page faults and tell nothing */
-    TRY_OTHER_EVERY = 256,
-    FALL_SHIFT = 1, /* a quick pass shows what is possible: it counts for half */
+    WARM_UP = 2, /* the first operations pay for page faults and tell nothing */
+    FIRST_TRIES = 8,
+    TRY_OTHER_EVERY = 251, /* a prime, so that it comes to operations of all sizes of a step */
     /* a slow one may have been interrupted: it counts for an eighth, and for no more than twice the last estimate */
     RISE_SHIFT = 3,
 };
 
-enum hr_store hr_store_choose(const struct hr_team *team, const struct hr_store_costs *costs, size_t bytes) {
-    if (bytes < team->tuning.stream || costs->passes < WARM_UP) {
-        return HR_STORE_ORDINARY;
-    }
-    for (int store = 0; store < 2; store++) {
-        if (costs->of[store] == 0) {
-            return (enum hr_store)store;
-        }
-    }
-    /* Streaming pays several times over where it pays; a small lead is noise. */
-    const int cheaper = costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3;
-    return (enum hr_store)(costs->passes % TRY_OTHER_EVERY == 0 ? !cheaper : cheaper);
+/* Streaming pays several times over where it pays; a small lead is noise. */
+static enum hr_store cheaper_of(const struct hr_store_costs *costs) {
+    return costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3 ? HR_STORE_STREAM : HR_STORE_ORDINARY;
 }
 
-void hr_store_learn(struct hr_store_costs *costs, enum hr_store store, size_t bytes, int64_t elapsed_ns) {
-    if (++costs->passes <= WARM_UP) {
+struct hr_store_trial hr_store_try(struct hr_store_costs *costs, size_t bytes) {
+    struct hr_store_trial trial = {.costs = costs, .bytes = bytes, .store = HR_STORE_ORDINARY};
+    const uint64_t number = costs->operations;
+    if (number >= WARM_UP + FIRST_TRIES) {
+        const enum hr_store cheaper = cheaper_of(costs);
+        trial.store = number % TRY_OTHER_EVERY == 0 ? (enum hr_store)!cheaper : cheaper;
+    } else if (number >= WARM_UP) {
+        trial.store = number / 2 % 2 == 0 ? HR_STORE_ORDINARY : HR_STORE_STREAM; /* in pairs: of two sizes in turn */
+    }
+    return trial;
+}
+
+void hr_store_learn(const struct hr_store_trial *trial, int64_t elapsed_ns) {
+    if (trial->costs->operations++ < WARM_UP) {
         return;
     }
-    const int64_t cost = elapsed_ns * 1000 / (int64_t)bytes + 1;
-    int64_t *estimate = &costs->of[store];
-    if (*estimate == 0) {
+    const int64_t cost = elapsed_ns * 1000 / (int64_t)trial->bytes + 1;
+    int64_t *estimate = &trial->costs->of[trial->store];
+    if (*estimate == 0 || cost < *estimate) { /* a quick operation shows what is possible */
         *estimate = cost;
-    } else if (cost < *estimate) {
-        *estimate -= (*estimate - cost) >> FALL_SHIFT;
     } else {
         const int64_t rise = cost < 2 * *estimate ? cost - *estimate : *estimate;
         *estimate += (rise >> RISE_SHIFT) + 1;

@@ -53,13 +53,22 @@ static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, siz
 
 /*
  * Whether to store into slots past the cache. Cores that share a cache want ordinary stores, cores that do not are
- * several times faster with streaming ones, and a virtual machine may change from one to the other within seconds; so
- * both are measured on the segments as they pass, the cheaper one is used, and the other is tried again now and then.
- * Each collective has costs of its own. `bytes`: of the whole vector.
+ * several times faster with streaming ones, and a virtual machine may change from one to the other within seconds. So
+ * each large reduction on one host is timed as a whole, the cheaper store is used, and the other one is tried again
+ * once in 251 operations: in the same ones on all ranks, since all count them alike. Allreduce and reduce-scatter have
+ * costs of their own.
  */
-enum hr_store hr_store_choose(const struct hr_team *team, const struct hr_store_costs *costs, size_t bytes);
-/* A segment of a vector for which the choice was made has taken so long. */
-void hr_store_learn(struct hr_store_costs *costs, enum hr_store store, size_t bytes, int64_t elapsed_ns);
+struct hr_store_trial {
+    struct hr_store_costs *costs; /* that learn from the operation; NULL: it is no trial */
+    enum hr_store store;
+    size_t bytes; /* of the operation */
+    int64_t ns;   /* for whoever takes the time */
+};
+
+/* The store for the next operation. */
+struct hr_store_trial hr_store_try(struct hr_store_costs *costs, size_t bytes);
+/* It has taken so long, and is counted: one that did not take place is not. */
+void hr_store_learn(const struct hr_store_trial *trial, int64_t elapsed_ns);
 
 /*
  * The same of what is only moved on one host. Nothing but a copy follows, so streaming stores cost little where they

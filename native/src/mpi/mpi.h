@@ -18,16 +18,6 @@
 
 struct hr_mpi;
 
-/* in and inout hold *count elements: inout[i] = in[i] op inout[i]. `type` is not looked at. */
-typedef void hr_mpi_reducer(void *in, void *inout, int *count, void *type);
-
-/* A block of bytes for each rank, or from each. */
-struct hr_mpi_blocks {
-    void *data;
-    const int *counts;
-    const int *offsets;
-};
-
 struct hr_mpi_ops {
     /* Done when the receiver has begun to receive: what is done needs no further call of mine to arrive. */
     int (*issend)(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request);
@@ -36,25 +26,6 @@ struct hr_mpi_ops {
     int (*test)(const struct hr_mpi *mpi, uint64_t *request, int *done);
     int (*cancel)(const struct hr_mpi *mpi, uint64_t *request);
     int (*request_free)(const struct hr_mpi *mpi, uint64_t *request);
-
-    /* In place, but for the last one. */
-    int (*iallreduce)(const struct hr_mpi *mpi, void *data, int count, uint64_t type, uint64_t op, uint64_t *request);
-    int (*ibcast)(const struct hr_mpi *mpi, void *data, size_t bytes, int root, uint64_t *request);
-    /* In bytes; both arrays must live until the request is done. */
-    int (*iallgatherv)(const struct hr_mpi *mpi, void *data, const int *counts, const int *offsets, uint64_t *request);
-    /* In elements of the type; my part comes to the beginning of the data. The array must live likewise. */
-    int (*ireduce_scatter)(const struct hr_mpi *mpi, void *data, const int *counts, uint64_t type, uint64_t op,
-                           uint64_t *request);
-
-    /* Not in place; both arrays of each must live likewise. */
-    int (*ialltoallv)(const struct hr_mpi *mpi, const struct hr_mpi_blocks *sent, const struct hr_mpi_blocks *received,
-                      uint64_t *request);
-
-    /* A type of so many bytes that MPI knows nothing about. */
-    int (*type_create)(const struct hr_mpi *mpi, int bytes, uint64_t *type);
-    int (*type_free)(const struct hr_mpi *mpi, uint64_t *type);
-    int (*op_create)(const struct hr_mpi *mpi, hr_mpi_reducer *reducer, int commutes, uint64_t *op);
-    int (*op_free)(const struct hr_mpi *mpi, uint64_t *op);
 };
 
 extern const struct hr_mpi_ops hr_mpi_int_ops;

@@ -4,7 +4,7 @@
  *
  * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and
  * sleeps in poll() on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI,
- * which has no descriptor, is at work (hr_transport_poll_within_ns, poll_within_ns). Whoever changes what others may
+ * which has no descriptor, is at work (hr_transport_poll_within_ns). Whoever changes what others may
  * wait for calls hr_node_wake_all; it writes the eventfd of those that say they sleep. The handshake is Dekker's: both
  * sides store first and load second, sequentially consistent, so at least one sees the other.
  *
@@ -72,8 +72,7 @@ struct hr_node {
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;  /* 0: never */
     int64_t stall_shutdown_ns; /* 0: never */
-    int64_t poll_within_ns;    /* a condition is waited for that no event tells of: the longest sleep; 0: none is */
-    int64_t nccl_within_ns;    /* the same of NCCL and its GPU */
+    int64_t nccl_within_ns;    /* NCCL is waited for, of which no event tells: the longest sleep; 0: it is not */
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;

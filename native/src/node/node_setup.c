@@ -149,7 +149,7 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
 }
 
 static int connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
-    const int by_mpi = setup->mpi != NULL && setup->mpi->is_transport;
+    const int by_mpi = setup->mpi != NULL;
     int *control = NULL;
     HR_TRY(hr_links_check(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
     struct hr_transport *transport =

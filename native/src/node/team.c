@@ -83,8 +83,6 @@ const struct hr_tuning hr_tuning_defaults = {
     .gather_lone = 1 << 20,
     .carried = 1 << 14,
     .carried_per_host = 1 << 16,
-    .mpi_alone = 1 << 20,
-    .mpi_packed = 1 << 24,
 };
 
 int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
@@ -217,26 +215,6 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
     const unsigned index = (unsigned)phase + parity;
     const uint64_t wanted = team->arrivals[index] * (uint64_t)team->local_size;
     return atomic_load(&team->partition.header->phase[index].arrived) >= wanted; /* partner: hr_team_arrive */
-}
-
-static _Atomic uint64_t *input_waits_of(const struct hr_team *team, int local_rank) {
-    return &team->partition.blocks[team->index_of_local[local_rank]].input_waits;
-}
-
-void hr_team_note_input_wait(const struct hr_team *team) {
-    atomic_fetch_add(input_waits_of(team, team->local_rank), 1); /* partner: hr_team_input_waits */
-}
-
-uint64_t hr_team_input_waits(const struct hr_team *team) {
-    uint64_t all = 0;
-    for (int i = 0; i < team->local_size; i++) {
-        const uint64_t waits = atomic_load(input_waits_of(team, i)); /* partner: hr_team_note_input_wait */
-        if (waits % 2 != 0) {
-            return HR_INPUT_AWAITED;
-        }
-        all += waits;
-    }
-    return all;
 }
 
 void hr_team_suspect_link(struct hr_team *team, int host) {

@@ -42,9 +42,6 @@ struct hr_tuning {
     size_t carried; /* allreduce of one tensor between hosts: up to here, packed, the data travels with the agreement;
                      * at most HR_CARRIED_MAX */
     size_t carried_per_host; /* the same, of all ranks of a host together */
-    /* collectives by MPI: from here on a tensor travels by itself, packing would cost more than a call */
-    size_t mpi_alone;
-    size_t mpi_packed;      /* collectives by MPI: packed at once, at most */
 };
 
 enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
@@ -52,10 +49,10 @@ enum { HR_FLAT_MAX = 4096, HR_CARRIED_MAX = 1 << 14 };
 /* But for `segment`, which is 0. */
 extern const struct hr_tuning hr_tuning_defaults;
 
-/* The measured costs of ordinary stores into slots, and of those past the cache; see hr_store_choose. */
+/* The measured costs of ordinary stores into slots, and of those past the cache; see hr_store_try. */
 struct hr_store_costs {
     int64_t of[2];   /* smoothed picoseconds per byte with each enum hr_store; 0: not tried */
-    uint64_t passes; /* that were measured */
+    uint64_t operations; /* that were timed; equal on all ranks of a host */
 };
 
 struct hr_team {
@@ -141,16 +138,6 @@ static inline void hr_team_wake_leader(const struct hr_team *team) {
 /* Phases. Arrive at one, and ask whether all members on this host have arrived at it as often as I have. */
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity);
 int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned parity);
-
-/*
- * Waits of a member on this host for values that are on their way to its memory: it notes each when it begins and when
- * it is over. The other counts those of all here, or is HR_INPUT_AWAITED while one waits: what has taken time between
- * two equal counts, none has taken by such a wait.
- */
-void hr_team_note_input_wait(const struct hr_team *team);
-uint64_t hr_team_input_waits(const struct hr_team *team);
-
-#define HR_INPUT_AWAITED UINT64_MAX
 
 /*
  * Notes in team->suspect that the link to a host has failed. The rank there need not be the cause: it may have ended

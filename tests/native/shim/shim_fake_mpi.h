@@ -23,7 +23,7 @@ typedef struct {
 shim_fake_state *shim_fake_reset(void);
 /* Up to so many buffers of a rank's requests that are not done, cancelled or freed ones too. How many. */
 int shim_fake_held(int rank, char **data, int capacity);
-/* Fills in what describes it, with handles that are pointers; rank 0 of `size`. */
+/* Fills in what describes it, with handles that are pointers, for `size` ranks. */
 void shim_fake_describe(horo_mpi *calls, int size);
 
 #endif

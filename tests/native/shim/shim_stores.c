@@ -1,6 +1,9 @@
 #include "shim_stores.h"
 
+#include <stdlib.h>
+
 #include "engine/engine.h"
+#include "local/shares.h"
 
 /* The beginning of struct horo_context, see context.c. */
 struct head {
@@ -13,15 +16,28 @@ static const struct hr_team *world_of(const void *context) {
     return hr_engine_world(&head->engine)->team;
 }
 
-uint64_t shim_stores_passes(const void *context) {
-    return world_of(context)->allreduce_stores.passes;
-}
-
 int64_t shim_stores_scatter_cost(const void *context) {
     return world_of(context)->scatter_stores.of[HR_STORE_ORDINARY];
 }
 
-uint64_t shim_stores_input_waits(const void *context) {
-    const struct hr_team *world = world_of(context);
-    return atomic_load(&world->partition.blocks[world->index_of_local[world->local_rank]].input_waits);
+struct shim_stores {
+    struct hr_store_costs costs;
+    struct hr_store_trial trial;
+};
+
+shim_stores *shim_stores_create(void) {
+    return calloc(1, sizeof(struct shim_stores));
+}
+
+void shim_stores_destroy(shim_stores *self) {
+    free(self);
+}
+
+int shim_stores_try(shim_stores *self, size_t bytes) {
+    self->trial = hr_store_try(&self->costs, bytes);
+    return self->trial.store == HR_STORE_STREAM;
+}
+
+void shim_stores_learn(shim_stores *self, int64_t elapsed_ns) {
+    hr_store_learn(&self->trial, elapsed_ns);
 }

@@ -77,7 +77,7 @@ static void fill_setup(struct fabric *fabric, int rank) {
         .cycle_time_us = schedule->cycle_time_us,
         .peer_timeout_ms = 30000,
         .log_level = HORO_LOG_OFF,
-        .autotune = schedule->shuffle != 0 ? &fabric->autotune : NULL,
+        .tuned = schedule->is_tuned ? fabric->tuned : NULL,
     };
 }
 
@@ -114,10 +114,7 @@ static int copy_victim(struct fabric *fabric) {
 int fabric_make(const struct schedule *schedule, struct fabric *fabric) {
     *fabric = (struct fabric){.schedule = schedule, .lock = PTHREAD_MUTEX_INITIALIZER};
     forget_all(fabric);
-    fabric->autotune =
-        (horo_autotune){.steps_per_sample = 1, .max_samples = 1, .log_fd = -1, .shuffle = schedule->shuffle};
-    memset(fabric->autotune.start, 0xff, sizeof fabric->autotune.start); /* as the setup says */
-    memset(fabric->autotune.defaults, 0xff, sizeof fabric->autotune.defaults);
+    memset(fabric->tuned, 0xff, sizeof fabric->tuned); /* as the setup says */
     int seen[HOSTS_MAX] = {0};
     struct link_fds *ends[RANKS_MAX];
     for (int rank = 0; rank < schedule->size; rank++) {

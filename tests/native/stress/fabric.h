@@ -37,7 +37,7 @@ struct fabric {
     struct rank_fds copies; /* of those of the victim that dies */
     struct link_fds team_copies[TEAMS_MAX];
     horo_setup setups[RANKS_MAX];
-    horo_autotune autotune;
+    uint64_t tuned[HORO_KNOB_COUNT];
 };
 
 /*

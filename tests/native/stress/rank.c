@@ -60,6 +60,30 @@ static int may_run(const struct operation *operation) {
     return !operation_tells_rows(operation) && !operation_changes_teams(operation) && operation->op != HORO_JOIN;
 }
 
+/* Rank 0 has all run with other values from the next batch on. */
+static void propose(struct rank *rank, size_t number, struct chance *chance) {
+    uint64_t values[HORO_KNOB_COUNT];
+    char sentence[HORO_MESSAGE_MAX] = "";
+    int32_t was_final;
+    if (rank->number != 0 || !rank->run->schedule->is_tuned || chance_once_in(chance, 4)) {
+        return;
+    }
+    (void)horo_read_tuning(rank->context, values, &was_final);
+    do {
+        values[HORO_KNOB_SEGMENT] = 4096ull << chance_below(chance, 12);
+    } while (values[HORO_KNOB_SEGMENT] > rank->run->schedule->segment_bytes);
+    values[HORO_KNOB_PIECE] = 4096ull << chance_below(chance, 11);
+    values[HORO_KNOB_FUSION] = chance_once_in(chance, 8) ? 0 : 1ull << (18 + chance_below(chance, 12));
+    values[HORO_KNOB_DOUBLING] = 1ull << (10 + chance_below(chance, 11));
+    values[HORO_KNOB_CARRIED] = 1ull << (9 + chance_below(chance, 6));
+    values[HORO_KNOB_OVERLAP] = chance_below(chance, 3);
+    const int is_final = chance_once_in(chance, 16);
+    const int status = horo_propose_tuning(rank->context, values, is_final, sentence, sizeof sentence);
+    if (status != HORO_OK) {
+        rank_fail(rank, number, "%s for other values: %s", horo_status_name(status), sentence);
+    }
+}
+
 /* Submits all that is this rank's, or for one that goes some of it; returns how many. */
 static uint32_t submit_bunch(struct rank *rank, const struct bunch *bunch, struct slot *slots, int goes,
                              struct chance *chance) {
@@ -69,6 +93,7 @@ static uint32_t submit_bunch(struct rank *rank, const struct bunch *bunch, struc
     for (uint32_t i = 0; i < count; i++) {
         delay(chance);
         const size_t number = bunch->first + order[i];
+        propose(rank, number, chance);
         const int is_lone = !goes && mine == 1 && may_run(&rank->run->schedule->operations[number]);
         const int at_once = is_lone && chance_once_in(chance, 2);
         slot_begin(rank, &slots[i], number, at_once ? AT_ONCE : chance_once_in(chance, 8) ? WAITS_SOON : NO_HASTE);

@@ -54,7 +54,7 @@ static void choose_options(struct chance *chance, struct schedule *schedule) {
     schedule->cache_capacity = ANY_OF(chance, capacities);
     schedule->spin_us = ANY_OF(chance, spins);
     schedule->cycle_time_us = ANY_OF(chance, cycles);
-    schedule->shuffle = chance_once_in(chance, 2) ? 1 + chance_below(chance, 1 << 30) : 0;
+    schedule->is_tuned = chance_once_in(chance, 2);
 }
 
 static void choose_ending(struct chance *chance, int together, struct schedule *schedule) {
@@ -289,11 +289,11 @@ void schedule_describe(const struct schedule *schedule, char *text, size_t text_
     }
     (void)snprintf(text, text_bytes,
                    "hosts [%s]%s, teams %d, at once %d, segment %llu, direct %llu, fusion %llu, cache %d, spin %d us, "
-                   "cycle %d us, shuffle %u, %d joins, %zu operations; %s%s",
+                   "cycle %d us, tuned %d, %d joins, %zu operations; %s%s",
                    hosts, schedule->host_count > 1 && schedule->host_of_rank[1] != 0 ? " in turn" : "",
                    schedule->team_count, schedule->teams_at_once, (unsigned long long)schedule->segment_bytes,
                    (unsigned long long)schedule->direct_bytes, (unsigned long long)schedule->fusion_bytes,
-                   schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->shuffle,
+                   schedule->cache_capacity, schedule->spin_us, schedule->cycle_time_us, schedule->is_tuned,
                    schedule->join_count, schedule->operation_count, who, endings[schedule->ending]);
 }
 

@@ -81,7 +81,7 @@ struct schedule {
     uint64_t segment_bytes, fusion_bytes;
     uint64_t direct_bytes;
     int32_t cache_capacity, spin_us, cycle_time_us;
-    uint32_t shuffle; /* not 0: what operations run with changes after every batch */
+    int is_tuned; /* what operations run with changes again and again */
     enum ending ending;
     int victim;          /* who leaves or dies */
     size_t victim_bunch; /* in which bunch */

@@ -1,0 +1,92 @@
+"""Which cases of a test that has many a run takes; `HORO_ALL_CASES=1` takes all."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+
+__all__ = ["some_of"]
+
+CASES = 12
+"""A test with no more cases than these runs whole."""
+
+CASES_UNDER_A_SANITIZER = 2
+"""A sanitizer makes a test ten times as slow. What more cases would find is wrong numbers, which the run without a
+sanitizer looks for; and the two sanitizers take different ones."""
+
+SEEDS_UNDER_A_SANITIZER = 4
+"""Of a test of random schedules, which are what races are found by."""
+
+
+def some_of(cases: Sequence[tuple[str, Mapping[str, object]]], sanitizer: str = "") -> set[str]:
+    """Names of the cases of one test that a run takes.
+
+    Args:
+        cases: The name and the parameters of each. Values are equal if they are the same object.
+        sanitizer: ``address`` or ``thread``; empty: the run is for numbers.
+    """
+    if not sanitizer:
+        return pairwise([(name, {n: id(v) for n, v in params.items()}) for name, params in cases])
+    same = alike(sanitizer)
+    values = [(name, {n: same_layout(n, v) or id(v) for n, v in p.items() if n not in same}) for name, p in cases]
+    most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0][1] else CASES_UNDER_A_SANITIZER
+    return spread([(name, set(each.items())) for name, each in values], most, sanitizer)
+
+
+def pairwise(cases: Sequence[tuple[str, Mapping[str, Hashable]]]) -> set[str]:
+    """Names of cases that have every pair of values of any two parameters; of two parameters, every value of each.
+
+    All cases if they are few, or no product of lists of values.
+    """
+    values = [{params[name] for _, params in cases} for name in cases[0][1]]
+    if len(values) == 1 or len(cases) != math.prod(map(len, values)):
+        return {name for name, _ in cases}
+    together = min(2, len(values) - 1)
+    return spread([(name, set(combinations(params.items(), together))) for name, params in cases], CASES)
+
+
+def alike(sanitizer: str) -> set[str]:
+    """Parameters of which any value is as good as another: the seeds; and where only races are looked for, lengths
+    around a bound.
+    """
+    return {"seed"} | ({"edge", "extra"} if sanitizer == "thread" else set())
+
+
+def same_layout(name: str, value: object) -> Hashable:
+    """What a sanitizer's run takes layouts of ranks over hosts to be alike by; None: it is no layout.
+
+    Whether there are other hosts, whether ranks share one, and whether hosts have as many: what more hosts or more
+    ranks would find is wrong numbers.
+    """
+    if name not in {"hosts", "host_of_rank"} or not isinstance(value, list | tuple):
+        return None
+    counts = list(value) if name == "hosts" else [value.count(host) for host in set(value)]
+    if not counts or not all(isinstance(count, int) for count in counts):
+        return None
+    return len(counts) > 1, max(counts) > 1, len(set(counts)) > 1
+
+
+def spread(cases: Sequence[tuple[str, set[Hashable]]], most: int, of: str = "") -> set[str]:
+    """Names of at most so many cases of one test; of more if some trait would not occur otherwise.
+
+    The same ones each time: those first that have most traits which no other has; among equals drawn by the hash of
+    their names, and by what they are drawn for.
+
+    Args:
+        cases: The name and the traits of each case.
+        most: How many.
+        of: Which run they are for; another one gets other cases.
+    """
+    if len(cases) <= most:
+        return {name for name, _ in cases}
+    drawn = sorted(cases, key=lambda case: zlib.crc32(f"{of}{case[0]}".encode()))
+    unseen = set[Hashable]().union(*(traits for _, traits in cases))
+    chosen: list[str] = []
+    while unseen:
+        name, traits = max(drawn, key=lambda case: len(unseen & case[1]))  # the first drawn of the best
+        unseen -= traits
+        chosen.append(name)
+    rest = [name for name, _ in drawn if name not in chosen]
+    return {*chosen, *rest[: max(0, most - len(chosen))]}
