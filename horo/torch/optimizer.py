@@ -164,11 +164,11 @@ def DistributedOptimizer(
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    default = _runtime.current().job.gradients_ready
+    chosen = gradients_ready or _runtime.current().job.gradients_ready
     if op == Adasum:
         _check_adasum(optimizer, groups, gradients_ready)
-        default = _ADASUM
-    strategy = STRATEGIES[gradients_ready or default]
+        chosen = _ADASUM
+    strategy = STRATEGIES[chosen]
     options = ReductionOptions(
         op,
         compression,
