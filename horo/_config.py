@@ -280,30 +280,9 @@ class Config:
         "staged",
         "How tensors on GPUs travel: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
         "`nccl`, which moves them from GPU to GPU where each rank has one of its own and the same NCCL; what it cannot "
-        "do is staged. NCCL has not been tried on a GPU yet.",
+        "do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
         choices=("staged", "mpi", "nccl"),
-    )
-    hierarchical_allreduce: bool = variable(
-        "HIERARCHICAL_ALLREDUCE",
-        False,
-        "1: an allreduce by NCCL in a job of several hosts is NCCL's inside each host only: every rank gets a part of "
-        "the sum there, which goes on between hosts through host memory, by `HORO_TRANSPORT`, and NCCL gathers the "
-        "parts. For networks that NCCL does not know or is slow on. No effect where no host has several ranks; in host "
-        "memory horo reduces inside each host first in any case. Not tried on a GPU yet.",
-        Option(
-            "--hierarchical-allreduce",
-            "NCCL reduces inside hosts, horo between them",
-            value="1",
-            key="params: hierarchical_allreduce",
-        ),
-        Option(
-            "--no-hierarchical-allreduce",
-            "NCCL reduces among all ranks (the default), whatever the environment says",
-            value="0",
-            key="params: hierarchical_allreduce",
-            stands_for=False,
-        ),
     )
     transport: str = variable(
         "TRANSPORT",

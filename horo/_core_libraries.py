@@ -11,7 +11,7 @@ from horo._core_words import check, error_buffer, text_of
 if TYPE_CHECKING:
     from horo._core import Context
 
-__all__ = ["Library", "copy_back", "copy_result", "find_library", "use_cuda", "use_nccl"]
+__all__ = ["Library", "copy_back", "find_library", "use_cuda", "use_nccl"]
 
 _KINDS = {"cuda": lib.HORO_LIBRARY_CUDA, "nccl": lib.HORO_LIBRARY_NCCL}
 
@@ -61,25 +61,18 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
     )
 
 
-def use_nccl(context: Context, paths: Sequence[str], *, two_levels: bool = False) -> None:
+def use_nccl(context: Context, paths: Sequence[str]) -> None:
     """Lets NCCL execute those requests with tensors on GPUs that it can; see ``horo_use_nccl``.
 
     Where a rank has no NCCL of use, that is logged when all ranks have told one another, at the first such request.
-
-    Args:
-        context: The rank's.
-        paths: Where NCCL may be.
-        two_levels: Whether NCCL does an allreduce inside each host only, and host memory is its way between hosts, if
-            all ranks ask for that.
 
     Raises:
         UsageError: ``use_cuda`` has not been called.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
     error = error_buffer()
-    flags = lib.HORO_NCCL_TWO_LEVELS if two_levels else 0
     check(
-        lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), flags, error, lib.HORO_MESSAGE_MAX),
+        lib.horo_use_nccl(context._context, ffi.new("char *[]", names), len(names), error, lib.HORO_MESSAGE_MAX),
         error,
     )
 
@@ -93,22 +86,3 @@ def copy_back(context: Context, handle: int, stream: int) -> None:
     """
     error = error_buffer()
     check(lib.horo_copy_back(context._context, handle, stream, error, lib.HORO_MESSAGE_MAX), error)
-
-
-def copy_result(context: Context, handle: int, index: int, output: int, stream: int) -> None:
-    """Begins to copy result ``index`` of an allgather or alltoall by NCCL, one for which ``take_result`` gives None.
-
-    Args:
-        context: the rank's.
-        handle: of the request.
-        index: of the tensor in it.
-        output: the address on the GPU of as many bytes as the result has.
-        stream: of the GPU, behind which the result is there; never blocks.
-
-    Raises:
-        UsageError: there is no such result.
-        ResourceError: the driver refuses.
-    """
-    target, error = ffi.cast("void *", output), error_buffer()
-    status = lib.horo_copy_result(context._context, handle, index, target, stream, error, lib.HORO_MESSAGE_MAX)
-    check(status, error)

@@ -29,7 +29,6 @@ class InitSettings(TypedDict, total=False):
     overlap: str | None
     gradients_ready: str | None
     gpu_operations: str | None
-    hierarchical_allreduce: bool | None
     transport: str | None
     sockets_per_peer: int | None
     autotune: bool | None

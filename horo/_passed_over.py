@@ -19,8 +19,9 @@ _PARTS = ("PYTORCH", "TENSORFLOW", "MXNET", "MPI", "GLOO", "NVTX")
 _NO_GLOO = "horo has transports of its own; HORO_PEER_TIMEOUT and HORO_NETWORK_INTERFACES are theirs"
 PASSED_OVER = {
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "horo's search has no Gaussian process",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "horo gathers inside each host first by itself, and NCCL among all ranks",
-    "HOROVOD_TORUS_ALLREDUCE": "HORO_HIERARCHICAL_ALLREDUCE=1 has NCCL reduce inside each host only",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "horo reduces inside each host first by itself, and NCCL among all ranks",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "horo gathers inside each host first by itself",
+    "HOROVOD_TORUS_ALLREDUCE": "horo reduces inside each host first by itself, and NCCL among all ranks",
     "HOROVOD_THREAD_AFFINITY": "hororun --bind-to core gives each rank its share of the cores",
     "HOROVOD_CPU_OPERATIONS": "horo's own algorithms reduce, gather and broadcast tensors in host memory; "
     "HORO_TRANSPORT=mpi has MPI carry the data between hosts",
@@ -63,7 +64,7 @@ def passed_over(environ: Mapping[str, str], arguments: Mapping[str, Any] | None 
     """A sentence for each variable of Horovod that is set, unless to 0 or to nothing, and that horo does not read.
 
     And for the times of stall checks, the settings of autotuning and the marks of a timeline, where these are switched
-    off, and for what is NCCL's without that, also if they are ``arguments`` of ``init()``.
+    off, also if they are ``arguments`` of ``init()``.
     """
     sentences = [
         f"{name} does nothing here: {why}"
@@ -78,7 +79,7 @@ def passed_over(environ: Mapping[str, str], arguments: Mapping[str, Any] | None 
 
 
 def _without_switch(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> list[str]:
-    """Sentences for what belongs to stall checks, autotuning, a timeline or NCCL, where these are switched off."""
+    """Sentences for what belongs to stall checks, autotuning or a timeline, where these are switched off."""
     given = {name: value for name, value in arguments.items() if value is not None}
     set_as = {
         name: f"init({name}={given[name]!r})" if name in given else variable.set_name(environ)
@@ -106,13 +107,6 @@ def _without_switch(environ: Mapping[str, str], arguments: Mapping[str, Any]) ->
                 sentences.append(f"{each} does nothing without {switch}")
     if is_on("timeline_mark_cycles") and not (given.get("timeline") or set_as["timeline"]):
         sentences.append(f"{set_as['timeline_mark_cycles']} does nothing without HORO_TIMELINE")
-    operations = str(given.get("gpu_operations", environ.get(set_as["gpu_operations"], "")))
-    if is_on("hierarchical_allreduce") and operations.strip().lower() != "nccl":
-        each = set_as["hierarchical_allreduce"]
-        sources = read_sources(variables_of(Config), environ)
-        source = "" if "hierarchical_allreduce" in given else sources["hierarchical_allreduce"]
-        each = source if source.startswith("hororun ") else each
-        sentences.append(f"{each} does nothing without HORO_GPU_OPERATIONS=nccl: horo reduces inside each host first")
     return sentences
 
 

@@ -42,9 +42,8 @@ def sources() -> list[str]:
 
 
 def headers() -> list[str]:
-    """The files that C files include: other C, and the text of kernels for GPUs."""
-    found = [path for path in (ROOT / "native").rglob("*") if path.suffix in {".h", ".ptx"}]
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    """The files that C files include."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").rglob("*.h"))
 
 
 ffibuilder = FFI()

@@ -63,6 +63,14 @@ class GpuTensor(torch.Tensor):
         address = self.address + torch.Tensor.data_ptr(view) - torch.Tensor.data_ptr(self)
         return _present(view, self.gpu, address, self.number)
 
+    def to(self, dtype: torch.dtype) -> GpuTensor:  # type: ignore[override]
+        """Behind the current stream, as on a GPU; the double waits for it."""
+        return self.gpu.put(self.gpu.read(self).to(dtype), self.number)
+
+    def copy_(self, other: torch.Tensor) -> GpuTensor:  # type: ignore[override]
+        super().copy_(self.gpu.read(other) if isinstance(other, GpuTensor) else other)
+        return self
+
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor).clone()
 

@@ -39,7 +39,6 @@ _SHARED_SETTINGS = (
     "fusion_threshold",
     "cache_capacity",
     "gpu_operations",
-    "hierarchical_allreduce",
     "transport",
     "sockets_per_peer",
     "single_copy",

@@ -14,7 +14,7 @@ import torch
 
 from horo import _core
 from horo._bootstrap.gpu_libraries import CUDA_PLACES, nccl_places
-from horo._core_libraries import copy_back, copy_result, use_cuda, use_nccl
+from horo._core_libraries import copy_back, use_cuda, use_nccl
 from horo.errors import HoroError, UnsupportedError, UsageError
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "new_empty",
     "place",
     "refuse_capture",
-    "take_result",
     "to_device",
     "use_gpus",
 ]
@@ -73,7 +72,7 @@ def use_gpus(core: _core.Context, settings: Mapping[str, Any], warning: str = ""
     if settings.get("gpu_operations") == "nccl":
         if warning:
             logging.getLogger("horo").warning(warning)
-        use_nccl(core, nccl_places(), two_levels=settings["hierarchical_allreduce"])
+        use_nccl(core, nccl_places())
 
 
 def refuse_capture(what: str) -> None:
@@ -120,26 +119,6 @@ def let_go(device: torch.device, core: _core.Context, handle: int, tensors: Sequ
         copy_back(core, handle, int(stream.cuda_stream))
         for tensor in tensors:
             tensor.record_stream(stream)
-
-
-def take_result(core: _core.Context, handle: int, index: int, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """A result of an allgather or alltoall that the core has on the GPU, behind the current stream.
-
-    Args:
-        core: The rank's context.
-        handle: Of the request, which is done.
-        index: Of the tensor in it.
-        like: That tensor; its memory may be freed as after ``finish_on``.
-        rows: How many the result has.
-
-    Raises:
-        HoroError: The driver refuses.
-    """
-    stream = torch.cuda.current_stream(like.device)
-    result = new_empty(like, (rows, *like.shape[1:]))
-    copy_result(core, handle, index, result.data_ptr(), int(stream.cuda_stream))
-    like.record_stream(stream)
-    return result
 
 
 def new_empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from horo._core import OPS, Context, RequestBuffer
-from horo.errors import HoroError, UsageError
+from horo.errors import HoroError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from horo._bootstrap.running_rank import RunningRank
@@ -100,10 +100,16 @@ class Joining:
 
         Raises:
             HoroError: As ``Context.start_join``, or the group has ended.
+            UnsupportedError: The job uses NCCL, which needs memory on the GPU of each rank.
             UsageError, AbortedError: As ``Runtime.raise_ended``.
             BaseException: The exception of a signal handler; this rank stays joined.
         """
         runtime, call = self._runtime, object()
+        if runtime.job.settings.get("gpu_operations") == "nccl":
+            raise UnsupportedError(
+                "join: not with HORO_GPU_OPERATIONS=nccl, as NCCL needs a tensor of each rank; use "
+                "HORO_GPU_OPERATIONS=staged, or give all ranks equally many batches"
+            )
         try:
             runtime.active_calls[call] = None
             if runtime.ended:

@@ -61,6 +61,7 @@ class CachedRequest:
     """A request without its addresses and, if it has an automatic name, without its name."""
 
     __slots__ = (
+        "_casts",
         "_label",
         "_name",
         "_output_form",
@@ -76,8 +77,11 @@ class CachedRequest:
         "weight",
     )
 
-    def __init__(self, spec: Spec, sync: bool, name: Callable[[str, str | None, int], str], tensor_count: int) -> None:
+    def __init__(
+        self, spec: Spec, sync: bool, name: Callable[[str, str | None, int], str], tensor_count: int, *, casts: bool
+    ) -> None:
         self._spec = spec
+        self._casts = casts
         self._sync = sync
         self._name = name
         self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
@@ -189,7 +193,7 @@ class CachedRequest:
     def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
         self._signatures = None
         spec = self._spec
-        staged = stage(tensors, spec, in_place)
+        staged = stage(tensors, spec, in_place, casts=self._casts)
         self.device = staged.device
         self._fill_buffer(pack(staged, spec))
         if self.device is not None or any(source.is_complex() for source in staged.inputs):
@@ -222,8 +226,10 @@ class CachedRequest:
 class RequestCache:
     """The requests of one job by key. When it is full, the one that was made first goes."""
 
-    def __init__(self, name: Callable[[str, str | None, int], str]) -> None:
+    def __init__(self, name: Callable[[str, str | None, int], str], *, casts: bool = False) -> None:
         self._name = name
+        self._casts = casts
+        """As the argument of ``stage``."""
         self._kept: dict[Hashable, CachedRequest] = {}
         self._weight = 0
         self._rooms: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -262,7 +268,7 @@ class RequestCache:
         kept = None if key is None else self.take(key)
         if kept is not None:
             return kept
-        fresh = CachedRequest(spec, sync, self._name, tensor_count)
+        fresh = CachedRequest(spec, sync, self._name, tensor_count, casts=self._casts)
         if key is not None and key not in self._kept:
             self._keep(key, fresh)
         return fresh

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horo import _core
-from horo.torch._devices import finish_on, take_result, to_device
+from horo.torch._devices import finish_on, to_device
 from horo.torch._staging import StagedTensors, count_change
 
 __all__ = ["Gathered", "Gathering", "finish_in_place", "finish_output", "finish_staged", "gathered"]
@@ -56,8 +56,6 @@ class Gathering:
         if index == len(self._taken):
             self._taken.append(_core.TakenResult(core.size))
         buffer, rows = core.take_result(handle, index, self._taken[index])
-        if buffer is None:
-            return Gathered(take_result(core, handle, index, tensor, sum(rows)), rows)
         return gathered(buffer, rows, tensor)
 
 

@@ -73,7 +73,7 @@ class Runtime:
         """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
         the core's handle, which is stored nowhere else."""
         self.uses_gpus = False  # else requests may be on GPUs
-        self.request_cache = RequestCache(self.name)
+        self.request_cache = RequestCache(self.name, casts=job.settings.get("gpu_operations") == "nccl")
         """Requests for calls with the same arguments as an earlier call."""
         self.handle_base = handle_base
         """The number of a request is this plus the core's handle. Lower numbers belong to earlier runtimes."""

@@ -12,6 +12,7 @@ from horo import _core
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._devices import new_empty, place
 from horo.torch._torch_private import change_counter
+from horo.torch.compression import narrow
 
 __all__ = [
     "GATHERING",
@@ -78,7 +79,7 @@ class StagedTensors(NamedTuple):
     tensors: Sequence[torch.Tensor]
     """The tensors of the user."""
     inputs: Sequence[torch.Tensor]
-    """The same or contiguous copies."""
+    """The same or contiguous copies, perhaps in the dtype that they travel as."""
     outputs: Sequence[torch.Tensor]
     """``inputs`` itself for an operation in place, and for those of ``GATHERING``."""
     device: torch.device | None = None
@@ -91,7 +92,12 @@ class StagedTensors(NamedTuple):
     def results(self) -> tuple[torch.Tensor, ...]:
         """The results; in place, the user's tensors, marked as changed for autograd."""
         if self.outputs is not self.inputs:
-            return tuple(self.outputs)
+            if self.device is None:
+                return tuple(self.outputs)
+            return tuple(
+                output if output.dtype == tensor.dtype else output.to(tensor.dtype)
+                for tensor, output in zip(self.tensors, self.outputs, strict=True)
+            )
         if self.inputs is self.tensors:
             count_change(self.tensors)
             return tuple(self.tensors)
@@ -106,13 +112,14 @@ class StagedTensors(NamedTuple):
         return tuple(self.tensors)
 
 
-def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> StagedTensors:
+def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, *, casts: bool = False) -> StagedTensors:
     """Finds memory for an operation on ``tensors``.
 
     Args:
         tensors: Dense tensors of any shape and strides, in host memory or on GPUs.
         spec: The operation.
         in_place: Write the results into ``tensors``, else into new contiguous tensors.
+        casts: Tensors on a GPU are converted there to what they travel as: NCCL converts nothing.
 
     Raises:
         UsageError, UnsupportedError: The operation cannot be done with one of them.
@@ -121,6 +128,8 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool) -> Staged
     device = None
     if not all(tensor.is_cpu for tensor in inputs):
         device, inputs = place(inputs, describe(spec.kind, spec.name), in_place=in_place)
+    if casts and device is not None and spec.wire is not None:
+        inputs = [narrow(each.detach(), spec.wire)[0] if each.dtype in _NARROWED else each for each in inputs]
     if in_place or spec.collective in GATHERING:
         return StagedTensors(tensors, inputs, inputs, device)
     return StagedTensors(tensors, inputs, make_outputs(inputs, spec), device)

@@ -1,7 +1,7 @@
 """Fewer bits on the way: a smaller tensor is sent, and the result gets the dtype of the first again.
 
-The core does the conversions of ``Compression`` itself, in the passes over memory that it makes anyway; a
-``Compressor`` of one's own is called before the reduction and after it.
+The core does the conversions of ``Compression`` itself, in the passes over host memory that it makes anyway; for NCCL,
+torch does them on the GPU. A ``Compressor`` of one's own is called before the reduction and after it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Compression:
       becomes infinite.
     - ``bf16``: they travel as bfloat16, which has the range of float32 and 8 bits of precision.
 
-    The result has the dtype of the tensor. Other dtypes travel as they are.
+    The result has the dtype of the tensor. Other dtypes travel as they are. With ``HORO_GPU_OPERATIONS=nccl``, a tensor
+    on a GPU is converted before factors are multiplied in, and NCCL adds it up in 16 bits.
 
     Example:
         x = torch.full((2,), float(hvd.rank()))
@@ -101,7 +102,7 @@ class Compression:
 
 
 def split(compression: type[Compressor]) -> tuple[torch.dtype | None, type[Compressor]]:
-    """The part of a compression that the core does, and the part that is left for Python.
+    """The part of a compression that horo does on the way, and the part that is left for Python.
 
     Returns:
         The dtype that wider floats travel as, None for their own; the compressor to call.

@@ -40,37 +40,23 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
  */
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);
-/* Flags of horo_use_nccl. */
-enum {
-    /*
-     * An allreduce is NCCL's inside each host, and passes host memory between hosts: where a host has several ranks and
-     * all ranks ask for that. Where only some do, the team's first rank logs it.
-     */
-    HORO_NCCL_TWO_LEVELS = 1,
-};
 
 /*
- * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: all but Adasum and some dtypes. Behind
- * horo_use_cuda, on all ranks or on none; does nothing where that has been done. The first such request of each rank
- * chooses its GPU. The first one that all ranks have submitted, or have joined, makes them tell one another what they
- * have: where one of them cannot use NCCL, these requests are as after horo_use_cuda alone, and rank 0 logs why. Else a
- * request is done once it is on a stream of the GPU; horo_copy_back makes the caller's stream wait for its end.
- * Either way it fails where another rank has its tensors elsewhere. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE
- * with a sentence; a lack of NCCL is none.
+ * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: allreduce, broadcast and reduce-scatter of
+ * its dtypes, as they are, also averages and scaled sums of floats. Behind horo_use_cuda, on all ranks or on none; does
+ * nothing where that has been done. No rank may join then. The first such request of each rank chooses its GPU. The
+ * first one that all ranks have submitted makes them tell one another what they have: where one of them cannot use
+ * NCCL, these requests are as after horo_use_cuda alone, and rank 0 logs why. Else a request is done once it is on a
+ * stream of the GPU; horo_copy_back makes the caller's stream wait for its end. Either way it fails where another rank
+ * has its tensors elsewhere. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a sentence; a lack of NCCL is none.
  */
-HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t flags,
-                           char *error, size_t error_bytes);
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes);
 /*
  * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU
  * wait for them. Before horo_release; a second call only makes its stream wait, too. Does not wait itself. Those of an
  * allgather or alltoall are horo_take_result's. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a sentence.
  */
 HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes);
-/*
- * Of an allgather or alltoall by NCCL, for which horo_take_result gives no data: begins to copy a result to `output` in
- * memory of the GPU, on `stream`. As horo_copy_back.
- */
-HORO_API int horo_copy_result(horo_context *context, int64_t handle, int32_t index, void *output, uint64_t stream,
-                              char *error, size_t error_bytes);
 
 #endif

@@ -308,13 +308,13 @@ HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int3
     return status;
 }
 
-HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t flags,
-                           char *error, size_t error_bytes) {
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
+                           size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
     if (status == HORO_OK) {
         const size_t count = path_count < 0 ? 0 : (size_t)path_count;
-        status = hr_engine_use_nccl(&context->engine, paths, count, flags, &failure);
+        status = hr_engine_use_nccl(&context->engine, paths, count, &failure);
     }
     copy_error(&failure, error, error_bytes);
     return status;
@@ -325,17 +325,6 @@ HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stre
     int status = check_process(context, &failure);
     if (status == HORO_OK) {
         status = hr_engine_copy_back(&context->engine, handle, stream, &failure);
-    }
-    copy_error(&failure, error, error_bytes);
-    return status;
-}
-
-HORO_API int horo_copy_result(horo_context *context, int64_t handle, int32_t index, void *output, uint64_t stream,
-                              char *error, size_t error_bytes) {
-    struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_copy_result(&context->engine, handle, index, output, stream, &failure);
     }
     copy_error(&failure, error, error_bytes);
     return status;

@@ -36,6 +36,7 @@ def _switch(option: str) -> _Key:
 
 _REFUSED: dict[str, dict[str, _Key]] = {
     "params": {
+        "hierarchical_allreduce": _switch("--hierarchical-allreduce"),
         "hierarchical_allgather": _switch("--hierarchical-allgather"),
         "torus_allreduce": _switch("--torus-allreduce"),
     },

@@ -58,7 +58,11 @@ _REFUSED |= {
 _REFUSED |= {
     f"--{no}{name}": (0, f"horo {does} inside each host first by itself")
     for no in ("", "no-")
-    for name, does in (("hierarchical-allgather", "gathers"), ("torus-allreduce", "reduces"))
+    for name, does in (
+        ("hierarchical-allreduce", "reduces"),
+        ("hierarchical-allgather", "gathers"),
+        ("torus-allreduce", "reduces"),
+    )
 }
 _REFUSED |= dict.fromkeys(
     ("--log-with-timestamp", "--log-without-timestamp", "--log-hide-timestamp", "--no-log-hide-timestamp"),

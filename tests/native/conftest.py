@@ -39,18 +39,11 @@ def gpu(tmp_path: Path) -> Iterator[Gpu]:
     found = Gpu(build_double(CUDA, tmp_path, soname=f"double-cuda-{next(_names)}.so", DELAYS=20, DEVICES=8))
     yield found
     left = found.counts()
-    del left["pinned_ever"], left["rooms_most"], left["kernels"]
+    del left["pinned_ever"]
     if found.is_broken:  # the driver may still call a function of horo's, so what that uses stays
         return
     kept = found.pinned_left
-    assert left == {
-        "streams": 0,
-        "contexts": kept,
-        "events": 2 * kept,
-        "pinned": kept,
-        "rooms": 0,
-        "modules": found.modules_left,
-    }
+    assert left == {"streams": 0, "contexts": kept, "events": 2 * kept, "pinned": kept}
     found.end()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ranks import Rank, describe, wait_for
 
 from horo import _core
-from horo._core_libraries import copy_back, copy_result, use_cuda, use_nccl
+from horo._core_libraries import copy_back, use_cuda, use_nccl
 
 __all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
 
@@ -25,7 +25,6 @@ class Gpu:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_broken = False
-        self.modules_left = 0  # of ranks that have left while their GPU stood still
         self.pinned_left = 0  # pieces that an MPI or a copy may still touch, each in a context of its own
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
@@ -121,7 +120,7 @@ class Gpu:
         self.lib.double_hold_returns(int(are_held))
 
     def await_program(self) -> None:
-        """From now on, what frees pinned memory or kernels waits for the program's streams, too, as a driver does."""
+        """From now on, what frees pinned memory waits for the program's streams, too, as a driver does."""
         self.lib.double_await_program(1)
 
     def calls(self) -> int:
@@ -141,22 +140,14 @@ class Gpu:
         return int(self.lib.double_copies())
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 9)()
+        numbers = (ctypes.c_int * 5)()
         self.lib.double_count(numbers)
-        names = "streams", "contexts", "events", "pinned", "pinned_ever", "rooms", "rooms_most", "modules", "kernels"
+        names = "streams", "contexts", "events", "pinned", "pinned_ever"
         return dict(zip(names, numbers, strict=True))
 
     def waits(self) -> int:
         """How often a thread has had to wait because a stream of horo's was full."""
         return int(self.lib.double_waits())
-
-    def limit_rooms(self, size: int) -> None:
-        """The largest piece of memory that the device gives out in the order of a stream."""
-        self.lib.double_limit_rooms(size)
-
-    def refuse_kernels(self, devices: int = 0, launch: int = 0) -> None:
-        """Those devices (as bits) do not take the kernels; launch number ``launch`` from now on fails."""
-        self.lib.double_refuse_kernels(devices, launch)
 
 
 PLACES = ("id", "init", "connect", "call", "group end", "run", "hang", "scale", "late connect", "late launch", "end")
@@ -195,11 +186,10 @@ class OnGpu:
         *,
         device: int = 0,
         default_stream: bool = False,
-        two_levels: bool = False,
     ) -> None:
         use_cuda(rank.context, [str(gpu.path)])
         if nccl is not None:
-            use_nccl(rank.context, [str(path) for path in nccl], two_levels=two_levels)
+            use_nccl(rank.context, [str(path) for path in nccl])
         self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
         self.stream = 0 if default_stream else gpu.stream()
 
@@ -210,6 +200,7 @@ class OnGpu:
         (tensor,) = describe([array], [array if output is None else output])
         splits = tuple(options.pop("splits", ()))
         tensor = tensor._replace(input=source, output=target, splits=splits, dtype=options.pop("dtype", tensor.dtype))
+        tensor = tensor._replace(wire_dtype=options.pop("wire_dtype", 0))
         options = {"device": self.device + 1, "stream": self.stream, **options}
         return self.context.submit(_core.RequestBuffer.of(_core.OPS[op], name, [tensor], **options)), source, target
 
@@ -235,17 +226,6 @@ class OnGpu:
         data, _ = self.context.take_result(handle, 0)
         self.context.release(handle)
         return np.frombuffer(data, like.dtype)
-
-    def taken(self, handle: int, count: int, like: np.ndarray, index: int = 0) -> np.ndarray:
-        """One result of an allgather or alltoall by NCCL, of so many values."""
-        self.context.wait(handle)
-        data, _ = self.context.take_result(handle, index)
-        assert data is None, "it is in host memory"
-        result = np.zeros(count, like.dtype)
-        target = self.gpu.put(result)
-        copy_result(self.context, handle, index, target, self.stream)
-        self.gpu.synchronize(self.stream)
-        return self.gpu.get(target, result)
 
     def close(self) -> None:
         if self.stream:

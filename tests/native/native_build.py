@@ -49,7 +49,7 @@ _STAMP = _FOLDER / "stamp"
 def inputs() -> list[Path]:
     """What the module is made from."""
     folders = [ROOT / "native", SHIM]
-    found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py", ".ptx"})
+    found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
     return [Path(__file__), *found]
 
 

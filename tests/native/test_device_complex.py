@@ -7,7 +7,6 @@ import pytest
 from complex_numbers import factor, product, read, stored
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import NUMPY_OF_COMPLEX, Group, Rank
-from test_nccl_join import alone
 from test_reducescatter import rows_of
 
 from horo import _core
@@ -18,11 +17,11 @@ LENGTHS = [0, 1, 1000, (1 << 19) + 3]
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
-@pytest.mark.parametrize("way", ["staged", "nccl", "two levels"])
+@pytest.mark.parametrize("way", ["staged", "nccl"])
 def test_products_are_staged_and_sums_are_not(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], way: str) -> None:
     def body(rank: Rank) -> None:
         libraries = None if way == "staged" else [nccl.path]
-        own = OnGpu(rank, gpu, libraries, device=rank.rank, two_levels=way == "two levels")
+        own = OnGpu(rank, gpu, libraries, device=rank.rank)
         for dtype in NUMPY_OF_COMPLEX:
             for count in LENGTHS:
                 mine = stored(factor(rank.rank, count), dtype)
@@ -39,7 +38,7 @@ def test_products_are_staged_and_sums_are_not(gpu: Gpu, nccl: Nccl, hosts: tuple
     with Group(hosts) as group:
         group.run(body)
     launched = {"staged": 0, "nccl": len(NUMPY_OF_COMPLEX) * sum(hosts)}
-    assert way == "two levels" or nccl.counts()["launched"] == launched[way]
+    assert nccl.counts()["launched"] == launched[way]
     assert nccl.counts()["mismatches"] == 0
 
 
@@ -63,13 +62,3 @@ def test_many_of_both_at_once(gpu: Gpu, nccl: Nccl) -> None:
 
     with Group((3,)) as group:
         group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)], ids=str)
-def test_a_rank_that_has_joined_multiplies_by_one(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
-    def body(rank: Rank, own: OnGpu) -> None:
-        for dtype in NUMPY_OF_COMPLEX:
-            got = own.allreduce(stored(factor(rank.rank, 70), dtype), dtype, "product")
-            assert np.array_equal(read(got), product(range(1, rank.size), 70))
-
-    alone(hosts, body, gpu, nccl)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu
+from device_group import SUM, Gpu, OnGpu
 from ranks import Group, Rank, recorded_stderr, wait_for
-from test_nccl_two_level import in_two
 
 from horo._core_setup import MpiCalls, MpiUse, Setup
 from horo.errors import GroupError
@@ -108,18 +107,6 @@ def test_staged_values_that_mpi_holds_stay_where_they_are(mpi: FakeMpi, gpu: Gpu
     assert all(map(gpu.is_pinned, held))
     for place in held:
         ctypes.memset(place, 0xEE, 1)  # as MPI may; a sanitizer would see it
-
-
-@pytest.mark.parametrize("hosts", [(2, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("room", [1 << 30, 0])
-def test_parts_between_hosts_that_mpi_holds_stay_where_they_are(
-    mpi: FakeMpi, gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], room: int
-) -> None:
-    gpu.limit_rooms(room)  # else pinned memory stands in
-    held = is_cut_off(mpi, gpu, hosts, lambda rank: in_two(rank, gpu, nccl))
-    assert all(map(gpu.is_pinned, held))
-    for place in held:
-        ctypes.memset(place, 0xEE, 1)
 
 
 def test_values_that_still_come_when_a_rank_is_lost_give_back_nothing_that_mpi_holds(mpi: FakeMpi, gpu: Gpu) -> None:

@@ -175,18 +175,17 @@ def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(g
 # ---- A rank that leaves while a kernel of the program's hangs ----
 
 
-def leave_behind(gpu: Gpu, nccl: Nccl | None, stream: int, others: int = 0) -> ctypes.c_int:
-    """A rank alone, which has pinned memory and perhaps kernels, leaves while a stream of the program's stands still.
+def leave_behind(gpu: Gpu, stream: int, others: int = 0) -> ctypes.c_int:
+    """A rank alone, which has pinned memory, leaves while a stream of the program's stands still.
 
     ``others`` have done so before. Returns the gate that it stands behind.
     """
     gates = []
 
     def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu, None if nccl is None else [nccl.path])
+        own = OnGpu(rank, gpu)
         np.testing.assert_array_equal(own.allreduce(np.full(5, 3, np.int32), op="average"), [3] * 5)
         assert gpu.counts()["pinned"] == others + 1
-        assert gpu.counts()["modules"] == (nccl is not None)
         own.close()
         gpu.await_program()
         gates.append(gpu.hold(stream))
@@ -196,28 +195,26 @@ def leave_behind(gpu: Gpu, nccl: Nccl | None, stream: int, others: int = 0) -> c
     return gates[0]
 
 
-@pytest.mark.parametrize("by_nccl", [False, True])
-def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
+def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu) -> None:
     """However long that takes, and with as little on the stream: a mark, whose event is the third."""
-    gate = leave_behind(gpu, nccl if by_nccl else None, 0)
+    gate = leave_behind(gpu, 0)
     counts = gpu.counts()
-    assert [counts[name] for name in ("pinned", "contexts", "events", "modules")] == [1, 1, 3, int(by_nccl)]
+    assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 3]
     gpu.open(gate)
     wait_for(lambda: gpu.counts()["contexts"] == 0)
 
 
 def test_what_several_jobs_of_a_process_have_left_goes_together(gpu: Gpu) -> None:
-    gates = [leave_behind(gpu, None, 0, others) for others in range(3)]
+    gates = [leave_behind(gpu, 0, others) for others in range(3)]
     assert gpu.counts()["pinned"] == 3
     gpu.open(*gates)
     wait_for(lambda: gpu.counts()["contexts"] == 0)
 
 
-@pytest.mark.parametrize("by_nccl", [False, True])
-def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(gpu: Gpu, nccl: Nccl, by_nccl: bool) -> None:
+def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(gpu: Gpu) -> None:
     """What it has not let go of then goes when the stream goes on."""
     stream = gpu.stream()  # which horo knows nothing of
-    gate = leave_behind(gpu, nccl if by_nccl else None, stream)
+    gate = leave_behind(gpu, stream)
     assert gpu.counts()["contexts"] == 1
     gpu.open(gate)
     gpu.close(stream)

@@ -11,35 +11,13 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank
 
 from horo import _core
-from horo._core_libraries import copy_back, copy_result
+from horo._core_libraries import copy_back
 from horo.errors import ResourceError, UsageError
 
 THOUSAND = np.arange(1000, dtype=np.float32)
 LARGE = np.arange(1 << 20, dtype=np.float32)
 """It flows, in two pieces."""
 INVALID_VALUE = 1
-
-
-def test_a_result_that_is_released_while_it_is_copied_stays_until_then(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        handle, _, _ = own.submit("allgather", "x", THOUSAND)
-        own.context.wait(handle)
-        target = gpu.put(np.zeros(1000, np.float32))
-        gate = gpu.pause()
-        copies = threading.Thread(target=copy_result, args=(own.context, handle, 0, target, own.stream))
-        copies.start()
-        gpu.await_pause(gate)
-        own.context.release(handle)
-        copies.join(0.3)  # by then what has been given back would be spoiled
-        gpu.resume(gate)
-        copies.join(60)
-        gpu.synchronize(own.stream)
-        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
-        own.close()
-
-    with Group((1,)) as group:
-        group.run(body)
 
 
 @pytest.mark.parametrize("code", [0, INVALID_VALUE])

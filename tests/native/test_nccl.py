@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from nccl_checks import reduces_every_dtype, sums_bfloat16
 from ranks import Group, Rank, recorded_stderr
 
+from horo import _core
 from horo.errors import MismatchError, UsageError
 
+MIN, HALF = _core.REDUCE_OPS["min"], _core.DTYPES["float16"]
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
 
 
@@ -50,13 +52,51 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
 @pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)])
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
 def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str) -> None:
-    chosen = reduces_every_dtype(hosts, op, lambda rank: on_gpu(rank, gpu, nccl))
-    assert nccl.counts()["launched"] == sum(hosts) * len(chosen)
+    """Averages of integers are staged: NCCL divides what it sums as floats only."""
+    size = sum(hosts)
+    numbers = [np.arange(50) % 5 * 4 + 4 * (r + 1) for r in range(size)]  # of which an average is exact in all dtypes
+    if op == "product":
+        numbers = [each // 4 for each in numbers]
+    integers = ["uint8", "int8", "int32", "int64"]
+    expected = {
+        "sum": sum(numbers),
+        "average": sum(numbers) / size,
+        "min": np.min(numbers, axis=0),
+        "max": np.max(numbers, axis=0),
+        "product": np.prod(numbers, axis=0),
+    }[op]
+    chosen = [*(integers if op != "product" else integers[2:]), "float16", "float32", "float64"]
+
+    def body(rank: Rank) -> list[np.ndarray]:
+        own = on_gpu(rank, gpu, nccl)
+        found = [own.allreduce(numbers[rank.rank].astype(name), name, op) for name in chosen]
+        own.close()
+        return found
+
+    with Group(hosts) as group:
+        results = group.run(body)
+    for found in results:
+        for name, values in zip(chosen, found, strict=True):
+            tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
+            np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
+    assert nccl.counts()["launched"] == size * (3 if op == "average" else len(chosen))
 
 
 def test_bfloat16_is_summed_and_scaled(gpu: Gpu, nccl: Nccl) -> None:
-    for found in sums_bfloat16((2,), lambda rank: on_gpu(rank, gpu, nccl)):
-        assert found == [0x4000, 0x4080, 0x4040, 0x40C0]  # 2, 4, 3 and 6
+    def body(rank: Rank) -> list[int]:
+        own = on_gpu(rank, gpu, nccl)
+        found = []
+        for factors in ({}, {"prescale": 0.5, "postscale": 3.0}):
+            bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
+            dtype = _core.DTYPES["bfloat16"]
+            result = own.run("allreduce", f"b{len(found)}", bits, reduce_op=SUM, dtype=dtype, **factors)
+            found.extend(result.view(np.uint16).tolist())
+        own.close()
+        return found
+
+    with Group((2,)) as group:
+        for found in group.run(body):
+            assert found == [0x4000, 0x4080, 0x4040, 0x40C0]  # 2, 4, 3 and 6
     assert nccl.counts()["launched"] == 4
 
 
@@ -144,6 +184,48 @@ def test_what_nccl_cannot_do_is_staged_among_what_it_can(gpu: Gpu, nccl: Nccl) -
     with Group((2, 1)) as group:
         group.run(body)
     assert nccl.counts()["launched"] == 2 * size
+
+
+V = np.arange(8) % 3 + 1
+"""Of rank 0; rank 1 has twice as much."""
+STAGED = {
+    "a dtype that it has not": ("allreduce", np.int16, {"reduce_op": SUM}, 3 * V),
+    "bool": ("allreduce", np.bool_, {"reduce_op": MIN}, V > 0),
+    "an average of integers": ("allreduce", np.int32, {"reduce_op": _core.REDUCE_OPS["average"]}, 3 * V // 2),
+    "a factor of integers": ("reducescatter", np.int32, {"reduce_op": SUM, "postscale": 3.0}, 9 * V),
+    "a factor beside a minimum": ("allreduce", np.float32, {"reduce_op": MIN, "prescale": 3.0}, 3 * V),
+    "values that travel as float16": ("allreduce", np.float32, {"reduce_op": SUM, "wire_dtype": HALF}, 3 * V),
+    "Adasum": ("allreduce", np.float32, {"reduce_op": _core.REDUCE_OPS["adasum"]}, 1.5 * V),
+    "allgather": ("allgather", np.float32, {}, np.concatenate([V, 2 * V])),
+    "alltoall": ("alltoall", np.float32, {"splits": (4, 4)}, np.concatenate([V[:4], 2 * V[:4], V[4:], 2 * V[4:]])),
+}
+"""What NCCL cannot do as horo means it, or with results whose size only all ranks together know."""
+
+
+@pytest.mark.parametrize("case", STAGED.values(), ids=STAGED)
+def test_what_nccl_cannot_do_is_staged(
+    gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]
+) -> None:
+    op, dtype, options, expected = case
+
+    def body(rank: Rank) -> np.ndarray:
+        own = on_gpu(rank, gpu, nccl)
+        mine = (V * (rank.rank + 1)).astype(dtype)
+        output = mine[:4].copy() if op == "reducescatter" else None
+        if op in ("allgather", "alltoall"):
+            found = own.gathered(own.submit(op, "x", mine, **options)[0], mine)
+        else:
+            found = own.run(op, "x", mine, output, **options)
+        own.close()
+        return found.copy()
+
+    with Group((1, 1)) as group:
+        found = group.run(body)
+    one = op in ("reducescatter", "alltoall")  # each rank has a part
+    np.testing.assert_array_equal(np.concatenate(found) if one else found[0], expected.astype(dtype))
+    assert one or np.array_equal(*found)
+    assert nccl.counts()["launched"] == 0
+    assert gpu.counts()["pinned_ever"] > 0
 
 
 def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, nccl: Nccl) -> None:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr
-from test_join import join
-from test_nccl_join import staged_until_rank_1_is_back
 from test_nccl_teams import ONES, add_teams, begin
 from test_teams import Links, hosts_of
 
@@ -117,48 +115,6 @@ def test_nobody_waits_for_nccl_where_all_first_calls_have_failed(gpu: Gpu, nccl:
         assert "waiting" not in text()
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_ranks_join_behind_first_calls_that_only_they_have_made(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        if rank.rank == 1:
-            refuse(own, "of rank 0")
-        handle, source = begin(own, f"of rank {rank.rank}")
-        join(rank)
-        if rank.rank == 0:
-            fails(own, handle, UsageError, "rank 1 .* has refused it")
-        else:
-            own.finish(handle)
-            gpu.synchronize(own.stream)
-            assert gpu.get(source, ONES).tolist() == [1.0] * 5
-        assert own.allreduce(ONES).tolist() == [rank.size] * 5
-        own.close()
-
-    with Group(hosts) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_rank_that_has_joined_has_never_asked_for_nccl(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
-    """It is in the record for NCCL all the same, and knows then that all is staged until all have joined."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            own = on_gpu(rank, gpu, nccl)
-            assert own.allreduce(ONES).tolist() == [1.0] * 5
-            assert own.allreduce(ONES, "y").tolist() == [1.0] * 5
-            handle, _, _ = own.submit("allgather", "g", ONES)
-            assert own.gathered(handle, ONES).tolist() == [1.0] * 5
-            join(rank)
-        else:
-            join(rank)
-            own = on_gpu(rank, gpu, nccl)
-        assert own.allreduce(ONES).tolist() == [2.0] * 5
-        own.close()
-
-    staged_until_rank_1_is_back(nccl, hosts, body)
-
-
 @pytest.mark.parametrize("lack", ["memory", "values"])
 def test_what_cannot_be_staged_any_more_ends_the_group(gpu: Gpu, nccl: Nccl, lack: str) -> None:
     """Both ranks are on one GPU; their first call is with NCCL when that is refused."""
@@ -190,7 +146,7 @@ def test_first_calls_of_all_teams_of_which_many_fail(
     gpu: Gpu, nccl: Nccl, hosts: list[int], is_shared: bool, seed: int
 ) -> None:
     """Each rank has an order of its own. What is right on all is done; what one rank refuses, or has in host memory
-    alone, fails on all; then ranks join, and the sets go and come again."""
+    alone, fails on all; then the sets go and come again."""
     links = Links(hosts_of(hosts))
     size = sum(hosts)
     common = random.Random(seed)
@@ -220,11 +176,7 @@ def test_first_calls_of_all_teams_of_which_many_fail(
         if kind in ("refused", "host") and not (kind == "host" and len(members) == 1):
             fails(own, handle, UsageError if kind == "refused" else MismatchError, "has refused it|sent it")
         elif kind == "rows":
-            if is_shared:
-                assert own.gathered(handle, ONES).tolist() == [1.0] * 5 * len(members)
-            else:
-                assert own.taken(handle, 5 * len(members), ONES).tolist() == [1.0] * 5 * len(members)
-                own.context.release(handle)
+            assert own.gathered(handle, ONES).tolist() == [1.0] * 5 * len(members)
         elif isinstance(value, np.ndarray):
             own.rank.finish(handle)
             assert value.tolist() == [len(members)] * 5
@@ -243,8 +195,6 @@ def test_first_calls_of_all_teams_of_which_many_fail(
             chance.shuffle(mine)
             begun = [(entry[2], members[entry[0]][1], call(own, entry, *members[entry[0]])) for entry in mine]
             chance.shuffle(begun)
-            if epoch % 2 == 1:
-                join(rank)
             for kind, ranks, result in begun:
                 finish(own, kind, ranks, result)
             rank.barrier(f"end {epoch}")

@@ -53,10 +53,6 @@ def test_a_variable_works_or_says_in_one_line_that_it_does_nothing(name: str) ->
         if name == "TIMELINE_MARK_CYCLES":
             assert said == [f"{full} does nothing without HORO_TIMELINE"]
             said = passed_over({full: "1", "HOROVOD_TIMELINE": "t.json"})
-        if name == "HIERARCHICAL_ALLREDUCE":
-            without = "does nothing without HORO_GPU_OPERATIONS=nccl: horo reduces inside each host first"
-            assert said == [f"{full} {without}"]
-            said = passed_over({full: "1", "HOROVOD_GPU_OPERATIONS": "NCCL"})
         assert said == []
         (read,) = [each for each in variables_of(owner).values() if full in each.names]
         assert read.read({full: FOR_VALUES.get(name, "1")}) is not None

@@ -329,19 +329,6 @@ def test_what_does_nothing_is_told_of_arguments_too() -> None:
     assert passed_over(option) == ["hororun --autotune-log-file does nothing without --autotune"]
     assert passed_over(option, {"autotune": False}) == ["HOROVOD_AUTOTUNE_LOG does nothing without init(autotune=True)"]
     assert passed_over({**option, "HORO_AUTOTUNE": "1"}) == []
-
-
-def test_two_levels_without_nccl_are_told_of() -> None:
-    without = "does nothing without HORO_GPU_OPERATIONS=nccl: horo reduces inside each host first"
-    assert passed_over({"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}) == [f"HOROVOD_HIERARCHICAL_ALLREDUCE {without}"]
-    staged = {"HORO_HIERARCHICAL_ALLREDUCE": "1", "HORO_GPU_OPERATIONS": "staged"}
-    assert passed_over(staged) == [f"HORO_HIERARCHICAL_ALLREDUCE {without}"]
-    assert passed_over(staged, {"gpu_operations": "nccl"}) == []
-    assert passed_over(staged, {"hierarchical_allreduce": False}) == []
-    assert passed_over({}, {"hierarchical_allreduce": True}) == [f"init(hierarchical_allreduce=True) {without}"]
-    option = {"HORO_HIERARCHICAL_ALLREDUCE": "1"}
-    option |= encode_sources(option, {"HORO_HIERARCHICAL_ALLREDUCE": "hororun --hierarchical-allreduce"})
-    assert passed_over(option) == [f"hororun --hierarchical-allreduce {without}"]
     assert passed_over({}, {"autotune_max_samples": 9}) == [
         "init(autotune_max_samples=9) does nothing without init(autotune=True)"
     ]

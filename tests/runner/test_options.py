@@ -92,8 +92,6 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "no_first_checks": ("--no-first-checks", JOBS),
     "check_nan": ("--check-nan", JOBS),
     "gpu_operations": ("--gpu-operations nccl", JOBS),
-    "hierarchical_allreduce": ("--hierarchical-allreduce --gpu-operations nccl", JOBS),
-    "no_hierarchical_allreduce": ("--no-hierarchical-allreduce", JOBS),
     "transport": ("--transport tcp", JOBS),
     "sockets_per_peer": ("--sockets-per-peer 2", JOBS),
     "check_hosts": ("--check-hosts", {"check-hosts"}),

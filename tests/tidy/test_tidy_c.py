@@ -23,8 +23,7 @@ CHECKS: tuple[Check, ...] = (
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_c_sources_keep(check: Check) -> None:
-    cuda = (".cu", ".cuh") if check is tidy_c.check_comments else ()
-    files = below("native", suffixes=(".c", ".h", *cuda))
+    files = below("native", suffixes=(".c", ".h"))
     assert files
     findings = [line for path in files for line in check(path, path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)

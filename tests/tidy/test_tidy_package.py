@@ -74,9 +74,7 @@ def readelf(option: str, path: Path) -> str:
 def test_source_archive_has_all_native_sources(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    wanted = {
-        str(path.relative_to(ROOT)) for path in below("native", suffixes=(".c", ".h", ".py", ".cu", ".cuh", ".ptx"))
-    }
+    wanted = {str(path.relative_to(ROOT)) for path in below("native", suffixes=(".c", ".h", ".py"))}
     assert wanted - names == set()
 
 

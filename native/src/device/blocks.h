@@ -17,12 +17,6 @@ int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, siz
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
 /* The same for a caller that holds the stager's lock. */
 void hr_stager_give_block_locked(struct hr_stager *stager, struct hr_block *block);
-/*
- * For a caller that has entered the device: used again when what is on the stream is over. HORO_OK, or
- * HORO_ERR_RESOURCE: the block is lost, as no event is behind what uses it.
- */
-int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
-                                struct hr_error *error);
 
 /*
  * The parts of the end, for the watchdog: lets go of all that is there, which may wait for what runs on the devices. 0:

@@ -25,19 +25,9 @@ static const struct hr_symbol symbols[] = {
     {"cuEventDestroy_v2", offsetof(struct hr_cuda, event_destroy)},
     {"cuMemHostAlloc", offsetof(struct hr_cuda, host_alloc)},
     {"cuMemFreeHost", offsetof(struct hr_cuda, host_free)},
-    {"cuMemAllocAsync", offsetof(struct hr_cuda, alloc_async)},
-    {"cuMemFreeAsync", offsetof(struct hr_cuda, free_async)},
-    {"cuMemcpyAsync", offsetof(struct hr_cuda, copy)},
     {"cuMemcpyDtoHAsync_v2", offsetof(struct hr_cuda, copy_to_host)},
     {"cuMemcpyHtoDAsync_v2", offsetof(struct hr_cuda, copy_to_device)},
-    {"cuMemsetD8Async", offsetof(struct hr_cuda, memset_8)},
-    {"cuMemsetD16Async", offsetof(struct hr_cuda, memset_16)},
-    {"cuMemsetD32Async", offsetof(struct hr_cuda, memset_32)},
     {"cuLaunchHostFunc", offsetof(struct hr_cuda, launch_host_function)},
-    {"cuModuleLoadData", offsetof(struct hr_cuda, module_load_data)},
-    {"cuModuleUnload", offsetof(struct hr_cuda, module_unload)},
-    {"cuModuleGetFunction", offsetof(struct hr_cuda, module_get_function)},
-    {"cuLaunchKernel", offsetof(struct hr_cuda, launch_kernel)},
 };
 
 int hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error) {

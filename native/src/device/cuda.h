@@ -46,21 +46,9 @@ struct hr_cuda {
     int (*event_destroy)(void *event);
     int (*host_alloc)(void **data, size_t bytes, unsigned flags);
     int (*host_free)(void *data);
-    int (*alloc_async)(uint64_t *device, size_t bytes, void *stream);
-    int (*free_async)(uint64_t device, void *stream);
-    int (*copy)(uint64_t to, uint64_t from, size_t bytes, void *stream); /* pinned memory has such addresses, too */
     int (*copy_to_host)(void *host, uint64_t device, size_t bytes, void *stream);
     int (*copy_to_device)(uint64_t device, const void *host, size_t bytes, void *stream);
-    int (*memset_8)(uint64_t device, unsigned char value, size_t count, void *stream); /* counts are of elements */
-    int (*memset_16)(uint64_t device, unsigned short value, size_t count, void *stream);
-    int (*memset_32)(uint64_t device, unsigned value, size_t count, void *stream);
     int (*launch_host_function)(void *stream, void (*function)(void *data), void *data);
-    int (*module_load_data)(void **module, const void *text);
-    int (*module_unload)(void *module);
-    int (*module_get_function)(void **function, void *module, const char *name);
-    int (*launch_kernel)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                         unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **arguments,
-                         void **extra);
 };
 
 /* As hr_library_load. Does not initialize the driver. */

@@ -78,9 +78,6 @@ void hr_device_close(struct hr_device *device) {
         if (device->to_tell != NULL) {
             (void)device->cuda->stream_destroy(device->to_tell);
         }
-        if (device->releases != NULL) {
-            (void)device->cuda->stream_destroy(device->releases);
-        }
         if (device->behind_marks != NULL) {
             (void)device->cuda->stream_destroy(device->behind_marks);
         }

@@ -16,8 +16,7 @@ struct hr_device {
     void *to_tell; /* a stream for functions of the host that are told of copies, none of which waits for them */
     /* held while something is put on to_host that is not to be parted by what waits for another stream */
     pthread_mutex_t copying;
-    void *releases; /* a stream on which memory is given back, see room.h; NULL: none has been needed */
-    void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL likewise. Of one thread */
+    void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL: none yet. Of one thread */
     void *behind_program; /* at the end: an event behind the program's work that is waited for; NULL: none yet */
     _Atomic int is_kept; /* the context stays retained: it has memory that must not go, see blocks.h */
 };

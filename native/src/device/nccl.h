@@ -51,9 +51,6 @@ struct hr_nccl {
     int (*broadcast)(const void *input, void *output, size_t count, int dtype, int root, void *comm, void *stream);
     int (*reduce)(const void *input, void *output, size_t count, int dtype, int op, int root, void *comm,
                   void *stream);
-    int (*all_gather)(const void *input, void *output, size_t count_each, int dtype, void *comm, void *stream);
-    int (*send)(const void *input, size_t count, int dtype, int peer, void *comm, void *stream);
-    int (*recv)(void *output, size_t count, int dtype, int peer, void *comm, void *stream);
     int (*reduce_scatter)(const void *input, void *output, size_t count_each, int dtype, int op, void *comm,
                           void *stream);
     int (*red_op_create_pre_mul_sum)(int *op, const void *scalar, int dtype, int residence, void *comm);

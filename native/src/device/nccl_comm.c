@@ -25,8 +25,8 @@ static int broken(struct hr_nccl_comm *comm) {
 /* ---- Beginning ---- */
 
 /* Begins to connect the ranks; NCCL's handle of them is there from then on. */
-static int meet(const struct hr_nccl_comm *comm, void **handle, int size, int rank, const struct hr_nccl_id *id,
-                struct hr_error *error) {
+static int create_parts(struct hr_nccl_comm *comm, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
+    const struct hr_cuda *cuda = comm->device->cuda;
     struct hr_nccl_config config = {
         .size = sizeof config,
         .magic = CONFIG_MAGIC,
@@ -37,14 +37,10 @@ static int meet(const struct hr_nccl_comm *comm, void **handle, int size, int ra
         .max_ctas = INT_MIN,
         .split_share = INT_MIN,
     };
-    const int code = comm->nccl->comm_init_rank_config(handle, size, *id, rank, &config);
-    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", *handle, error);
-}
-
-static int create_parts(struct hr_nccl_comm *comm, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
-    const struct hr_cuda *cuda = comm->device->cuda;
     HR_TRY(hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
-    return meet(comm, &comm->handle, ranks->size, ranks->rank, ranks->id, error);
+    const int code =
+        comm->nccl->comm_init_rank_config(&comm->handle, ranks->size, *ranks->id, ranks->rank, &config);
+    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", comm->handle, error);
 }
 
 static void free_parts(struct hr_nccl_comm *comm) {
@@ -56,18 +52,18 @@ static void free_parts(struct hr_nccl_comm *comm) {
 }
 
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks,
-                    const struct hr_nccl_ranks *host_ranks, int within_ms, struct hr_error *error) {
+                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks, int within_ms,
+                    struct hr_error *error) {
     struct hr_device_visit visit;
     *comm = (struct hr_nccl_comm){
-        .nccl = nccl, .device = device, .stream = backlog->stream, .backlog = backlog, .state = HR_NCCL_NONE};
-    if (host_ranks != NULL) {
-        comm->host_size = host_ranks->size;
-        comm->host_rank = host_ranks->rank;
-        comm->host_id = *host_ranks->id;
-    }
-    comm->within_ms = within_ms;
-    comm->until_ns = hr_now_ns() + (int64_t)within_ms * 1000000;
+        .nccl = nccl,
+        .device = device,
+        .stream = backlog->stream,
+        .backlog = backlog,
+        .state = HR_NCCL_NONE,
+        .within_ms = within_ms,
+        .until_ns = hr_now_ns() + (int64_t)within_ms * 1000000,
+    };
     HR_TRY(hr_device_enter(device, &visit, error));
     const int status = create_parts(comm, ranks, error);
     if (status == HORO_OK) {
@@ -87,41 +83,29 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
     const struct hr_nccl *nccl = comm->nccl;
-    const int is_scaled = call->op == HR_NCCL_SUM && !call->is_packed && comm->has_scale[call->dtype];
+    const int is_scaled = call->op == HR_NCCL_SUM && comm->has_scale[call->dtype];
     const int op = is_scaled ? comm->scales[call->dtype] : call->op;
     switch (call->kind) {
     case HR_NCCL_ALL_REDUCE:
         return checked(
             comm,
-            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->launched, comm->stream),
+            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
             "ncclAllReduce");
     case HR_NCCL_BROADCAST:
         return checked(comm,
-                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->launched,
+                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->handle,
                                        comm->stream),
                        "ncclBroadcast");
     case HR_NCCL_REDUCE:
         return checked(comm,
-                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->launched,
+                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->handle,
                                     comm->stream),
                        "ncclReduce");
     case HR_NCCL_REDUCE_SCATTER:
         return checked(
             comm,
-            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->launched, comm->stream),
+            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
             "ncclReduceScatter");
-    case HR_NCCL_ALL_GATHER:
-        return checked(
-            comm, nccl->all_gather(call->input, call->output, call->count, call->dtype, comm->launched, comm->stream),
-            "ncclAllGather");
-    case HR_NCCL_SEND:
-        return checked(comm,
-                       nccl->send(call->input, call->count, call->dtype, call->root, comm->launched, comm->stream),
-                       "ncclSend");
-    case HR_NCCL_RECV:
-        return checked(comm,
-                       nccl->recv(call->output, call->count, call->dtype, call->root, comm->launched, comm->stream),
-                       "ncclRecv");
     }
     return hr_fail(&comm->failure, HORO_ERR_INTERNAL, "no such call of NCCL: %d", (int)call->kind);
 }
@@ -132,10 +116,10 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
     for (size_t i = 0; i < count; i++) {
         const int dtype = calls[i].dtype;
         const int is_sum = calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM;
-        if (is_sum && !calls[i].is_packed && !comm->has_scale[dtype]) {
+        if (is_sum && !comm->has_scale[dtype]) {
             HR_TRY(checked(comm,
                            comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
-                                                                 HR_NCCL_SCALAR_ON_HOST, comm->launched),
+                                                                 HR_NCCL_SCALAR_ON_HOST, comm->handle),
                            "ncclRedOpCreatePreMulSum"));
             comm->has_scale[dtype] = 1;
         }
@@ -143,29 +127,19 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
     return HORO_OK;
 }
 
-/* With the device entered. The next part of what is left. */
-static int launch_part(struct hr_nccl_comm *comm) {
-    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
-    int status = HORO_OK;
-    size_t count = 0;
-    while (count < comm->left_count && comm->left[count].part == comm->left[0].part && status == HORO_OK) {
-        status = enqueue(comm, &comm->left[count]);
-        count++;
-    }
-    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
-    hr_backlog_add(comm->backlog, LAUNCH_WEIGHT + (int)(count / CALLS_PER_LAUNCH));
-    comm->left = count == comm->left_count ? NULL : comm->left + count; /* an operation that is over may be gone */
-    comm->left_count -= count;
-    return status == HORO_OK ? ended : status;
-}
-
+/* With the device entered. */
 static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
     if (factors != NULL) {
         HR_TRY(create_scales(comm, calls, count, factors));
     }
-    comm->left = calls;
-    comm->left_count = count;
-    return launch_part(comm);
+    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
+    int status = HORO_OK;
+    for (size_t i = 0; i < count && status == HORO_OK; i++) {
+        status = enqueue(comm, &calls[i]);
+    }
+    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
+    hr_backlog_add(comm->backlog, LAUNCH_WEIGHT + (int)(count / CALLS_PER_LAUNCH));
+    return status == HORO_OK ? ended : status;
 }
 
 int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
@@ -173,7 +147,6 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         return broken(comm);
     }
-    comm->launched = count > 0 && calls[0].is_on_host ? comm->host_handle : comm->handle;
     const int status = launch(comm, calls, count, factors);
     hr_device_leave(comm->device, &visit);
     if (status != HORO_OK) {
@@ -181,20 +154,6 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
     }
     comm->state = HR_NCCL_LAUNCHING;
     return HORO_OK;
-}
-
-int hr_nccl_extend(struct hr_nccl_comm *comm) {
-    const struct hr_cuda *cuda = comm->device->cuda;
-    struct hr_device_visit visit;
-    int status = hr_device_enter(comm->device, &visit, &comm->failure);
-    if (status == HORO_OK) {
-        status = hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure);
-        hr_backlog_add(comm->backlog, 1);
-        status = status == HORO_OK ? hr_backlog_mark(comm->backlog, &comm->failure) : status;
-        hr_device_leave(comm->device, &visit);
-    }
-    comm->is_in_flight = 1;
-    return status == HORO_OK ? HORO_OK : broken(comm);
 }
 
 /* ---- Polling ---- */
@@ -205,23 +164,12 @@ static int finish_launch(struct hr_nccl_comm *comm) {
     for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) {
         if (comm->has_scale[dtype]) {
             comm->has_scale[dtype] = 0;
-            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->launched), "ncclRedOpDestroy"));
+            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->handle), "ncclRedOpDestroy"));
         }
     }
     HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
     comm->is_in_flight = 1;
-    return HORO_OK;
-}
-
-/* A part is on the stream. As hr_nccl_poll, or a status. */
-static int go_on_launching(struct hr_nccl_comm *comm) {
-    HR_TRY(hr_backlog_mark(comm->backlog, &comm->failure));
-    if (comm->left_count > 0) {
-        return hr_backlog_has_room(comm->backlog) ? launch_part(comm) : 0;
-    }
-    HR_TRY(finish_launch(comm));
-    comm->state = HR_NCCL_IDLE;
-    return 1;
+    return hr_backlog_mark(comm->backlog, &comm->failure);
 }
 
 /*
@@ -247,38 +195,10 @@ static int look_at_fence(struct hr_nccl_comm *comm) {
     return 1;
 }
 
-static int finalize(struct hr_nccl_comm *comm) {
-    void *next = comm->host_handle != NULL ? comm->host_handle : comm->handle;
-    return checked(comm, comm->nccl->comm_finalize(next), "ncclCommFinalize");
-}
-
-/* One has ended in order: that of all is the last one. HORO_OK or a status. */
-static int destroy(struct hr_nccl_comm *comm) {
-    if (comm->host_handle != NULL) {
-        (void)comm->nccl->comm_destroy(comm->host_handle);
-        comm->host_handle = NULL;
-        return finalize(comm);
-    }
-    (void)comm->nccl->comm_destroy(comm->handle);
-    comm->handle = NULL;
-    comm->state = HR_NCCL_NONE;
-    return HORO_OK;
-}
-
-/* Asks NCCL for the state of both; in progress, if one of them is. */
-static int ask(struct hr_nccl_comm *comm, int *code) {
-    *code = HR_NCCL_OK;
-    HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, code), "ncclCommGetAsyncError"));
-    if (comm->host_handle != NULL && *code == HR_NCCL_OK) {
-        HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->host_handle, code), "ncclCommGetAsyncError"));
-    }
-    return HORO_OK;
-}
-
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
-    int code;
-    HR_TRY(ask(comm, &code));
+    int code = HR_NCCL_OK;
+    HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, &code), "ncclCommGetAsyncError"));
     const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting"
                        : comm->state == HR_NCCL_ENDING   ? "the end of a communicator of NCCL"
                                                          : "a collective of NCCL";
@@ -290,15 +210,12 @@ static int look(struct hr_nccl_comm *comm) {
         return look_at_clock(comm);
     }
     if (comm->state == HR_NCCL_ENDING) {
-        HR_TRY(destroy(comm));
-        return comm->state == HR_NCCL_NONE;
+        (void)comm->nccl->comm_destroy(comm->handle);
+        comm->handle = NULL;
+        comm->state = HR_NCCL_NONE;
+        return 1;
     }
-    if (comm->host_size > 0 && comm->host_handle == NULL) {
-        return meet(comm, &comm->host_handle, comm->host_size, comm->host_rank, &comm->host_id, &comm->failure);
-    }
-    if (comm->state == HR_NCCL_LAUNCHING) {
-        return go_on_launching(comm);
-    }
+    HR_TRY(comm->state == HR_NCCL_LAUNCHING ? finish_launch(comm) : HORO_OK);
     comm->state = HR_NCCL_IDLE;
     return 1;
 }
@@ -329,7 +246,7 @@ void hr_nccl_end(struct hr_nccl_comm *comm) {
         (void)broken(comm);
         return;
     }
-    const int status = finalize(comm);
+    const int status = checked(comm, comm->nccl->comm_finalize(comm->handle), "ncclCommFinalize");
     hr_device_leave(comm->device, &visit);
     comm->state = status == HORO_OK ? HR_NCCL_ENDING : HR_NCCL_BROKEN;
 }
@@ -342,27 +259,18 @@ static void fence(struct hr_nccl_comm *comm) {
         comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
         hr_device_leave(comm->device, &visit);
     }
-    comm->host_handle = NULL;
     comm->handle = NULL;
     comm->state = HR_NCCL_NONE;
-}
-
-/* Each of both, where there are two. */
-static void abort_both(const struct hr_nccl_comm *comm) {
-    if (comm->host_handle != NULL) {
-        (void)comm->nccl->comm_abort(comm->host_handle);
-    }
-    (void)comm->nccl->comm_abort(comm->handle);
 }
 
 void hr_nccl_abort(struct hr_nccl_comm *first) {
     struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    const int are_several = first != NULL && (first->next_aborted != NULL || first->host_handle != NULL);
+    const int are_several = first != NULL && first->next_aborted != NULL;
     const int is_group = are_several && first->nccl->group_start() == HR_NCCL_OK;
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
         const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
-        abort_both(comm);
+        (void)comm->nccl->comm_abort(comm->handle);
         if (has_entered) {
             hr_device_leave(comm->device, &visit);
         }

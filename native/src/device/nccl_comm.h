@@ -1,8 +1,7 @@
 /*
- * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks; and, where that is asked for,
- * another one between those of this host, which comes and goes with it. Those of one GPU share a stream. No function
- * blocks for another rank, but for close: what is in progress is polled. To connect, which needs nothing but the other
- * ranks, has a deadline: `within_ms` from its beginning. One thread at a time.
+ * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
+ * No function blocks for another rank, but for close: what is in progress is polled. To connect, which needs nothing
+ * but the other ranks, has a deadline: `within_ms` from its beginning. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -30,45 +29,30 @@ struct hr_nccl_comm {
     const struct hr_nccl *nccl;
     struct hr_device *device;
     void *handle; /* NCCL's; NULL: there is none */
-    void *host_handle; /* that of the ranks of this host; NULL: there is none */
-    void *launched; /* that of the two whose launch is under way */
     void *stream; /* the GPU's, which outlives it */
     struct hr_backlog *backlog; /* that stream's */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
-    int host_size, host_rank; /* CONNECTING: the ranks of this host are to be connected, too; 0: they are not */
-    struct hr_nccl_id host_id;
     int within_ms; /* CONNECTING: how long that may take */
     int64_t until_ns;
     int is_in_flight; /* something that was launched has not been seen to end */
-    const struct hr_nccl_call *left; /* LAUNCHING: parts that there has been no room for yet */
-    size_t left_count;
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
     struct hr_error failure;
     struct hr_nccl_comm *next_aborted; /* together with it */
 };
 
-enum hr_nccl_kind {
-    HR_NCCL_ALL_REDUCE, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER,
-    HR_NCCL_BROADCAST, HR_NCCL_ALL_GATHER, HR_NCCL_SEND, HR_NCCL_RECV,
-};
+enum hr_nccl_kind { HR_NCCL_ALL_REDUCE, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER, HR_NCCL_BROADCAST };
 
 struct hr_nccl_call {
     enum hr_nccl_kind kind;
-    int is_on_host; /* among the ranks of this host, by whose numbers there `root` goes */
     const void *input; /* on the GPU, as the output */
     void *output;
-    size_t count; /* of values; of a reduce-scatter or an all-gather those of each rank */
+    size_t count; /* of values; of a reduce-scatter those of each rank */
     int dtype;    /* enum hr_nccl_dtype */
     int op;       /* enum hr_nccl_op, of a reduction */
-    int is_packed; /* its values are scaled elsewhere */
-    int root;     /* the other rank, of a send or recv */
-    int part;     /* see hr_nccl_launch */
+    int root;     /* of a broadcast or reduction to one */
 };
-
-/* Calls that may be one part: so many take few launches of NCCL's. */
-enum { HR_NCCL_PART_CALLS = 1024 };
 
 /* Ranks that are connected: how many, which one this is, and their rendezvous. */
 struct hr_nccl_ranks {
@@ -76,13 +60,10 @@ struct hr_nccl_ranks {
     const struct hr_nccl_id *id;
 };
 
-/*
- * host_ranks: those of this host, which are connected behind all; NULL: they are not. HORO_OK, or HORO_ERR_RESOURCE
- * with a sentence and nothing left behind.
- */
+/* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks,
-                    const struct hr_nccl_ranks *host_ranks, int within_ms, struct hr_error *error);
+                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks, int within_ms,
+                    struct hr_error *error);
 
 /*
  * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where the first is late. IDLE: 1 if
@@ -91,18 +72,11 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
- * IDLE, and the stream has room: calls that go onto the stream as one, so that their kernels share a launch; all of
- * them on this host, or none. Those of a `part`, which follow one another, are one such launch; the next one waits for
- * room, and the calls stay until the state is IDLE again. All ranks cut alike. `factors`: by dtype, the bits of what
- * sums are multiplied by before they are added, or NULL. HORO_OK, or the state is BROKEN.
- */
-int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
-
-/*
- * For a caller that has put other work behind what was launched last: that is in flight, too. HORO_OK, or the state is
+ * IDLE, and the stream has room: calls that go onto the stream as one, so that their kernels share a launch.
+ * `factors`: by dtype, the bits of what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is
  * BROKEN.
  */
-int hr_nccl_extend(struct hr_nccl_comm *comm);
+int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
 
 /*
  * IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. NCCL waits for the work of

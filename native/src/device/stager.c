@@ -88,11 +88,6 @@ static void drain(struct hr_stager *stager, int64_t until_ns) {
 
 /* ---- The end ---- */
 
-void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer) {
-    stager->packer = *packer;
-    *packer = (struct hr_packer){0};
-}
-
 /*
  * With the device entered, until the time is over: whether the event is reached. There is no wait for an event that
  * ends by itself; so it looks, the more rarely the longer it takes.
@@ -158,7 +153,7 @@ static enum quiet await_program(struct hr_device *device, int64_t until_ns) {
 }
 
 /*
- * Whether nothing is found to run on the device: to free pinned memory or kernels waits for all that does, perhaps for
+ * Whether nothing is found to run on the device: to free pinned memory waits for all that does, perhaps for
  * ever, and a driver may keep other calls of the program's meanwhile.
  */
 static enum quiet await_quiet(const struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
@@ -185,26 +180,21 @@ static void let_go_of_blocks(struct hr_stager *stager, const struct hr_device *d
     }
 }
 
-static int has_parts(const struct hr_stager *stager, const struct hr_device *device) {
+static int has_blocks(const struct hr_stager *stager, const struct hr_device *device) {
     const struct hr_block *block = stager->idle;
     while (block != NULL && block->device != device) {
         block = block->next;
     }
-    return block != NULL || stager->packer.device == device;
+    return block != NULL;
 }
 
 /* 0: it stays for now, as something runs there still. */
 static int free_device(struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
-    const enum quiet found = has_parts(stager, device) ? await_quiet(stager, device, until_ns) : QUIET;
+    const enum quiet found = has_blocks(stager, device) ? await_quiet(stager, device, until_ns) : QUIET;
     if (found == BUSY) {
         return 0;
     }
     let_go_of_blocks(stager, device, found == QUIET);
-    if (stager->packer.device == device && found == QUIET) {
-        hr_packer_unload(&stager->packer);
-    } else if (stager->packer.device == device) {
-        atomic_store(&device->is_kept, 1);
-    }
     hr_device_close(device);
     free(device);
     return 1;
@@ -375,13 +365,4 @@ void hr_stager_trim(struct hr_stager *stager) {
         gone = block->next;
         hr_block_destroy(block);
     }
-}
-
-int hr_stager_give_block_behind(struct hr_stager *stager, struct hr_block *block, void *stream,
-                                struct hr_error *error) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(block->copied_out, stream), "cuEventRecord", error));
-    block->is_out = 1;
-    hr_stager_give_block(stager, block);
-    return HORO_OK;
 }

@@ -29,7 +29,6 @@
 
 #include "base/flow.h"
 #include "device/mark.h"
-#include "device/packer.h"
 
 enum { HR_DEVICES_MAX = 64, HR_STAGED_ALIGNMENT = 64 };
 
@@ -82,7 +81,6 @@ struct hr_stager {
     int64_t quiet_until_ns; /* FREES: so long it looks whether anything runs on a device */
     int goes_on;            /* likewise: something does, and it goes on to wait for that, which nobody else need */
     int is_left;            /* likewise: nobody waits for it any more, so the stager is the watchdog's */
-    struct hr_packer packer; /* FREES: kernels that are to be unloaded, or none */
 };
 
 /* One tensor of a request. */
@@ -122,8 +120,6 @@ struct hr_staging {
  */
 int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
                      hr_staging_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
-/* Takes the kernels, which are unloaded when it is closed; `packer` has none from here on. */
-void hr_stager_take_kernels(struct hr_stager *stager, struct hr_packer *packer);
 
 /*
  * Neither on_ready nor on_failed is called from now on. Waits up to timeout_ms for what has been launched and for

@@ -89,7 +89,6 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
     HR_TRY(reserve_operands(batch, operands));
-    HR_TRY(hr_engine_place_stand_ins(lane->engine, batch->requests, batch->request_count));
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
         struct hr_flow *flow = batch->requests[i]->flows ? &batch->requests[i]->staging->flow : NULL;

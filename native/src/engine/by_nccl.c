@@ -15,49 +15,28 @@ enum {
 
 /* ---- Callers ---- */
 
-/* With staging_lock held. NULL for lack of memory. */
-static struct hr_by_nccl *create(struct hr_engine *engine) {
-    struct hr_by_nccl *made = calloc(1, sizeof *made);
-    if (made != NULL) {
-        atomic_init(&made->device, -1);
-        atomic_store(&engine->by_nccl, made);
-    }
-    return made;
-}
-
-static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_count, int flags) {
+static void load(struct hr_by_nccl *by, const char *const *paths, size_t path_count) {
     struct hr_error lack = {0};
     horo_library library = {0};
     by->able.is_able = hr_nccl_load(&by->nccl, paths, path_count, &library, &lack) == HORO_OK;
     by->able.version = library.version;
     (void)snprintf(by->able.lack, sizeof by->able.lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
-    by->able.wants_two_levels = (flags & HORO_NCCL_TWO_LEVELS) != 0;
-    atomic_store(&by->is_asked, 1);
 }
 
-struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    if (by != NULL) {
-        return by; /* without the lock: a caller may hold it while its program's stream is full, and makes it wait */
-    }
-    (void)pthread_mutex_lock(&engine->staging_lock);
-    by = atomic_load(&engine->by_nccl);
-    by = by == NULL ? create(engine) : by;
-    (void)pthread_mutex_unlock(&engine->staging_lock);
-    return by;
-}
-
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int flags,
-                       struct hr_error *error) {
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
     int status = HORO_OK;
+    struct hr_by_nccl *by;
     (void)pthread_mutex_lock(&engine->staging_lock);
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     if (atomic_load(&engine->stager) == NULL) {
         status = hr_fail(error, HORO_ERR_USAGE, "NCCL, and horo_use_cuda has not been called");
-    } else if (by == NULL && (by = create(engine)) == NULL) {
-        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-    } else if (!atomic_load(&by->is_asked)) { /* it may have stood in before */
-        load(by, paths, path_count, flags);
+    } else if (atomic_load(&engine->by_nccl) == NULL) {
+        if ((by = calloc(1, sizeof *by)) == NULL) {
+            status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
+        } else {
+            atomic_init(&by->device, -1);
+            load(by, paths, path_count);
+            atomic_store(&engine->by_nccl, by);
+        }
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
@@ -73,21 +52,11 @@ static struct hr_nccl_team *find_team(struct hr_engine *engine, struct hr_by_ncc
     return is_member ? &by->teams[hr_team_number(id)] : NULL;
 }
 
-/* Loads the kernels; a refusal of the GPU's driver is told to all ranks. */
-static void load_kernels(struct hr_by_nccl *by, struct hr_device *device) {
-    struct hr_error lack = {0};
-    by->able.has_kernels = hr_packer_load(&by->packer, device, &lack) == HORO_OK;
-    (void)snprintf(by->able.kernel_lack, sizeof by->able.kernel_lack, "%.*s", HR_NCCL_TEXT_BYTES - 1, lack.text);
-}
-
 /* All teams use the GPU of the first tensor. */
 static void choose_gpu(struct hr_engine *engine, struct hr_by_nccl *by, struct hr_device *device, int number) {
     (void)pthread_mutex_lock(&engine->staging_lock);
     if (by->gpu == NULL) {
         by->gpu = device;
-        if (by->able.is_able) {
-            load_kernels(by, device);
-        }
         atomic_store(&by->device, number);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
@@ -97,7 +66,7 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
     const horo_request *call = &request->call;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     struct hr_device *device;
-    if (by == NULL || !atomic_load(&by->is_asked) || !hr_nccl_can(call)) {
+    if (by == NULL || !hr_nccl_can(call)) {
         return HORO_OK;
     }
     const struct hr_nccl_team *team = find_team(engine, by, call->team);
@@ -111,7 +80,7 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
     if (atomic_load(&by->device) == call->device - 1) {
         hr_request_set_by_nccl(request);
     }
-    if (!hr_request_is_by_nccl(request) || hr_nccl_is_refused(team, call)) {
+    if (!hr_request_is_by_nccl(request) || hr_nccl_is_refused(team)) {
         hr_mark_drop(request->mark);
         request->mark = NULL;
     }
@@ -120,15 +89,7 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
 
 int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request) {
     return hr_request_is_by_nccl(request) &&
-           hr_nccl_is_refused(hr_nccl_team_of(engine, request->lane), &request->call) != (request->mark == NULL);
-}
-
-void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    if (team != NULL && team->until_join) {
-        team->until_join = 0;
-        atomic_store(&team->stage, HR_BY_NCCL_ASKED);
-    }
+           hr_nccl_is_refused(hr_nccl_team_of(engine, request->lane)) != (request->mark == NULL);
 }
 
 void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request) {
@@ -143,13 +104,9 @@ void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request)
 
 /* ---- The driver ---- */
 
-int hr_lane_is_nccl_refused(const struct hr_lane *lane, const horo_request *call) {
-    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
-    return team != NULL && hr_nccl_is_refused(team, call);
-}
-
 void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request) {
-    if (hr_request_is_by_nccl(request) && hr_lane_is_nccl_refused(lane, &request->call)) {
+    const struct hr_nccl_team *team = hr_nccl_team_of(lane->engine, lane);
+    if (hr_request_is_by_nccl(request) && team != NULL && hr_nccl_is_refused(team)) {
         request->is_taken = 1;
     }
 }
@@ -163,9 +120,9 @@ static int64_t look_within(const struct hr_nccl_team *team) {
     case HR_NCCL_CONNECTING:
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
-        return hr_nccl_two_level_awaits_gpu(team->two_level) || team->comm.backlog->is_awaited ? HR_NCCL_LOOK_SOON_NS
-               : team->comm.is_in_flight                                                       ? HR_NCCL_LOOK_NS
-                                                                                               : for_values_ns;
+        return team->comm.backlog->is_awaited ? HR_NCCL_LOOK_SOON_NS
+               : team->comm.is_in_flight      ? HR_NCCL_LOOK_NS
+                                              : for_values_ns;
     case HR_NCCL_ENDING:
     case HR_NCCL_BROKEN: return HR_NCCL_LOOK_NS;
     default: return for_values_ns;
@@ -300,10 +257,6 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
     if (is_aborted) {
         abort_all(by);
     }
-    for (int i = 0; i < HR_TEAMS_MAX; i++) {
-        hr_nccl_leave_room(&by->teams[i], 0);
-        hr_nccl_backend_leave(by->teams[i].backend);
-    }
     atomic_store(&by->is_busy, 0);
     engine->node->nccl_within_ns = 0;
 }
@@ -373,8 +326,8 @@ static void warn_of_late(const struct hr_engine *engine, const struct hr_by_nccl
     }
 }
 
-/* Waits a moment for what has been aborted; kernels and memory of what goes on without end stay with the process. */
-static void let_go_of_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
+/* Waits a moment for what has been aborted; memory of what goes on without end stays with the process. */
+static void await_quiet(struct hr_by_nccl *by, struct hr_stager *stager) {
     const int64_t until_ns = hr_now_ns() + QUIET_MS * 1000000ll;
     int is_quiet = 1;
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
@@ -383,9 +336,7 @@ static void let_go_of_kernels(struct hr_by_nccl *by, struct hr_stager *stager) {
     for (struct hr_nccl_team *team = by->ending; team != NULL; team = team->next) {
         is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
     }
-    if (stager != NULL && is_quiet) {
-        hr_stager_take_kernels(stager, &by->packer);
-    } else if (stager != NULL) {
+    if (stager != NULL && !is_quiet) {
         atomic_store(&stager->is_kept, 1);
     }
 }
@@ -394,7 +345,6 @@ static void close_all(struct hr_by_nccl *by) {
     for (int i = 0; i < HR_TEAMS_MAX; i++) {
         hr_nccl_close(&by->teams[i].comm);
         hr_nccl_backend_destroy(by->teams[i].backend);
-        hr_nccl_two_level_destroy(by->teams[i].two_level);
     }
     while (by->ending != NULL) {
         struct hr_nccl_team *team = by->ending;
@@ -412,7 +362,7 @@ void hr_engine_end_nccl(struct hr_engine *engine) {
             warn_of_late(engine, by);
         }
         abort_all(by); /* operations that have not come to their end */
-        let_go_of_kernels(by, atomic_load(&engine->stager));
+        await_quiet(by, atomic_load(&engine->stager));
         close_all(by);
         destroy_stream(by);
         for (int i = 0; i < HR_TEAMS_MAX; i++) {

@@ -5,8 +5,7 @@
  *     stage      | what has happened                               | records of the team's log that are for NCCL
  *     -----------+-------------------------------------------------+-------------------------------------------------
  *     ASKED      | nothing                                         | the first one makes the ranks tell
- *     TELLING    | each rank tells the others what it has, also    | wait, and with them what stands behind them
- *                | one that has joined: if it has used a GPU       |
+ *     TELLING    | each rank tells the others what it has          | wait, and with them what stands behind them
  *     CONNECTING | all ranks can, NCCL connects them; each that    | wait
  *                | is connected tells the others                   |
  *     READY      | all ranks are connected                         | are NCCL's
@@ -16,20 +15,17 @@
  * A request is announced as one for NCCL by what is known at its submission: NCCL can do it, and its tensors are on the
  * GPU that NCCL uses here. So ranks that do not mean the same, or refuse it, fail at once, whatever the stage is; and a
  * record for NCCL means that all ranks have the tensors on their GPUs. Since all ranks execute one log, all tell at the
- * same place of it, and come to the same end (docs/adr/0047-ranks-tell-in-front-of-the-first-batch.md).
- *
- * Where not all ranks have horo's own kernels, requests that need them (backend/nccl_pack.h, backend/nccl_adasum.h) are
- * refused, and others are not. What shares a batch is alike in that, too: it has the same dtypes and factors.
+ * same place of it, and come to the same end.
  *
  * Kernels of two communicators that are launched in different orders on two ranks may wait for one another for ever. So
- * batches take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md).
+ * batches take turns, in one order on all ranks.
  */
 #ifndef HR_ENGINE_BY_NCCL_H
 #define HR_ENGINE_BY_NCCL_H
 
 #include "backend/nccl_backend.h"
-#include "backend/nccl_two_level.h"
-#include "device/room.h"
+#include "device/mark.h"
+#include "device/staging.h"
 #include "engine/engine.h"
 
 enum hr_by_nccl_stage {
@@ -51,18 +47,13 @@ enum {
     HR_NCCL_WITHIN_MS = 300000,
 };
 
-/* The report of a rank on itself; of one that has joined and cannot take part, zeros. */
+/* The report of a rank on itself. */
 struct hr_nccl_report {
-    int32_t is_told;
     int32_t is_able;
     int32_t version;
-    int32_t wants_two_levels; /* where there are several hosts, and several ranks on one */
     char uuid[HR_CUDA_UUID_BYTES]; /* of its GPU */
     struct hr_nccl_id id;          /* of the team's root: where the ranks meet */
-    struct hr_nccl_id host_id;     /* of the first rank of each host: where its ranks meet, if there are two levels */
     char lack[HR_NCCL_TEXT_BYTES]; /* why it is not able */
-    int32_t has_kernels;
-    char kernel_lack[HR_NCCL_TEXT_BYTES]; /* why it has none */
 };
 
 enum hr_nccl_phase { HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCCL_HELD, HR_NCCL_OUT };
@@ -76,7 +67,6 @@ struct hr_nccl_turn {
     struct hr_engine *engine;
     const struct hr_lane *lane; /* NULL: no batch is on its way */
     enum hr_nccl_phase phase;
-    int has_two_levels; /* OUT: the team's two_level does it, not its backend */
     struct hr_request *const *requests;
     size_t count;
     size_t awaited; /* HELD: requests for whose marks the stream waits already */
@@ -91,8 +81,6 @@ struct hr_nccl_turn {
 struct hr_nccl_team {
     /* written under the lock of submission */
     _Atomic int stage;
-    int until_join; /* REFUSED only until all ranks have joined: one had, when they told */
-    _Atomic int has_kernels; /* CONNECTING, READY: all ranks have */
     _Atomic int awaited; /* requests for NCCL whose values are on their way to the host, since it was refused */
     _Atomic int has_values; /* they have come, and the driver has not seen it */
     /* of the driver */
@@ -102,9 +90,6 @@ struct hr_nccl_team {
     size_t told_bytes;
     struct hr_nccl_comm comm;
     struct hr_nccl_backend *backend;
-    struct hr_nccl_two_level *two_level; /* NULL: allreduces are the backend's, too */
-    struct hr_room *room; /* of the batch that is begun, a request's or: */
-    int owns_room;        /* a rank that has joined needs it until the batch is on the stream */
     struct hr_nccl_turn turn;
     int last_op;        /* of the last batch that has begun to go onto the stream: its last request, */
     char last_name[HR_NCCL_NAME_BYTES]; /* and the beginning of that one's name; empty: there has been none */
@@ -122,11 +107,9 @@ struct hr_nccl_team {
 
 struct hr_by_nccl {
     /* written under staging_lock */
-    _Atomic int is_asked; /* by horo_use_nccl. What follows is written before */
     struct hr_nccl nccl;
     struct hr_nccl_report able; /* the beginning of a report */
     struct hr_device *gpu;
-    struct hr_packer packer; /* that GPU's; without kernels where it has not taken them */
     _Atomic int device; /* its number; -1: not known yet */
     /* of the driver */
     void *stream; /* of all communicators; NULL: there has been none */
@@ -138,26 +121,19 @@ struct hr_by_nccl {
     struct hr_nccl_team teams[HR_TEAMS_MAX]; /* by number */
 };
 
-/* NULL: nobody has called horo_use_nccl, nor has this rank stood in for what is NCCL's. */
+/* NULL: nobody has called horo_use_nccl. */
 static inline struct hr_nccl_team *hr_nccl_team_of(const struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     return by == NULL ? NULL : &by->teams[lane->team->number];
 }
 
 /* Whether it is known that the team's ranks do such requests for NCCL in host memory. */
-static inline int hr_nccl_is_refused(const struct hr_nccl_team *team, const horo_request *call) {
-    const int stage = atomic_load(&team->stage);
-    const int has_told = stage == HR_BY_NCCL_CONNECTING || stage == HR_BY_NCCL_READY;
-    return stage == HR_BY_NCCL_REFUSED ||
-           (has_told && !atomic_load(&team->has_kernels) && hr_nccl_needs_kernels(call));
+static inline int hr_nccl_is_refused(const struct hr_nccl_team *team) {
+    return atomic_load(&team->stage) == HR_BY_NCCL_REFUSED;
 }
 
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */
-void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
-                   size_t text_bytes);
-/* Likewise, of ranks that are able: why not all have kernels; empty: they have. */
-void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text,
-                           size_t text_bytes);
+void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text, size_t text_bytes);
 /*
  * nccl_gone.c: looks at a communicator that no launch has, of which during a launch its task does: 1 if it has moved.
  */
@@ -171,8 +147,6 @@ int hr_nccl_is_gone_late(const struct hr_nccl_team *team);
 int64_t hr_nccl_gone_within_ns(const struct hr_nccl_team *team, int64_t now_ns);
 /* The last operation that was begun, as "allreduce 'x'". Returns text, which has HR_NCCL_LAST_BYTES. */
 char *hr_nccl_name_last(const struct hr_nccl_team *team, char *text);
-/* by_nccl.c: what there is to know, if nobody has asked for NCCL yet; NULL for lack of memory. */
-struct hr_by_nccl *hr_nccl_state(struct hr_engine *engine);
 /* The driver: ends the group if values that are awaited never come. */
 void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
 /*
@@ -183,19 +157,5 @@ void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane);
 int hr_nccl_may_stage(const struct hr_nccl_team *team);
 void hr_nccl_stage(struct hr_engine *engine, const struct hr_lane *lane);
 
-/*
- * nccl_batch.c: gives the batch's room back, in the order of the stream. is_over: the batch is wholly there, so that of
- * a request is the request's now.
- */
-void hr_nccl_leave_room(struct hr_nccl_team *team, int is_over);
-/*
- * Its turn has come: tensors of a rank that has joined get the values that change no result. HORO_OK, or a status with
- * the communicator's failure set.
- */
-int hr_nccl_fill_stand_ins(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count);
-
-/* nccl_turn.c: the batch as work that waits for its turn; and, when it is on the stream, that the next one may go. */
-struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-void hr_nccl_end_turn(struct hr_nccl_team *team);
 
 #endif

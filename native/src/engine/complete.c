@@ -34,7 +34,6 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     }
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
-        hr_engine_retry_nccl(engine, request->lane);
     }
     request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);

@@ -269,7 +269,7 @@ static void forget_handle(struct hr_engine *engine, struct hr_request *request) 
 static int holds_results(const struct hr_request *request) {
     int holds = 0;
     for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given || request->room != NULL;
+        holds |= !request->gathered[i].is_given;
     }
     return holds;
 }

@@ -289,11 +289,9 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
 
 /* staged.c: requests with tensors on GPUs */
-/* As horo_use_cuda, horo_copy_back and horo_copy_result. */
+/* As horo_use_cuda and horo_copy_back. */
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
-int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
-                          struct hr_error *error);
 /* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
@@ -316,10 +314,9 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
-/* by_nccl.c, nccl_batch.c, nccl_setup.c: requests that NCCL does, see by_nccl.h */
+/* by_nccl.c, nccl_setup.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
 /* As horo_use_nccl. */
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int flags,
-                       struct hr_error *error);
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 /*
  * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
  * Without the lock. And, with the lock held: whether that has changed meanwhile.
@@ -340,13 +337,6 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 void hr_engine_trim_pinned(struct hr_engine *engine);
 /* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
 struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Of an allgather or alltoall, before: memory for its results. HORO_OK, also where that fails, or HORO_ERR_INTERNAL. */
-int hr_engine_make_room(struct hr_engine *engine, struct hr_request *request);
-/*
- * In such a batch, the requests that stand in for those of this rank, which has joined: gives their tensors memory with
- * values that change no result. HORO_OK, also where that fails, or HORO_ERR_INTERNAL.
- */
-int hr_engine_place_stand_ins(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
@@ -368,8 +358,6 @@ void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
 int hr_engine_is_nccl_quiet(struct hr_engine *engine);
 /* Ends NCCL, when nobody drives any more. */
 void hr_engine_end_nccl(struct hr_engine *engine);
-/* With the lock held: all ranks of the team have joined. */
-void hr_engine_retry_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 /* Driver: the team has been removed, and its lane is about to go. */
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 

@@ -152,9 +152,6 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
             return HORO_ERR_USAGE;
         }
     }
-    if (hr_request_is_by_nccl(request)) {
-        return hr_engine_make_room(request->lane->engine, request);
-    }
     for (int i = 0; i < count; i++) {
         HR_TRY(place(request, i));
     }

@@ -90,7 +90,7 @@ static int tell_of_joining(struct hr_lane *lane, const struct hr_request *reques
 }
 
 /*
- * Whether this rank may still have something to announce: what is held, what waits for values from a GPU or for NCCL,
+ * Whether this rank may still have something to announce: what is held, what waits for values from a GPU,
  * or what an eviction makes it announce again.
  */
 static int has_to_announce(const struct hr_lane *lane) {

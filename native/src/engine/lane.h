@@ -259,13 +259,6 @@ int hr_leader_tell_joined(struct hr_lane *lane);
 /* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
 /*
- * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
- * wider, its other bits are 0. No complex number leaves a product as it is beside an infinite or NaN part: 1 does for
- * all others, but for the sign of a zero.
- */
-uint64_t hr_neutral_element(int dtype, int reduce_op);
-
-/*
  * Makes one from the canonical bytes of theirs, for the record that comes next; the lane's until end. HORO_OK,
  * HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in.
  */
@@ -439,11 +432,7 @@ void hr_lane_free_batch(struct hr_lane *lane);
  */
 int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
 void hr_lane_finish_telling(struct hr_lane *lane);
-/*
- * by_nccl.c, once all have told: whether a request that is for NCCL is done in host memory instead. And: makes such a
- * request, of a batch that is about to begin, one like any other.
- */
-int hr_lane_is_nccl_refused(const struct hr_lane *lane, const horo_request *call);
+/* by_nccl.c: makes a request that was for NCCL, which has been refused, one like any other. Its batch begins. */
 void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request);
 
 /* ---- gather.c ---- */

@@ -113,9 +113,7 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     }
     struct hr_nccl_team *gone = team->comm.handle == NULL ? NULL : calloc(1, sizeof *gone);
     hr_nccl_backend_destroy(team->backend);
-    hr_nccl_two_level_destroy(team->two_level);
     team->backend = NULL;
-    team->two_level = NULL;
     if (gone != NULL) {
         gone->comm = team->comm;
         gone->last_op = team->last_op;
@@ -131,7 +129,6 @@ void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane)
     }
     (void)pthread_mutex_lock(&engine->submission.lock);
     atomic_store(&team->stage, HR_BY_NCCL_ASKED);
-    team->until_join = 0;
     team->unstaged = NULL;
     team->comm = (struct hr_nccl_comm){0};
     team->has_moved = 0;

@@ -21,20 +21,11 @@ static int same_gpu(const struct hr_nccl_report *reports, int size, int *other) 
     return -1;
 }
 
-void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, int *has_joined, char *text,
-                   size_t text_bytes) {
+void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text, size_t text_bytes) {
     const int *job_rank = ranks->job_rank;
     const int size = ranks->size;
     int other = 0;
     text[0] = '\0';
-    *has_joined = 0;
-    for (int r = 0; r < size; r++) {
-        if (!reports[r].is_told) {
-            *has_joined = 1;
-            (void)snprintf(text, text_bytes, "rank %d has joined", job_rank[r]);
-            return;
-        }
-    }
     for (int r = 0; r < size; r++) {
         if (!reports[r].is_able) {
             (void)snprintf(text, text_bytes, "rank %d cannot use NCCL: %.*s", job_rank[r],
@@ -58,29 +49,16 @@ void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *r
     }
 }
 
-void hr_nccl_judge_kernels(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text,
-                           size_t text_bytes) {
-    text[0] = '\0';
-    for (int r = 0; r < ranks->size && text[0] == '\0'; r++) {
-        if (!reports[r].has_kernels) {
-            (void)snprintf(text, text_bytes, "rank %d cannot use horo's kernels: %.*s", ranks->job_rank[r],
-                           (int)sizeof reports[r].kernel_lack, reports[r].kernel_lack);
-        }
-    }
-}
-
 /* ---- Telling ---- */
 
 /*
- * The report's rest, which needs the GPU and, for each place to meet that this rank names, a socket of NCCL's. A
- * failure of that is told to all.
+ * The report's rest, which needs the GPU and, for the place to meet that rank 0 names, a socket of NCCL's. A failure
+ * of that is told to all.
  */
 static void complete_report(const struct hr_by_nccl *by, const struct hr_team *ranks, struct hr_nccl_report *mine) {
     const struct hr_device *device = by->gpu;
-    const int meets_on_host = by->able.wants_two_levels && hr_team_has_two_levels(ranks) && ranks->local_rank == 0;
     struct hr_error error = {0};
     *mine = by->able;
-    mine->is_told = 1;
     int status = mine->is_able ? HORO_OK : HORO_ERR_RESOURCE;
     if (status == HORO_OK) {
         status = hr_cuda_check(device->cuda, device->cuda->device_get_uuid(mine->uuid, device->handle),
@@ -88,9 +66,6 @@ static void complete_report(const struct hr_by_nccl *by, const struct hr_team *r
     }
     if (status == HORO_OK && ranks->rank == 0) {
         status = hr_nccl_check(&by->nccl, by->nccl.get_unique_id(&mine->id), "ncclGetUniqueId", NULL, &error);
-    }
-    if (status == HORO_OK && meets_on_host) {
-        status = hr_nccl_check(&by->nccl, by->nccl.get_unique_id(&mine->host_id), "ncclGetUniqueId", NULL, &error);
     }
     if (mine->is_able && status != HORO_OK) {
         mine->is_able = 0;
@@ -124,19 +99,14 @@ static int begin_exchange(struct hr_lane *lane, struct hr_nccl_team *team, size_
     return HR_TASK_MOVED;
 }
 
-/*
- * The sum of what each rank has in its own place and zeros in those of others. A rank that has joined may never have
- * used a GPU: then it tells nothing, and tensors are staged until all have joined.
- */
+/* The sum of what each rank has in its own place and zeros in those of others. */
 static int begin_telling(struct hr_lane *lane, const struct hr_by_nccl *by, struct hr_nccl_team *team) {
     const struct hr_team *ranks = lane->team;
     team->reports = calloc((size_t)ranks->size, sizeof *team->reports);
     if (team->reports == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    if (atomic_load(&by->device) >= 0) {
-        complete_report(by, ranks, &team->reports[ranks->rank]);
-    }
+    complete_report(by, ranks, &team->reports[ranks->rank]);
     set_stage(lane->engine, team, HR_BY_NCCL_TELLING);
     return begin_exchange(lane, team, (size_t)ranks->size * sizeof *team->reports);
 }
@@ -155,9 +125,6 @@ static int begin_rendezvous(struct hr_lane *lane, struct hr_nccl_team *team) {
 static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_wire_request decoded = {0};
     struct hr_wire_ref ref;
-    if (record->type == HR_WIRE_REQUEST) {
-        return record->request.by_nccl;
-    }
     if (record->type != HR_WIRE_BATCH || record->count == 0) {
         return 0;
     }
@@ -165,7 +132,6 @@ static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *recor
     hr_wire_next_ref(&cursor, &ref);
     if (ref.name.bytes > 0) {
         const struct hr_request *request = hr_lane_find_name(lane, ref.name);
-        request = request == NULL ? hr_lane_find_stand_in(lane, ref.name) : request;
         return request != NULL && hr_request_is_by_nccl(request);
     }
     const uint32_t capacity = lane->announcer.capacity;
@@ -176,10 +142,11 @@ static int is_for_nccl(struct hr_lane *lane, const struct hr_wire_message *recor
 
 /* As hr_lane_prepare_nccl. */
 static int prepare(struct hr_lane *lane, struct hr_nccl_team *team, const struct hr_wire_message *record) {
-    const int stage = team == NULL ? HR_BY_NCCL_ASKED : atomic_load(&team->stage);
+    const int stage = team == NULL ? HR_BY_NCCL_REFUSED : atomic_load(&team->stage);
     const int is_over = stage == HR_BY_NCCL_READY || stage == HR_BY_NCCL_REFUSED;
-    const int has_values = is_over && team->unstaged == NULL && atomic_load(&team->awaited) == 0;
-    if (has_values || (team == NULL && !lane->announcer.join.has_joined) || !is_for_nccl(lane, record)) {
+    const int has_values =
+        is_over && (team == NULL || (team->unstaged == NULL && atomic_load(&team->awaited) == 0));
+    if (has_values || !is_for_nccl(lane, record)) {
         return HR_TASK_DONE;
     }
     if (stage == HR_BY_NCCL_CONNECTING && team->comm.state == HR_NCCL_IDLE) {
@@ -188,8 +155,7 @@ static int prepare(struct hr_lane *lane, struct hr_nccl_team *team, const struct
     if (stage != HR_BY_NCCL_ASKED) {
         return HR_TASK_BLOCKED;
     }
-    const struct hr_by_nccl *by = hr_nccl_state(lane->engine);
-    return by == NULL ? HORO_ERR_RESOURCE : begin_telling(lane, by, hr_nccl_team_of(lane->engine, lane));
+    return begin_telling(lane, atomic_load(&lane->engine->by_nccl), team);
 }
 
 int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record) {
@@ -237,7 +203,7 @@ static struct hr_request *next_unstaged(struct hr_engine *engine, const struct h
     (void)pthread_mutex_lock(&engine->submission.lock);
     do {
         request = hr_lane_next_pending(lane, request);
-    } while (request != NULL && (request->mark == NULL || !hr_nccl_is_refused(team, &request->call)));
+    } while (request != NULL && (request->mark == NULL || !hr_nccl_is_refused(team)));
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return request;
 }
@@ -282,19 +248,15 @@ void hr_nccl_check_values(struct hr_engine *engine, const struct hr_lane *lane) 
 
 /* ---- Going on ---- */
 
-static void refuse(struct hr_engine *engine, const struct hr_lane *lane, int has_joined, const char *text) {
+static void refuse(struct hr_engine *engine, const struct hr_lane *lane, const char *text) {
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     char name[HR_TEAM_NAME_BYTES];
     if (lane->is_root) {
         const int is_world = lane->team->number == 0;
-        hr_log(&engine->node->log, HORO_LOG_WARNING, "tensors on GPUs%s%s travel through host memory%s: %s",
-               is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name),
-               has_joined ? " until all ranks have joined" : ", not by NCCL", text);
+        hr_log(&engine->node->log, HORO_LOG_WARNING, "tensors on GPUs%s%s travel through host memory, not by NCCL: %s",
+               is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name), text);
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    team->until_join = has_joined;
-    atomic_store(&team->stage, HR_BY_NCCL_REFUSED);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    set_stage(engine, team, HR_BY_NCCL_REFUSED);
 }
 
 static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
@@ -306,72 +268,23 @@ static int create_stream(struct hr_by_nccl *by, struct hr_error *error) {
     return status;
 }
 
-/* Whether the team's allreduces are done in two levels: where all its ranks have asked for that. */
-static int uses_two_levels(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
-    const struct hr_team *ranks = lane->team;
-    char name[HR_TEAM_NAME_BYTES];
-    int other = 1;
-    while (other < ranks->size && reports[other].wants_two_levels == reports[0].wants_two_levels) {
-        other++;
-    }
-    if (other < ranks->size && hr_team_has_two_levels(ranks) && lane->is_root) {
-        const int one = reports[0].wants_two_levels ? 0 : other;
-        hr_log(&engine->node->log, HORO_LOG_WARNING,
-               "NCCL reduces among all ranks%s%s, not inside hosts first: rank %d asks for that, and rank %d does not",
-               ranks->number == 0 ? "" : " of ", ranks->number == 0 ? "" : hr_team_name(ranks, name),
-               ranks->job_rank[one], ranks->job_rank[other - one]);
-    }
-    return other == ranks->size && reports[0].wants_two_levels && hr_team_has_two_levels(ranks);
-}
-
-static int create_backends(struct hr_engine *engine, const struct hr_lane *lane, int has_two_levels,
-                           struct hr_error *error) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    struct hr_stager *stager = atomic_load(&engine->stager);
-    team->backend = hr_nccl_backend_create(lane->team, &team->comm, stager, &by->packer);
-    if (has_two_levels) {
-        team->two_level = hr_nccl_two_level_create(lane->team, &team->comm, stager, by->gpu);
-    }
-    return team->backend != NULL && (team->two_level != NULL || !has_two_levels)
-               ? HORO_OK
-               : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
-}
-
 static int try_connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports,
                        struct hr_error *error) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
     const struct hr_team *all = lane->team;
     const struct hr_nccl_ranks ranks = {all->size, all->rank, &reports[0].id};
-    const struct hr_nccl_ranks host_ranks = {all->local_size, all->local_rank,
-                                             &reports[all->leader_of_host[all->host]].host_id};
-    HR_TRY(create_backends(engine, lane, uses_two_levels(engine, lane, reports), error));
-    HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
-    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, &by->backlog, &ranks,
-                           team->two_level == NULL ? NULL : &host_ranks, HR_NCCL_WITHIN_MS, error);
-}
-
-/* One is enough: what needs them is staged by all. */
-static void look_for_kernels(struct hr_engine *engine, const struct hr_lane *lane,
-                             const struct hr_nccl_report *reports) {
-    char name[HR_TEAM_NAME_BYTES];
-    char text[HORO_MESSAGE_MAX];
-    const int is_world = lane->team->number == 0;
-    hr_nccl_judge_kernels(reports, lane->team, text, sizeof text);
-    atomic_store(&hr_nccl_team_of(engine, lane)->has_kernels, text[0] == '\0');
-    if (lane->is_root && text[0] != '\0') {
-        hr_log(&engine->node->log, HORO_LOG_WARNING,
-               "values on GPUs%s%s that are converted on their way or are combined by Adasum travel through host "
-               "memory, not by NCCL: %s",
-               is_world ? "" : " of ", is_world ? "" : hr_team_name(lane->team, name), text);
+    team->backend = hr_nccl_backend_create(lane->team, &team->comm);
+    if (team->backend == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
+    HR_TRY(by->stream == NULL ? create_stream(by, error) : HORO_OK);
+    return hr_nccl_connect(&team->comm, &by->nccl, by->gpu, &by->backlog, &ranks, HR_NCCL_WITHIN_MS, error);
 }
 
 static void connect(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     struct hr_error error = {0};
     struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
-    look_for_kernels(engine, lane, reports);
     if (try_connect(engine, lane, reports, &error) != HORO_OK) {
         (void)hr_fail(&team->comm.failure, error.code, "%s", error.text);
         team->comm.state = HR_NCCL_BROKEN;
@@ -381,12 +294,11 @@ static void connect(struct hr_engine *engine, const struct hr_lane *lane, const 
 
 static void judge(struct hr_engine *engine, const struct hr_lane *lane, const struct hr_nccl_report *reports) {
     char text[HORO_MESSAGE_MAX];
-    int has_joined = 0;
-    hr_nccl_judge(reports, lane->team, &has_joined, text, sizeof text);
+    hr_nccl_judge(reports, lane->team, text, sizeof text);
     if (text[0] == '\0') {
         connect(engine, lane, reports);
     } else {
-        refuse(engine, lane, has_joined, text);
+        refuse(engine, lane, text);
     }
     hr_nccl_team_of(engine, lane)->unstaged = next_unstaged(engine, lane, NULL);
     hr_nccl_stage(engine, lane);

@@ -1,14 +1,13 @@
 /*
- * Launches of NCCL take turns, in one order on all ranks (docs/adr/0045-launches-of-all-teams-take-turns.md). Each
+ * Launches of NCCL take turns, in one order on all ranks (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md). Each
  * batch has a number, and what a rank launches, it launches in the order of these.
  *
  *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
  *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
  *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
  *     HELD       its turn has come: until the stream has room. It goes there in steps, and nothing else of this rank
- *                does in between; see docs/adr/0053-what-waits-on-a-stream-has-a-bound.md
- *     OUT        its calls are being put onto the stream; in two levels, all of it until the second launch is there, so
- *                that no other launch comes between the two
+ *                does in between
+ *     OUT        its calls are being put onto the stream
  *
  * A batch that this rank begins later gets a higher number than any that this rank knows to be agreed on by then, so
  * nothing comes in front of what has been launched. A batch waits for lower numbers only, and so do those that it waits
@@ -19,7 +18,10 @@
 #include "base/op.h"
 #include "engine/by_nccl.h"
 
-enum { MARKS_AT_ONCE = 64 }; /* that a step makes the stream wait for */
+enum {
+    MARKS_AT_ONCE = 64, /* that a step makes the stream wait for */
+    BATCH_WEIGHT = 1,   /* the mark behind it */
+};
 
 static struct hr_nccl_turn *turn_of(struct hr_backend *backend) {
     return (struct hr_nccl_turn *)backend;
@@ -90,19 +92,11 @@ static void agree(struct hr_nccl_turn *turn) {
 static int await_marks(struct hr_nccl_turn *turn, struct hr_nccl_comm *comm) {
     int count = 0;
     while (turn->awaited < turn->count && count < MARKS_AT_ONCE) {
-        const struct hr_request *request = turn->requests[turn->awaited++];
-        if (!request->is_stand_in) {
-            HR_TRY(hr_mark_await(request->mark, comm->stream, &comm->failure));
-            count++;
-        }
+        HR_TRY(hr_mark_await(turn->requests[turn->awaited++]->mark, comm->stream, &comm->failure));
+        count++;
     }
     hr_backlog_add(comm->backlog, count);
     return hr_backlog_mark(comm->backlog, &comm->failure);
-}
-
-/* Asked once: it looks at all tensors, and a batch is looked at for as long as it takes. */
-static int can_have_two_levels(const struct hr_nccl_turn *turn) {
-    return team_of(turn)->two_level != NULL && hr_nccl_two_level_can(&turn->work);
 }
 
 /* For messages about what does not end on a GPU, where the requests may be gone. */
@@ -116,13 +110,8 @@ static int launch(struct hr_nccl_turn *turn) {
     struct hr_nccl_team *team = team_of(turn);
     turn->phase = HR_NCCL_OUT;
     note_last(team, &turn->requests[turn->count - 1]->call);
-    turn->has_two_levels = can_have_two_levels(turn);
-    if (team->comm.state == HR_NCCL_IDLE && hr_nccl_fill_stand_ins(team, turn->requests, turn->count) != HORO_OK) {
-        team->comm.state = HR_NCCL_BROKEN;
-    }
     turn->engine->node->nccl_within_ns = HR_NCCL_LOOK_SOON_NS;
-    return turn->has_two_levels ? hr_nccl_two_level_begin(team->two_level, &turn->work)
-                                : hr_nccl_backend_begin(team->backend, &turn->work);
+    return hr_nccl_backend_begin(team->backend, &turn->work);
 }
 
 /*
@@ -172,8 +161,7 @@ static int progress(struct hr_nccl_turn *turn) {
     if (turn->phase == HR_NCCL_HELD) {
         return go_out(turn);
     }
-    return turn->has_two_levels ? hr_nccl_two_level_progress(team_of(turn)->two_level)
-                                : hr_nccl_backend_progress(team_of(turn)->backend);
+    return hr_nccl_backend_progress(team_of(turn)->backend);
 }
 
 /* A GPU that goes on moves what waits for it, however long it takes until there is room. */
@@ -191,8 +179,6 @@ static void turn_cancel(struct hr_backend *backend) {
     if (turn->phase == HR_NCCL_ORDERING) {
         turn->lane->backend->ops->cancel(turn->lane->backend);
         atomic_load(&turn->engine->by_nccl)->is_stranded |= turn->engine->node->mpi.ops != NULL;
-    } else if (turn->phase == HR_NCCL_OUT && turn->has_two_levels) {
-        hr_nccl_two_level_cancel(team_of(turn)->two_level);
     }
 }
 
@@ -214,10 +200,18 @@ static const struct hr_backend_ops turn_ops = {
     .destroy = turn_destroy,
 };
 
-struct hr_backend *hr_nccl_take_turn(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
     const struct hr_lane *lane = requests[0]->lane;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    struct hr_nccl_turn *turn = &by->teams[lane->team->number].turn;
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, lane);
+    int can = team != NULL && team->backend != NULL && atomic_load(&team->stage) == HR_BY_NCCL_READY;
+    for (size_t i = 0; i < count && can; i++) {
+        can = requests[i]->mark != NULL;
+    }
+    if (!can) {
+        return NULL;
+    }
+    struct hr_nccl_turn *turn = &team->turn;
     atomic_store(&by->is_busy, 1); /* in front of all that it puts on the stream */
     *turn = (struct hr_nccl_turn){.base = {.ops = &turn_ops}, .engine = engine, .lane = lane, .requests = requests,
                                   .count = count};
@@ -238,11 +232,8 @@ int hr_engine_awaits_turn(const struct hr_lane *lane) {
 }
 
 int hr_engine_awaits_gpu(const struct hr_lane *lane) {
-    if (!is_in(lane, HR_NCCL_HELD) && !is_in(lane, HR_NCCL_OUT)) {
-        return 0;
-    }
-    return atomic_load(&lane->engine->by_nccl)->backlog.is_awaited ||
-           hr_nccl_two_level_awaits_gpu(hr_nccl_team_of(lane->engine, lane)->two_level);
+    return (is_in(lane, HR_NCCL_HELD) || is_in(lane, HR_NCCL_OUT)) &&
+           atomic_load(&lane->engine->by_nccl)->backlog.is_awaited;
 }
 
 int hr_engine_is_beside_nccl(const struct hr_lane *lane) {
@@ -250,6 +241,35 @@ int hr_engine_is_beside_nccl(const struct hr_lane *lane) {
     return team != NULL && team->turn.lane == NULL && hr_engine_is_nccl_busy(lane->engine);
 }
 
-void hr_nccl_end_turn(struct hr_nccl_team *team) {
-    team->turn.lane = NULL;
+/* ---- Its end ---- */
+
+/* One mark serves all requests of the batch: thousands of events, one for each, would fill the stream. */
+static int move_marks(struct hr_nccl_team *team, struct hr_request *const *requests, size_t count) {
+    struct hr_mark *mark = requests[0]->mark;
+    hr_backlog_add(team->comm.backlog, BATCH_WEIGHT);
+    HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
+    for (size_t i = 1; i < count; i++) {
+        hr_mark_keep(mark);
+        hr_mark_drop(requests[i]->mark);
+        requests[i]->mark = mark;
+    }
+    return HORO_OK;
+}
+
+int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
+    struct hr_nccl_team *team = hr_nccl_team_of(engine, requests[0]->lane);
+    struct hr_device_visit visit;
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
+    if (status == HORO_OK) {
+        status = move_marks(team, requests, count);
+        hr_device_leave(team->comm.device, &visit);
+    }
+    if (status != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
+    } else {
+        team->turn.lane = NULL;
+    }
+    atomic_store(&by->is_busy, 1);
+    return status == HORO_OK;
 }

@@ -6,7 +6,8 @@
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "base/op.h"
-#include "device/room.h"
+#include "device/mark.h"
+#include "device/staging.h"
 #include "engine/engine.h"
 
 /* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
@@ -242,7 +243,6 @@ void hr_request_destroy(struct hr_request *request) {
         hr_lane_destroy(request->new_lane);
     }
     hr_staging_release(request->staging);
-    hr_room_drop(request->room, request->mark);
     hr_mark_drop(request->mark);
     free(request->error_text);
     free(request);

@@ -19,7 +19,6 @@ static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team)
 struct hr_lane;
 struct hr_staging;
 struct hr_mark;
-struct hr_room;
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
@@ -61,7 +60,6 @@ struct hr_request {
     struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
     /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
     struct hr_mark *mark;
-    struct hr_room *room; /* allgather, alltoall: where NCCL puts their results, which `gathered` points into */
 };
 
 /* The knowledge of this rank of a tensor with an id, in one allocation. Driver only. */

@@ -6,7 +6,8 @@
 
 #include "base/cut.h"
 #include "base/op.h"
-#include "device/room.h"
+#include "device/mark.h"
+#include "device/staging.h"
 #include "engine/engine.h"
 
 enum { CLOSE_MS = 5000 };
@@ -267,40 +268,5 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
     (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
     const int status = return_results(engine, handle, (void *)(uintptr_t)stream, error);
     (void)pthread_mutex_unlock(&engine->staging_lock);
-    return status;
-}
-
-/* With the lock held. */
-static int find_result(const struct hr_request *request, int64_t handle, int32_t index, struct hr_error *error) {
-    const int is_there = request != NULL && atomic_load(&request->status) == HORO_OK && request->mark != NULL &&
-                         request->gathered != NULL && index >= 0 && index < request->call.tensor_count;
-    return is_there ? HORO_OK
-                    : hr_fail(error, HORO_ERR_USAGE, "handle %lld has no result %d on a GPU", (long long)handle, index);
-}
-
-int hr_engine_copy_result(struct hr_engine *engine, int64_t handle, int32_t index, void *output, uint64_t stream,
-                          struct hr_error *error) {
-    struct hr_gathered result = {0};
-    struct hr_mark *mark = NULL;
-    struct hr_room *room = NULL; /* NULL: the result is empty */
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    int status = find_result(request, handle, index, error);
-    if (status == HORO_OK) {
-        result = request->gathered[index];
-        mark = request->mark;
-        room = request->room;
-        hr_mark_keep(mark);
-        if (room != NULL) {
-            hr_room_keep(room);
-        }
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    HR_TRY(status);
-    (void)pthread_mutex_lock(&engine->staging_lock); /* no copy comes between another one and its mark */
-    status = hr_room_copy(mark, result.data, output, (size_t)result.bytes, (void *)(uintptr_t)stream, error);
-    (void)pthread_mutex_unlock(&engine->staging_lock);
-    hr_room_drop(room, mark);
-    hr_mark_drop(mark);
     return status;
 }

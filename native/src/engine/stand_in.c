@@ -1,7 +1,6 @@
 /*
  * The part of a rank that has joined in the operations of the others: it makes a request of its own from the bytes that
- * they have agreed on, with values that change no result, and drops what comes of it. For what NCCL does, those are in
- * memory of the GPU, which it gets when the batch begins (nccl_batch.c). Driver only.
+ * they have agreed on, with values that change no result, and drops what comes of it. Driver only.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -51,7 +50,12 @@ static uint64_t sign_of(int dtype) {
     return (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1);
 }
 
-uint64_t hr_neutral_element(int dtype, int reduce_op) {
+/*
+ * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
+ * wider, its other bits are 0. No complex number leaves a product as it is beside an infinite or NaN part: 1 does for
+ * all others, but for the sign of a zero.
+ */
+static uint64_t neutral_element(int dtype, int reduce_op) {
     if (!hr_dtype_reducible(dtype, reduce_op)) {
         return 0; /* it is refused before it is run */
     }
@@ -115,7 +119,7 @@ static int decode_tensors(const struct hr_wire_request *request, struct draft *d
         .op = request->op,
         .reduce_op = request->reduce_op,
         .root_rank = request->root_rank,
-        .flags = (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->by_nccl ? HORO_SUBMIT_BY_NCCL : 0),
+        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0,
         .prescale = request->prescale,
         .postscale = request->postscale,
         .tensors = draft->tensors,
@@ -144,7 +148,7 @@ static int allocate_values(struct draft *draft) {
         horo_tensor *tensor = &draft->tensors[i];
         const size_t bytes = (size_t)tensor->output_bytes;
         const int reduces = hr_op_reduces(draft->call.op);
-        const uint64_t bits = reduces ? hr_neutral_element(tensor->dtype, draft->call.reduce_op) : 0;
+        const uint64_t bits = reduces ? neutral_element(tensor->dtype, draft->call.reduce_op) : 0;
         if (bits != 0) {
             fill(at, bytes, tensor->dtype, bits);
         }
@@ -153,14 +157,6 @@ static int allocate_values(struct draft *draft) {
         at += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     }
     return HORO_OK;
-}
-
-static int place_values(const struct hr_lane *lane, struct draft *draft) {
-    const int is_for_nccl = (draft->call.flags & HORO_SUBMIT_BY_NCCL) != 0;
-    if (is_for_nccl && !hr_lane_is_nccl_refused(lane, &draft->call)) {
-        return HORO_OK; /* later, on the GPU */
-    }
-    return allocate_values(draft);
 }
 
 static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_request **request) {
@@ -179,7 +175,7 @@ static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_req
 static int can_stand_in(const struct hr_lane *lane, const struct hr_wire_request *request) {
     const int op = request->op;
     const int is_possible = op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BROADCAST || op == HORO_BARRIER;
-    return lane->announcer.join.has_joined && is_possible &&
+    return lane->announcer.join.has_joined && is_possible && !request->by_nccl &&
            (op != HORO_BROADCAST || hr_team_member(lane->team, request->root_rank) >= 0);
 }
 
@@ -192,7 +188,7 @@ int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_c
     }
     struct hr_request *made = NULL;
     int status = decode_tensors(&decoded, &draft);
-    status = status == HORO_OK ? place_values(lane, &draft) : status;
+    status = status == HORO_OK ? allocate_values(&draft) : status;
     status = status == HORO_OK ? finish_draft(lane, &draft, &made) : status;
     free_draft(&draft);
     if (status == HORO_OK) {

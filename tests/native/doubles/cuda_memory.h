@@ -1,4 +1,4 @@
-/* Memory of the double of the CUDA driver: of the device, pinned, and given out in the order of streams. For cuda.c. */
+/* Memory of the double of the CUDA driver: of the device, and pinned. For cuda.c. */
 #ifndef CUDA_MEMORY_H
 #define CUDA_MEMORY_H
 
@@ -6,48 +6,31 @@ static struct piece {
     struct piece *next;
     uint64_t address;
     size_t bytes;
-} *pinned, *rooms; /* memory of the host that the device reaches; memory that streams gave out */
+} *pinned; /* memory of the host that the device reaches */
 /* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all); and those back: */
 static int fetches, fetch_fails_at, fetches_let = -1, returns_refused;
 static int are_returns_held; /* copies back wait */
 static int copies_over, calls; /* of functions of the host, that are over */
-static int room_count, rooms_most, room_limit = 1 << 30;
 
-static void note(struct piece **list, uint64_t address, size_t bytes) {
+static void note(uint64_t address, size_t bytes) {
     struct piece *piece = malloc(sizeof *piece);
     pthread_mutex_lock(&lock);
-    *piece = (struct piece){*list, address, bytes};
-    *list = piece;
+    *piece = (struct piece){pinned, address, bytes};
+    pinned = piece;
     pthread_mutex_unlock(&lock);
 }
 
-/* The bytes that it had; 0: it is none. */
-static size_t forget(struct piece **list, uint64_t address) {
-    size_t bytes = 0;
+static void forget(uint64_t address) {
     pthread_mutex_lock(&lock);
-    for (struct piece **link = list; *link != NULL; link = &(*link)->next) {
+    for (struct piece **link = &pinned; *link != NULL; link = &(*link)->next) {
         struct piece *piece = *link;
         if (piece->address == address) {
-            bytes = piece->bytes;
             *link = piece->next;
             free(piece);
             break;
         }
     }
     pthread_mutex_unlock(&lock);
-    return bytes;
-}
-
-/* What the device can touch: its own memory, and pinned memory. */
-static char *reached(uint64_t address, size_t bytes) {
-    char *found = opened(address, bytes);
-    pthread_mutex_lock(&lock);
-    for (const struct piece *piece = pinned; piece != NULL && found == NULL; piece = piece->next) {
-        const int is_inside = address >= piece->address && address + bytes <= piece->address + piece->bytes;
-        found = is_inside ? (char *)(uintptr_t)address : NULL;
-    }
-    pthread_mutex_unlock(&lock);
-    return found;
 }
 
 /* Whether the address is in pinned memory. */
@@ -78,7 +61,7 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
         return CAPTURE_UNSUPPORTED;
     }
     *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    note(&pinned, (uint64_t)(uintptr_t)*data, bytes);
+    note((uint64_t)(uintptr_t)*data, bytes);
     pthread_mutex_lock(&lock);
     host_allocs++;
     pthread_mutex_unlock(&lock);
@@ -115,7 +98,7 @@ void double_await_program(int is_awaited) {
 int cuMemFreeHost(void *data) {
     (void)is_unsafe();
     await_device();
-    (void)forget(&pinned, (uint64_t)(uintptr_t)data);
+    forget((uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);
     host_frees++;
@@ -163,87 +146,6 @@ int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *
     return target == NULL ? INVALID_VALUE
                           : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes,
                                                       .is_to_device = 1});
-}
-
-/* Between two places on the host it is over when it returns, as CUDA says it is. */
-int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *stream) {
-    char *target = reached(to, bytes);
-    const char *source = reached(from, bytes);
-    struct event over = {.recorded = 1};
-    if (target == NULL || source == NULL) {
-        return INVALID_VALUE;
-    }
-    const int code = put(stream, (struct work){.run = copy, .target = target, .source = source, .bytes = bytes});
-    if (opened(to, bytes) == NULL && opened(from, bytes) == NULL) {
-        put(stream, (struct work){.run = reach, .event = &over, .number = 1});
-        pthread_mutex_lock(&lock);
-        while (over.done == 0) {
-            pthread_cond_wait(&changed, &lock);
-        }
-        pthread_mutex_unlock(&lock);
-    }
-    return code;
-}
-
-int cuMemAllocAsync(uint64_t *address, size_t bytes, void *stream) {
-    (void)stream;
-    if (bytes > (size_t)room_limit) {
-        return OUT_OF_MEMORY;
-    }
-    *address = double_alloc(bytes);
-    note(&rooms, *address, bytes);
-    pthread_mutex_lock(&lock);
-    room_count++;
-    rooms_most = room_count > rooms_most ? room_count : rooms_most;
-    pthread_mutex_unlock(&lock);
-    return 0;
-}
-
-/* What is there then is nobody's. */
-static void spoil(struct work *work) {
-    memset(work->target, 0xee, work->bytes);
-}
-
-int cuMemFreeAsync(uint64_t address, void *stream) {
-    const size_t bytes = forget(&rooms, address);
-    pthread_mutex_lock(&lock);
-    room_count -= bytes > 0;
-    pthread_mutex_unlock(&lock);
-    return bytes == 0 ? INVALID_VALUE
-                      : put(stream, (struct work){.run = spoil, .target = opened(address, bytes), .bytes = bytes});
-}
-
-static void set(struct work *work) {
-    for (size_t i = 0; i < work->bytes; i++) {
-        ((char *)work->target)[i] = (char)(work->number >> 8 * (i % 4));
-    }
-}
-
-/* Of the device's own memory: CUDA does not say that pinned memory can be filled. */
-static int fill(uint64_t address, size_t bytes, size_t width, uint64_t pattern, void *stream) {
-    char *target = opened(address, bytes);
-    return target == NULL || bytes == 0 || address % width != 0
-               ? INVALID_VALUE
-               : put(stream, (struct work){.run = set, .target = target, .bytes = bytes, .number = pattern});
-}
-
-int cuMemsetD8Async(uint64_t address, unsigned char value, size_t count, void *stream) {
-    return fill(address, count, 1, value * 0x01010101u, stream);
-}
-
-int cuMemsetD16Async(uint64_t address, unsigned short value, size_t count, void *stream) {
-    return fill(address, 2 * count, 2, value * 0x00010001u, stream);
-}
-
-int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void *stream) {
-    return fill(address, 4 * count, 4, value, stream);
-}
-
-/* The device has no more than so many bytes at once for what asks a stream for them. */
-void double_limit_rooms(int bytes) {
-    pthread_mutex_lock(&lock);
-    room_limit = bytes;
-    pthread_mutex_unlock(&lock);
 }
 
 /* From now on so many copies to the host are done, and others wait for the next call; -1: all are. */

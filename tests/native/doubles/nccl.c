@@ -111,11 +111,7 @@ static void run_work(struct work *work) {
         pthread_mutex_unlock(&lock);
         hang(comm);
     } else if (!atomic_load(&comm->is_aborted)) {
-        work->kind >= SEND ? exchange(work) : run(work);
-    }
-    for (struct work *peer = work->peers; peer != NULL; peer = work->peers) {
-        work->peers = peer->peers;
-        free(peer);
+        run(work);
     }
     pthread_mutex_lock(&lock);
     forget_work(work);
@@ -209,17 +205,8 @@ static int is_doubled(const struct comm *comm) {
 /* With the lock held. Returns what is to be launched without it: a stream that is full makes the thread wait. */
 static struct work *start(struct comm *comm) {
     struct work *first = comm->waiting;
-    struct work *next;
     note_group(comm);
-    for (struct work *work = comm->waiting; work != NULL; work = next) {
-        next = work->next;
-        for (struct work **last = &work->peers; work->kind >= SEND && next != NULL && next->kind >= SEND;
-             last = &(*last)->peers) {
-            *last = next;
-            next = next->next;
-            launched++;
-        }
-        work->next = next;
+    for (struct work *work = comm->waiting; work != NULL; work = work->next) {
         work->hangs = fails(AT_HANG, comm->rank) != 0;
         work->code = fails(AT_RUN, comm->rank);
         comm->running++;
@@ -420,8 +407,8 @@ static int add(struct work work, const void *input, void *output) {
     const int failure = failure_of(comm);
     int code = fails(AT_CALL, comm->rank);
     code = failure != 0 ? failure : code;
-    const int uses_input = work.kind != RECV && (work.kind != BROADCAST || comm->rank == work.root);
-    const int uses_output = work.kind != SEND && (work.kind != REDUCE || comm->rank == work.root);
+    const int uses_input = work.kind != BROADCAST || comm->rank == work.root;
+    const int uses_output = work.kind != REDUCE || comm->rank == work.root;
     work.input = uses_input ? cuda.address((uint64_t)(uintptr_t)input) : NULL;
     work.output = uses_output ? cuda.address((uint64_t)(uintptr_t)output) : NULL;
     if ((comm->state != SUCCESS && failure == 0) || cuda.current() < 0 || (uses_input && work.input == NULL) ||

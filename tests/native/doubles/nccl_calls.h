@@ -26,19 +26,4 @@ int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, 
                              .operation = operation, .stream = stream}, input, output);
 }
 
-int ncclAllGather(const void *input, void *output, size_t count, int dtype, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = ALL_GATHER, .count = count, .dtype = dtype, .stream = stream}, input,
-               output);
-}
-
-int ncclSend(const void *input, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = SEND, .count = count, .dtype = dtype, .root = peer,
-                             .stream = stream}, input, NULL);
-}
-
-int ncclRecv(void *output, size_t count, int dtype, int peer, struct comm *comm, void *stream) {
-    return add((struct work){.comm = comm, .kind = RECV, .count = count, .dtype = dtype, .root = peer,
-                             .stream = stream}, NULL, output);
-}
-
 #endif

@@ -2,8 +2,8 @@
  * In which order the ranks of this process launch, on one GPU each: if those orders contradict one another, kernels may
  * wait for one another for ever, whether these have or not. For nccl.c alone, with its lock held.
  *
- * A node is a set of launches that wait for one another: those of all ranks for a collective, or those that a send and
- * its recv are in. Behind each is the next one of the same GPU: orders that agree have no circle.
+ * A node is a set of launches that wait for one another: those of all ranks for a collective. Behind each is the next
+ * one of the same GPU: orders that agree have no circle.
  */
 #ifndef NCCL_ORDER_H
 #define NCCL_ORDER_H
@@ -24,11 +24,11 @@ static struct node {
 static int node_count, node_capacity, last_on[DEVICES_MAX], wrong_orders;
 static const void *stream_on[DEVICES_MAX]; /* of the last launch */
 
-/* What a launch has in common with another rank's: a collective (from -1), or a send and its recv, of a number. */
+/* What a launch has in common with another rank's: a collective of a number. */
 static struct key {
     struct key *next;
     unique_id id;
-    int from, to, number;
+    int number;
     int node;
 } *keys[KEY_LISTS];
 
@@ -95,17 +95,17 @@ static int merge(int a, int b) {
 }
 
 /* Says that a launch has this in common with others. 0: that contradicts the order of others. */
-static int note_key(const unique_id *id, int from, int to, int number, int node) {
-    const unsigned hash = (unsigned)number * 31u + (unsigned)(from + 1) * 7919u + (unsigned)to * 104729u +
-                          (unsigned char)id->bytes[strnlen(id->bytes, sizeof id->bytes) - 1] * 17u;
+static int note_key(const unique_id *id, int number, int node) {
+    const unsigned char last = (unsigned char)id->bytes[strnlen(id->bytes, sizeof id->bytes) - 1];
+    const unsigned hash = (unsigned)number * 31u + last * 17u;
     struct key **list = &keys[hash % KEY_LISTS];
     for (struct key *key = *list; key != NULL; key = key->next) {
-        if (key->number == number && key->from == from && key->to == to && memcmp(&key->id, id, sizeof *id) == 0) {
+        if (key->number == number && memcmp(&key->id, id, sizeof *id) == 0) {
             return merge(resolve(key->node), resolve(node));
         }
     }
     struct key *key = malloc(sizeof *key);
-    *key = (struct key){.next = *list, .id = *id, .from = from, .to = to, .number = number, .node = node};
+    *key = (struct key){.next = *list, .id = *id, .number = number, .node = node};
     *list = key;
     return 1;
 }
@@ -127,23 +127,14 @@ static int note_launch(const struct comm *comm, const void *stream, int node) {
     return is_right;
 }
 
-/* Of what is launched as one. Collectives are launched by all ranks, and each send by the two that it is between. */
+/* Of what is launched as one, by all ranks. */
 static void note_group(struct comm *comm) {
     if (comm->waiting == NULL) {
         return;
     }
     const int node = make_node();
     int is_right = note_launch(comm, comm->waiting->stream, node);
-    if (comm->waiting->kind < SEND) {
-        is_right &= note_key(&comm->id, -1, 0, ++comm->groups, node);
-    }
-    for (const struct work *work = comm->waiting; work != NULL; work = work->next) {
-        if (work->kind == SEND) {
-            is_right &= note_key(&comm->id, comm->rank, work->root, ++comm->sends[work->root], node);
-        } else if (work->kind == RECV) {
-            is_right &= note_key(&comm->id, work->root, comm->rank, ++comm->recvs[work->root], node);
-        }
-    }
+    is_right &= note_key(&comm->id, ++comm->groups, node);
     wrong_orders += !is_right;
     atomic_fetch_or(&comm->clique->is_wrong, !is_right);
 }

@@ -11,9 +11,9 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { RANKS_MAX = 16, CHUNK = 1 << 14, BOX = 1 << 12, SCALES_MAX = 16, GROUP_MAX = 4096,
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096,
        ABORT_MS = 2000 };
-enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER, ALL_GATHER, SEND, RECV };
+enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER };
 enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
 
@@ -38,19 +38,11 @@ struct slot {
     char data[CHUNK];
 };
 
-/* A piece on its way from one rank to another. */
-struct box {
-    _Atomic int is_full;
-    size_t bytes, total; /* of the whole that it is a piece of */
-    char data[BOX];
-};
-
 /* What the ranks share. */
 struct clique {
     _Atomic int joined, finalized, arrived, mismatches, is_wrong;
     _Atomic uint32_t generation;
     struct slot slots[RANKS_MAX];
-    struct box boxes[RANKS_MAX][RANKS_MAX]; /* by sender and receiver */
 };
 
 struct comm {
@@ -64,7 +56,6 @@ struct comm {
     int running; /* launched and not over */
     struct comm *next_aborted; /* in the same group of calls */
     int launches, groups;
-    int sends[RANKS_MAX], recvs[RANKS_MAX]; /* so far, by peer */
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
     double scales[SCALES_MAX];
@@ -73,7 +64,6 @@ struct comm {
 
 struct work {
     struct work *next;
-    struct work *peers; /* of the first send or recv of a group: the others, which run along with it */
     struct work *launched_next; /* of those that are launched and not over */
     int has_begun;
     struct comm *comm;
@@ -83,7 +73,6 @@ struct work {
     size_t count;
     int dtype, operation, root, hangs, code;
     double scale;
-    size_t done; /* bytes, of a send or recv */
     void *stream;
 };
 
@@ -297,12 +286,7 @@ static void run(const struct work *work) {
         const size_t first = work->kind == REDUCE_SCATTER ? (size_t)comm->rank * work->count : 0;
         for (size_t i = 0; i < count; i++) {
             char *out = work->output == NULL ? NULL : work->output + (at + i - first) * width;
-            if (work->kind == ALL_GATHER) {
-                for (int r = 0; r < comm->size; r++) {
-                    move(work->output + ((size_t)r * work->count + at + i) * width,
-                         comm->clique->slots[r].data + i * width, width);
-                }
-            } else if (work->kind == BROADCAST) {
+            if (work->kind == BROADCAST) {
                 move(out, comm->clique->slots[work->root].data + i * width, width);
             } else if (at + i >= first && at + i - first < work->count &&
                        (work->kind != REDUCE || comm->rank == work->root)) {
@@ -311,66 +295,6 @@ static void run(const struct work *work) {
         }
         if (meet(comm) != 0) {
             return;
-        }
-    }
-}
-
-/* ---- Sends and recvs of a group, which run all at once ---- */
-
-static int is_done(const struct work *work) {
-    return work->done == work->count * width_of(work->dtype);
-}
-
-/* Whether a piece of it has moved. */
-static int move_piece(struct work *work) {
-    const int is_send = work->kind == SEND;
-    const size_t total = work->count * width_of(work->dtype);
-    struct clique *clique = work->comm->clique;
-    struct box *box = is_send ? &clique->boxes[work->comm->rank][work->root]
-                              : &clique->boxes[work->root][work->comm->rank];
-    if (is_done(work) || atomic_load(&box->is_full) == is_send) {
-        return 0;
-    }
-    if (is_send) {
-        box->bytes = total - work->done < BOX ? total - work->done : BOX;
-        box->total = total;
-        move(box->data, work->input + work->done, box->bytes);
-    } else {
-        if (box->total != total) {
-            atomic_fetch_add(&clique->mismatches, 1);
-        }
-        const size_t left = total - work->done;
-        move(work->output + work->done, box->data, box->bytes < left ? box->bytes : left);
-    }
-    work->done += box->bytes < total - work->done ? box->bytes : total - work->done;
-    atomic_store(&box->is_full, is_send);
-    return 1;
-}
-
-/* Sends to one rank go in their order, and so do recvs from one. */
-static int is_next(const struct work *first, const struct work *work) {
-    while (first != work && (is_done(first) || first->kind != work->kind || first->root != work->root)) {
-        first = first->peers;
-    }
-    return first == work;
-}
-
-static int is_over(const struct work *work) {
-    while (work != NULL && is_done(work)) {
-        work = work->peers;
-    }
-    return work == NULL;
-}
-
-static void exchange(struct work *first) {
-    const struct timespec look = {.tv_nsec = 50000};
-    while (!is_over(first) && !atomic_load(&first->comm->is_aborted) && !atomic_load(&first->comm->clique->is_wrong)) {
-        int moved = 0;
-        for (struct work *work = first; work != NULL; work = work->peers) {
-            moved |= is_next(first, work) && move_piece(work);
-        }
-        if (!moved) {
-            nanosleep(&look, NULL);
         }
     }
 }

@@ -49,7 +49,7 @@ static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, i
     }
     memcpy(&where, id, sizeof where);
     const struct hr_nccl_ranks ranks = {size, rank, &where};
-    return hr_nccl_connect(&made->comm, &made->nccl, made->device, &made->backlog, &ranks, NULL, within_ms, &error);
+    return hr_nccl_connect(&made->comm, &made->nccl, made->device, &made->backlog, &ranks, within_ms, &error);
 }
 
 shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms) {
