@@ -14,7 +14,7 @@ from horo._config import Config, variables_of
 from horo.errors import HoroError
 
 if TYPE_CHECKING:
-    from horo._bootstrap.job import RunningRank
+    from horo._bootstrap.running_rank import RunningRank
 
 __all__ = ["DYNAMIC", "RANK_MARK", "begin_timeline", "file_of_rank", "file_of_start", "start_timeline"]
 
