@@ -4,8 +4,6 @@ from horo._own_modules import leave_out_current_directory
 
 leave_out_current_directory()  # before anything else is imported
 
-from horo._absent import explain_imports, explain_part  # noqa: E402
-
 TYPE_CHECKING = False  # type checkers take it for true
 if TYPE_CHECKING:
     from typing import Any
@@ -15,8 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "run"]
 
 __version__ = "0.1.0"
-
-explain_imports(explain_part)
 
 
 def __getattr__(name: str) -> "Any":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from horo._blocked import OwnThread, describe_stacks
-from horo._native import ffi, lib
+from horo._core_binding import ffi, lib
 
 __all__ = ["Answers"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from horo._answers import Answers
 from horo._blocked import describe_blocked
+from horo._core_binding import ffi, lib
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo._core_timeline import CoreTimeline
 from horo._core_words import STATUS_NAMES, as_words, check, error_buffer, text_of
 from horo._event import Event, event_of
 from horo._log_lines import LogLines
-from horo._native import ffi, lib
 from horo._request_buffer import DTYPES, OP_NAMES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
 from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
 

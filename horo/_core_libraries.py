@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from horo._core_binding import ffi, lib
 from horo._core_words import check, error_buffer, text_of
-from horo._native import ffi, lib
 
 if TYPE_CHECKING:
     from horo._core import Context

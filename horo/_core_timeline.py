@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from horo._core_binding import lib
 from horo._core_words import STATUS_NAMES, check, error_buffer, text_of
-from horo._native import lib
 from horo._request_buffer import OP_NAMES
 from horo.errors import UsageError
 from horo.timeline.reading import TimelineError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horo._native import ffi, lib
+from horo._core_binding import ffi, lib
 from horo.errors import error_from_status
 
 __all__ = ["STATUS_NAMES", "as_words", "check", "error_buffer", "text_of"]

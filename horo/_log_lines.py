@@ -10,8 +10,8 @@ import threading
 from typing import Any
 
 from horo._blocked import OwnThread
+from horo._core_binding import ffi, lib
 from horo._core_words import check
-from horo._native import ffi, lib
 
 __all__ = ["LogLines"]
 

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from horo._native import ffi, lib
+from horo._core_binding import ffi, lib
 
 __all__ = ["DTYPES", "OPS", "OP_NAMES", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words"]
 

@@ -85,7 +85,6 @@ def reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
 
 
 def large_reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
-    """Those that are copied in pieces, where they are staged, and have results while others are on their way."""
     r, put = hvd.rank(), _put_of(gpu, on_gpu)
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.arange((5 << 20) // dtype.itemsize + 3).remainder(64).to(dtype)

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import pytest
 
-from horo._bootstrap.job import Connection, connect
+from horo._bootstrap.job import connect
 from horo._bootstrap.launchers import torch_store
 from horo._bootstrap.launchers.environment import read_launch
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from horo._bootstrap import job as bootstrap
+from horo._bootstrap.running_rank import RunningRank
 from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HoroError, HorovodInternalError
 
@@ -27,7 +28,7 @@ class Rank:
     """The commands."""
 
     def __init__(self) -> None:
-        self._job: bootstrap.RunningRank | None = None
+        self._job: RunningRank | None = None
         self._pending: dict[str, tuple[int, array.array[float], array.array[float]]] = {}
         self.hasty = False
 
@@ -135,7 +136,7 @@ class Rank:
         os._exit(code)
 
     @property
-    def job(self) -> bootstrap.RunningRank:
+    def job(self) -> RunningRank:
         """The job, once started."""
         if self._job is None:
             raise RuntimeError("start first")

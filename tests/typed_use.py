@@ -41,6 +41,13 @@ def train(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return hvd.allreduce(batch, op=hvd.Sum, compression=hvd.Compression.fp16)
 
 
+def share(epoch: int, state: dict[str, int] | None) -> None:
+    """Objects are of the type that the root's has."""
+    assert_type(hvd.broadcast_object(epoch, root_rank=0), int)
+    assert_type(hvd.broadcast_object(state, root_rank=0), dict[str, int])
+    assert_type(hvd.allgather_object(epoch), list[int])
+
+
 def start(chosen: dict[str, Any]) -> None:
     """Settings by their names, of their types."""
     hvd.init(cycle_time_ms=1, log_level="info", autotune=None)
@@ -54,6 +61,7 @@ def mistakes(model: torch.nn.Module, batch: torch.Tensor) -> None:
     hvd.allreduce(batch, opp=hvd.Sum)  # type: ignore[call-arg]
     hvd.allreduce(batch.tolist, op=hvd.Sum)  # type: ignore[arg-type]
     hvd.synchronize(batch)  # type: ignore[arg-type]
+    hvd.broadcast_object("3", root_rank=0) + 1  # type: ignore[operator]
     hvd.broadcast_parameters(model, root_rank="0")  # type: ignore[arg-type]
     hvd.DistributedOptimizer(model, model.named_parameters())  # type: ignore[arg-type]
     hvd.no_such_function()  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ functions of the same names.
 """
 
 SECTIONS = (
-    ("Start, end, and who is who", ("horo.torch._runtime", "horo.torch._topology")),
+    ("Start, end, and who is who", ("horo.torch._lifecycle", "horo.torch._topology")),
     (
         "Operations on tensors",
         (

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from horo._autotune import Search, Tuner
-from horo._bootstrap import ending, living
 from horo._bootstrap.core_setup import setup_of
 from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.ending import EndReporter, culprit_of
+from horo._bootstrap.ending import EndReporter
 from horo._bootstrap.gpu_libraries import tell_difference
 from horo._bootstrap.host.arena import Arena, join_arena
 from horo._bootstrap.host.grouping import Grouping, Link, group_ranks
@@ -29,186 +27,33 @@ from horo._bootstrap.launchers.torch_store import open_torch_store
 from horo._bootstrap.links import by_host, connect_hosts
 from horo._bootstrap.log import prepare_log
 from horo._bootstrap.mpi.data import carries_data, check_mpi, mpi_use
-from horo._bootstrap.mpi.exit import watch_end, watch_loss
-from horo._bootstrap.mpi.world import MpiWorld, open_mpi_store
+from horo._bootstrap.mpi.world import open_mpi_store
 from horo._bootstrap.net.interfaces import check_interfaces
 from horo._bootstrap.peer_info import PeerInfo, core_count, exchange_peer_info, machine_count, place_of, places_alike
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.running_rank import Connection, RunningRank, watch
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import Store, prefixed
 from horo._bootstrap.store.served import ServedStore
 from horo._bootstrap.store.signed import signed
 from horo._bootstrap.summary import describe_gradients, describe_job, describe_rank
-from horo._bootstrap.teams import add_team
-from horo._bootstrap.timeline import begin_timeline, finish_timelines
+from horo._bootstrap.timeline import begin_timeline
 from horo._bootstrap.tuning import (
     check_log,
     first_values,
-    overlap_pays,
     search_of,
     slot_bytes,
     sockets_to_open,
-    tuned_overlap,
-    tuned_settings,
 )
 from horo._config import Config, LaunchVariables, drop_variables, environment, read_config, read_variables
-from horo._core import Context, arena_bytes, create_memory, create_wake, simd_name, version
+from horo._core import arena_bytes, create_memory, create_wake, simd_name, version
 from horo._core_setup import MpiUse, Setup, close_all, close_setup
 from horo._passed_over import misspelt, passed_over
-from horo._settings import Settings, settings_of
-from horo.errors import AbortedError, GroupError, InternalError, NotInitializedError, PeerLostError
+from horo._settings import settings_of
+from horo.errors import InternalError
 
-__all__ = ["Connection", "RunningRank", "connect", "start"]
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A rank with all its descriptors, before a context owns them."""
-
-    setup: Setup
-    place: Place
-    is_homogeneous: bool
-    hosts: tuple[tuple[int, ...], ...]
-    cores: int
-    overlap: str
-    gradients_ready: str
-    directory: Directory = field(repr=False)
-    mpi: MpiWorld | None = None
-    """The MPI world of the job; None if the ranks did not start through MPI."""
-    gpu_warning: str = ""
-    """As ``RunningRank.gpu_warning``."""
-    search: Search | None = None
-    """Rank 0's, in a job that is autotuned."""
-
-
-class RunningRank:
-    """One rank of a running job.
-
-    Attributes:
-        context: the native context.
-        rank, size: rank and size in the job.
-        local_rank, local_size, cross_rank, cross_size: among the hosts, as the launcher counts them.
-        is_homogeneous: whether all hosts have equally many ranks.
-        hosts: the ranks of each host, that is of each set of ranks that share memory.
-        host_names: host names by rank.
-        cores: number of cores on which the ranks of this host may run, together.
-        overlap: the user's choice for ``HORO_OVERLAP``, or that of autotuning; see ``overlap_now``.
-        gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
-        directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
-        mpi: the MPI world of the job; None if the ranks did not start through MPI.
-        reporter: reports to hororun, if there is one.
-        timelines: paths of those that this rank has been asked for, also where another rank writes the file.
-        settings: those in force at the start; see ``settings_now``.
-        thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
-        gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
-    """
-
-    def __init__(
-        self, connection: Connection, reporter: EndReporter | None = None, settings: Settings | None = None
-    ) -> None:
-        setup = connection.setup
-        self.settings = settings or Settings({}, {})
-        self.context = Context(setup, is_logged=True)
-        self.rank, self.size = setup.rank, setup.size
-        self.local_rank, self.local_size, self.cross_rank, self.cross_size = connection.place
-        self.is_homogeneous = connection.is_homogeneous
-        self.hosts = connection.hosts
-        self.cores, self.overlap = connection.cores, connection.overlap
-        self._tunes_overlap = setup.tuned is not None
-        self._tuned_from = setup.tuned
-        self._tuner = None if connection.search is None else Tuner(self.context, connection.search)
-        self.gradients_ready = connection.gradients_ready
-        self.directory = connection.directory
-        self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
-        if self.mpi is not None:
-            if self.mpi.size == self.mpi.mpi.COMM_WORLD.Get_size():
-                living.LOSSES.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
-            watch_loss(living.find_loss)
-            watch_end(self.mpi.mpi, living.close_all)
-        self.host_names = tuple(setup.host_name_of_rank)
-        self.reporter = reporter or EndReporter(None)
-        self._pid = os.getpid()
-        self._closed = False
-        self.thread_error = ""
-        self.timelines: set[str] = set()
-        self._teams_begun = 0
-        living.RANKS.add(self)
-
-    def overlap_now(self) -> str:
-        """The value of ``HORO_OVERLAP`` for the next backward."""
-        if self._tunes_overlap:
-            self.overlap, self._tunes_overlap = tuned_overlap(self.context, self.overlap)
-        return self.overlap
-
-    def overlap_pays(self, threads: int) -> bool:
-        """Whether the next gradients are reduced while backward still runs, with so many threads of ranks here."""
-        return overlap_pays(self.overlap_now(), len(self.hosts), threads, self.cores)
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether autotuning may change settings."""
-        return self._tuned_from is not None
-
-    def settings_now(self) -> Settings:
-        """The settings in force on this rank, with the changes by autotuning. The caller keeps the context open."""
-        if self._tuned_from is None:
-            return self.settings
-        return self.settings.tuned(tuned_settings(self.context, self._tuned_from))
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether this rank measures the steps of optimizers, for ``end_step``."""
-        return self._tuner is not None
-
-    def end_step(self, optimizer: object) -> None:
-        """Called at the end of each step of an optimizer of all ranks. The caller keeps the context open."""
-        if self._tuner is not None and self._tuner.end_step(optimizer):
-            self._tuner = None
-
-    def close(self, words: str = "") -> None:
-        """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child.
-
-        Args:
-            words: what this rank has done, for other ranks that still wait for it; empty: it has shut horo down.
-        """
-        if not self._closed and os.getpid() == self._pid:
-            living.RANKS.discard(self)
-            self.note_loss()
-            health = self.context.health()
-            lost = culprit_of(health)
-            self.reporter.lost(lost)
-            if words or self.thread_error:
-                self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
-            self.context.destroy()
-            if self._tuner is not None:
-                self._tuner.close()
-            if isinstance(health, PeerLostError):
-                finish_timelines(self, lost)
-            if not living.RANKS:
-                ending.unwatch_exceptions()
-            self._closed = True  # last: a signal handler may raise before, or come here, too
-
-    def add_team(self, ranks: Sequence[int]) -> int:
-        """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
-        return add_team(self.context, self.directory, self._teams_begun + 1, ranks, self._begin_team)
-
-    def _begin_team(self) -> None:
-        self._teams_begun += 1
-
-    def note_loss(self) -> None:
-        """Records, under MPI, the loss of a peer for the exit handler, which must not wait for it.
-
-        A rank with an error in a thread has left in order, and finalizes MPI as any other.
-        """
-        health = self.context.health() if self.mpi is not None else None
-        has_left = isinstance(health, (AbortedError, NotInitializedError)) or str(health).endswith(living.IN_THREAD)
-        if isinstance(health, GroupError) and not has_left:
-            living.LOSSES.append(health)
-
-    def forked(self) -> None:
-        """Called in a forked child."""
-        self.context.after_fork()
+__all__ = ["connect", "start"]
 
 
 @dataclass
@@ -258,7 +103,7 @@ def start(
             logging.getLogger("horo").warning(sentence)
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
-    living.watch(reporter, ends_at_once=reporter.has_reader or launch.mpi is not None)
+    watch(reporter, ends_at_once=reporter.has_reader or launch.mpi is not None)
     starts = _starts.setdefault(launch, _Starts())
     starts.count += 1
     began = time.monotonic()

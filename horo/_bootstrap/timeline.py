@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 from horo._bootstrap.host.identity import read_identity
 from horo._config import Config, variables_of
 from horo.errors import HoroError
-from horo.timeline import TimelineError
-from horo.timeline.recording import finish
 
 if TYPE_CHECKING:
-    from horo._bootstrap.job import RunningRank
+    from horo._bootstrap.running_rank import RunningRank
 
 __all__ = [
     "DYNAMIC",
@@ -24,14 +22,12 @@ __all__ = [
     "begin_timeline",
     "file_of_rank",
     "file_of_start",
-    "finish_timelines",
     "start_timeline",
 ]
 
 DYNAMIC = "DYNAMIC"
 """Horovod's word instead of a path: nothing is written before ``start_timeline()``."""
 RANK_MARK = "{rank}"
-_PROCESS_ENDS_S = 1.0
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _starts: Counter[str] = Counter()
 """The number of timelines begun by this process because of the variable, by path: no file replaces another."""
@@ -64,23 +60,8 @@ def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
         job.context.start_timeline(file, _describe(job), marks_batches=marks_cycles)
         job.reporter.writes_timeline(file)
         logging.getLogger("horo").info("writes a timeline to %s", file)
-    job.timelines.add(path)
-
-
-def finish_timelines(job: RunningRank, lost: int | None) -> None:
-    """Makes the timelines of ranks of this host that have ended without doing so, after the end of this one.
-
-    Args:
-        job: of this rank.
-        lost: a rank whose process ends about now; None: none is known.
-    """
     host = next(ranks for ranks in job.hosts if job.rank in ranks)
-    for path in job.timelines:
-        for rank in host if RANK_MARK in path else {0}.intersection(host):
-            try:
-                finish(file_of_rank(path, rank) or "", wait_s=_PROCESS_ENDS_S if rank == lost else 0.0)
-            except TimelineError as error:
-                logging.getLogger("horo").warning("%s", error)
+    job.timelines |= {(rank, each) for rank in host if (each := file_of_rank(path, rank)) is not None}
 
 
 def begin_timeline(job: RunningRank, config: Config) -> None:

@@ -57,11 +57,7 @@ class _Finder:
 
 
 def _target_of(name: str) -> str:
-    """The module of horo that has this name of Horovod; empty: there is none.
-
-    Raises:
-        ImportError: Horovod may have it, and horo does not.
-    """
+    """The module of horo that has this name of Horovod; empty: there is none."""
     if name == _TORCH or name in _MODULES:
         return _MODULES.get(name, "horo.torch")
     if name.startswith(_ELASTIC):
@@ -69,21 +65,14 @@ def _target_of(name: str) -> str:
     if not name.startswith(_TORCH + "."):
         return ""  # horovod.tensorflow, say: as if it were not installed
     own = name.replace("horovod", "horo", 1)
-    if find_spec(own) is not None:
-        return own
-    from horo.torch._missing import explain_missing  # noqa: PLC0415 - needs torch, which is imported by now
-
-    text = explain_missing(own)
-    if text:
-        raise ImportError(text, name=name)
-    return ""
+    return own if find_spec(own) is not None else ""
 
 
 def _lazily(name: str) -> Any:
     """The attributes of the package ``horovod`` that are not modules."""
     if name != "run":
         raise AttributeError(f"module 'horovod' has no attribute {name!r}")
-    from horo.runner.call import run  # noqa: PLC0415 - a script of Horovod's seldom needs it
+    from horo import run  # noqa: PLC0415 - it loads the launcher, which a script of Horovod's seldom needs
 
     return run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from horo._absent import explain_imports as _explain_imports
 from horo.errors import (
     AbortedError,
     DeadlockError,
@@ -22,10 +21,9 @@ from horo.errors import (
     UsageError,
 )
 from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
-from horo.torch._missing import explain_missing as _explain_missing
+from horo.torch._lifecycle import config, init, is_initialized, shutdown
 from horo.torch._missing import raise_missing as _raise_missing
 from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
-from horo.torch._runtime import config, init, is_initialized, shutdown
 from horo.torch._topology import (
     cross_rank,
     cross_size,
@@ -196,6 +194,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
         _raise_missing(sys.modules[__name__], name)
 
 
-_explain_imports(_explain_missing)
-
-from horo.torch import mpi_ops as mpi_ops  # noqa: E402  (not before torch is known to be there; not in __all__)
+from horo.torch import mpi_ops as mpi_ops

@@ -5,26 +5,74 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
 from horo.errors import UsageError
 from horo.torch._compile import keep_step_hooks
-from horo.torch._delta_reducer import DeltaReducer
-from horo.torch._reducer import GradientReducer
+from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._step import UndoingStep
 
-__all__ = ["attach", "find_duplicates"]
+__all__ = ["Strategy", "attach", "find_duplicates"]
 
 
-def attach(optimizer: Any, reducer: GradientReducer | DeltaReducer, process_set: Any) -> None:
+class Strategy(Protocol):
+    """A way in which ranks come to the same step: what an optimizer calls of it, and what it shows its users of it."""
+
+    advice: ClassVar[str]
+    """The advice in the error about a gradient that was changed while it was being reduced."""
+    options: ReductionOptions
+    names: dict[torch.Tensor, str]
+    hooked: set[torch.Tensor]
+    handles: dict[torch.Tensor, Any]
+
+    @property
+    def undo_step(self) -> Callable[[], None] | None:
+        """Called when a step has raised; None: it leaves what it has changed."""
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch step pre-hook: it may return other arguments, with another closure."""
+
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch step post-hook."""
+
+    def synchronize(self) -> None:
+        """Called by the user: ranks come to the same gradients, if it is gradients that they reduce."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Called by the user: inside, ``step()`` takes gradients as they are."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Called by the user: inside, backward only accumulates locally."""
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Called by the user: how many backward passes accumulate locally."""
+
+    def keep_step_hooks(self) -> None:
+        """Called now and then before a step: torch.compile may have been used meanwhile."""
+
+    def adopt(self) -> list[ParameterState]:
+        """Called when the optimizer has got more parameters."""
+
+    def refuse_while_pending(self, what: str) -> None:
+        """Called before gradients are cleared: raises if the core still uses them."""
+
+    def drain(self) -> None:
+        """Called before a state is loaded: ends what is in progress."""
+
+    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> Strategy:
+        """The same for a copy of the optimizer; ``twins``: its parameters by those of this one."""
+
+
+def attach(optimizer: Any, reducer: Strategy, process_set: Any) -> None:
     """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
     keep_step_hooks(optimizer)
     optimizer.register_step_pre_hook(reducer.before_step)
     optimizer.register_step_post_hook(reducer.after_step)
-    if isinstance(reducer, DeltaReducer):
+    if reducer.undo_step is not None:
         optimizer.step = UndoingStep(optimizer, reducer.undo_step)
     intercepted = _Intercepted(optimizer, reducer)
     for name in intercepted.names:
@@ -55,7 +103,7 @@ class _Intercepted:
     would keep its hooks on the model until the next garbage collection.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer | DeltaReducer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Strategy) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._before = {name: vars(optimizer)[name] for name in self.names if name in vars(optimizer)}

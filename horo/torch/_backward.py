@@ -10,25 +10,34 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from horo.torch import _runtime
+from horo.torch import _torch_private
 from horo.torch._member import HOOK_LOCK
-from horo.torch._together import reduce_together
+from horo.torch._together import Reduces, reduce_together
 
-if TYPE_CHECKING:
-    from horo.torch._backward_reducer import BackwardReducer
-
-__all__ = ["call_at_end", "current_run", "is_nested"]
+__all__ = ["ReducesAtEnd", "call_at_end", "current_run", "is_nested"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-"""The function that autograd calls for the backward of a ``torch.autograd.Function``."""
+_FUNCTION_BACKWARD = _torch_private.code_of_function_backward()
 
-current_run = torch._C._current_graph_task_id
+current_run = _torch_private.run_number()
 """The number of the autograd run that calls; a run inside another has a higher number than that one."""
+
+
+class ReducesAtEnd(Reduces, Protocol):
+    """A reducer whose gradients are due at the end of a backward."""
+
+    order: int
+
+    def end_pass(self) -> bool:
+        """Called at the end of the outermost backward; whether gradients are due."""
+
+
+_runs: dict[int, weakref.WeakSet[ReducesAtEnd]] = {}
+"""The reducers that each run of autograd concerns, by its number, until its end. No run gets the number of another."""
 
 
 def is_nested() -> bool:
@@ -46,31 +55,29 @@ def is_nested() -> bool:
     return False
 
 
-def call_at_end(reducer: BackwardReducer) -> None:
+def call_at_end(reducer: ReducesAtEnd) -> None:
     """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
 
     It is called in a hook of autograd. What the end raises comes out of ``backward()``.
     """
-    runs = _runtime.current().backward_runs
     run = current_run()
     with HOOK_LOCK:
-        reducers = runs.get(run)
+        reducers = _runs.get(run)
         if reducers is None:
-            reducers = runs[run] = weakref.WeakSet()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: _run_ended(run, runs))
+            reducers = _runs[run] = weakref.WeakSet()
+            _torch_private.queue_at_end(lambda: _run_ended(run))
         reducers.add(reducer)
 
 
-def _run_ended(run: int, runs: dict[int, weakref.WeakSet[BackwardReducer]]) -> None:
-    reducers = runs.pop(run)
-    node = torch._C._current_autograd_node()  # that of the run outside this one; None in the outermost
+def _run_ended(run: int) -> None:
+    reducers = _runs.pop(run)
+    node = _torch_private.outer_node()
     if node is None or not _call_after(node, reducers):
         due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
         reduce_together(due)
 
 
-def _call_after(node: Any, reducers: Iterable[BackwardReducer]) -> bool:
+def _call_after(node: Any, reducers: Iterable[ReducesAtEnd]) -> bool:
     """Calls ``call_at_end`` in the run that evaluates ``node``, right after it; whether anything comes after it."""
     handles: list[Any] = []
 

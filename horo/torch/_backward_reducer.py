@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from horo.errors import UsageError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch import _runtime
 from horo.torch._backward import call_at_end, current_run, is_nested
-from horo.torch._compile import is_autograd_compiled
 from horo.torch._gradients import PackedGradient, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
-from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._reducer import GradientReducer
 from horo.torch._request import Request
 from horo.torch._step import scaler_has_looked
 from horo.torch._together import reduce_together
+from horo.torch._torch_private import is_autograd_compiled, tells_end_of_backward
 from horo.torch._views import writable
 from horo.torch.ops import Sum
 
@@ -42,6 +42,12 @@ class BackwardReducer(GradientReducer):
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
     ) -> None:
+        if not tells_end_of_backward():
+            raise UnsupportedError(
+                f"DistributedOptimizer: torch {torch.__version__} does not tell when a backward ends; use "
+                "gradients_ready='step' or HORO_GRADIENTS_READY=step, and call optimizer.synchronize() before "
+                "gradients are clipped"
+            )
         self._accumulators: dict[torch.Tensor, tuple[torch.dtype, Any]] = {}
         """By parameter, autograd's node that has a hook, and for which dtype it was made. A node goes with its hooks
         when nobody refers to it, and a parameter that gets another dtype gets another node."""
@@ -195,8 +201,8 @@ class BackwardReducer(GradientReducer):
         if self._first_run is None or run < self._first_run:
             self._first_run = run
         # A gradient that a nested run has made may be added to by the next one.
-        overlaps = self._passes + 1 >= self.options.passes and not nested and overlap_pays(parameter)
-        self._overlaps = overlaps and self.may_submit()
+        is_last = self._passes + 1 >= self.options.passes
+        self._overlaps = is_last and not nested and self._may_overlap(parameter)
         call_at_end(self)
         self._run = run  # last: a hook in another thread goes on as soon as it sees that
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from horo.torch import _runtime
-from horo.torch._runtime import init, is_initialized, shutdown
+from horo.torch._lifecycle import init, is_initialized, shutdown
 from horo.torch._teams import public_id
 from horo.torch._topology import (
     cross_rank,

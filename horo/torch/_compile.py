@@ -1,4 +1,4 @@
-"""Settings of torch.compile: which functions of horo it does not trace."""
+"""torch.compile beside horo: which functions it does not trace, and hooks that it takes away."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_autograd_compiled", "keep_from_dynamo", "keep_step_hooks", "let_dynamo_go"]
+from horo.torch import _torch_private
+from horo.torch._torch_private import DYNAMO_RULES
 
-_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The code that calls the hooks of a step, then the step."""
-_TRACED = ("horo.torch._topology", "horo.torch._runtime")
+__all__ = ["keep_from_dynamo", "keep_step_hooks", "let_dynamo_go"]
+
+_TRACED = ("horo.torch._lifecycle", "horo.torch._topology", "horo.torch._runtime")
 """``rank()`` and ``size()`` are constants to a compiled function."""
-
-
-_RULES = ("torch._dynamo.trace_rules", "torch._dynamo.skipfiles")
-"""The module with the rules which functions torch.compile follows, and its name in older torch."""
 
 
 def keep_from_dynamo() -> None:
@@ -29,7 +26,7 @@ def keep_from_dynamo() -> None:
     Else it follows them down to the core, which it does not understand, and warns of each thing on the way. To load it
     takes seconds, so it is left to the code that uses it; every optimizer of torch does.
     """
-    loaded = [sys.modules[name] for name in _RULES if name in sys.modules]
+    loaded = [sys.modules[name] for name in DYNAMO_RULES if name in sys.modules]
     for rules in loaded:
         _keep_by(rules)
     if not loaded and not any(isinstance(finder, _RulesFinder) for finder in sys.meta_path):
@@ -47,7 +44,7 @@ class _RulesFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _RULES:
+        if fullname not in DYNAMO_RULES:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         loader: Any = spec and spec.loader
@@ -63,16 +60,13 @@ class _RulesFinder:
         return spec
 
 
+@functools.cache
 def _keep_by(rules: Any) -> None:
-    if hasattr(rules, "add"):
-        _add_modules(rules.add)
-
-
-def is_autograd_compiled() -> bool:
-    """Whether torch's compiled autograd runs the backward that calls. It drops calls for the end of a backward."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    enabled = getattr(module, "compiled_autograd_enabled", False)  # older torch has only this one
-    return bool(getattr(module, "in_compiled_autograd_region", enabled))
+    for name, module in list(sys.modules.items()):
+        is_source = str(getattr(module, "__file__", "")).endswith(".py")
+        is_package = hasattr(module, "__path__")  # a rule for it would hold for all its modules
+        if name.startswith("horo.") and is_source and not is_package and name not in _TRACED:
+            _torch_private.add_to_dynamo_rules(rules, name)
 
 
 def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -82,21 +76,14 @@ def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     and marks their ``step`` as hooked, so that nothing hooks it again.
     """
     kind: Any = type(optimizer)
-    step = kind.step
-    if not getattr(step, "hooked", False):
+    if not _torch_private.is_step_hooked(kind):
         return
+    hooked, step = _hooked_step(), kind.step
     while step is not None:
-        if getattr(step, "__code__", None) is _HOOKED_STEP:
+        if hooked is None or getattr(step, "__code__", None) is hooked:
             return
         step = getattr(step, "__wrapped__", None)
-    kind.step = torch.optim.Optimizer.profile_hook_step(kind.step)
-    kind.step.hooked = True
+    _torch_private.rehook_step(kind)
 
 
-@functools.cache
-def _add_modules(add: Any) -> None:
-    for name, module in list(sys.modules.items()):
-        is_source = str(getattr(module, "__file__", "")).endswith(".py")
-        is_package = hasattr(module, "__path__")  # a rule for it would hold for all its modules
-        if name.startswith("horo.") and is_source and not is_package and name not in _TRACED:
-            add(name)
+_hooked_step = functools.cache(_torch_private.code_of_hooked_step)

@@ -11,7 +11,7 @@ from torch.optim import optimizer as _torch_optimizer
 from horo.errors import AbortedError
 
 if TYPE_CHECKING:
-    from horo._bootstrap.job import RunningRank
+    from horo._bootstrap.running_rank import RunningRank
 
 __all__ = ["SCRIPT_ENDED", "SHUT_DOWN", "Course"]
 

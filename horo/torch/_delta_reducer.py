@@ -13,14 +13,16 @@ Where parameters have other values by then, loaded from a checkpoint on all rank
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from horo.errors import HoroError, ResourceError, UnsupportedError
+from horo.torch._consistency import check_first
 from horo.torch._finite import FiniteCheck, checks_finite
-from horo.torch._first_checks import FirstCheck, compares_first, refuse_ddp
+from horo.torch._first_checks import refuse_ddp
 from horo.torch._gradients import ParameterState, ReductionOptions
 from horo.torch._member import Member
 from horo.torch._request import Request
@@ -33,10 +35,16 @@ __all__ = ["DeltaReducer"]
 
 
 class DeltaReducer(Member):
-    """Combines the steps that ranks take. It stands where a ``GradientReducer`` does, and hooks no parameter."""
+    """Combines the steps that ranks take, and hooks no parameter. It has no use for groups of gradients."""
+
+    advice: ClassVar[str] = ""  # no gradient is refused
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ReductionOptions,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]] = (),
     ) -> None:
         super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Any] = {}
@@ -221,23 +229,14 @@ class DeltaReducer(Member):
 
     def _compare(self, states: list[ParameterState]) -> None:
         self.name_gradients()
-        fresh = list(self.states.values())[self._checked :]
-        optimizer = self._optimizer()
-        if not fresh or optimizer is None:
+        if not self.has_unchecked or self.optimizer() is None:
             return
         refuse_ddp(states)
-        if compares_first():
-            check = FirstCheck(
-                self.label,
-                fresh,
-                optimizer,
-                self.options.process_set,
-                has_own_state=True,
-                is_after_join=self.has_joined,
-            )
+        check = check_first(self, has_own_state=True)
+        if check is not None:
             check.wait()
             check.refuse_different_values()
-        self._checked = len(self.states)
+        self.note_checked()
 
     # -- called by the optimizer's hooks ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 
 from horo.errors import HoroError, MismatchError
 from horo.torch import _runtime
-from horo.torch._first_gradients import FirstGradients
+from horo.torch._consistency import Consistency
 from horo.torch._gradients import (
     Group,
     PackedGradient,
@@ -19,13 +19,14 @@ from horo.torch._gradients import (
     ReductionOptions,
     UnsentReduction,
     UnusedGradient,
+    separate_overlapping,
 )
 from horo.torch._member import Member, states_of_all
 from horo.torch._request import Request
 from horo.torch._requests import start_again, start_allgather, start_allreduce
 from horo.torch._results import Gathered
 from horo.torch._staging import Spec
-from horo.torch._views import is_shared, separate_overlapping
+from horo.torch._views import is_shared
 from horo.torch.ops import Average
 
 __all__ = ["Exchange"]
@@ -43,8 +44,7 @@ class Exchange(Member):
         super().__init__(optimizer, options, names)
         self.handles: dict[torch.Tensor, Request | None] = {}
         """The request of each gradient that is in progress; None: it is held for ``synchronize``."""
-        self._first_gradients: FirstGradients | None = None
-        """The gradients of the first steps in this job; None after them, and where they are not compared."""
+        self.checks = Consistency()
         self._marked: ParameterState | None = None
         """The parameter whose gradient has the mark of the reduction in progress, if there is one."""
 
@@ -114,8 +114,8 @@ class Exchange(Member):
         if state.parameter.grad is None and self.leaves_unused and not state.varies:
             return UnusedGradient(state)
         packed = PackedGradient(state, self.options)
-        if self._first_gradients is not None:
-            self._first_gradients.note(state.name, packed.dense)
+        if self.checks.first_gradients is not None:
+            self.checks.first_gradients.note(state.name, packed.dense)
         return packed
 
     def _send(
@@ -136,9 +136,9 @@ class Exchange(Member):
 
     def _submit_sparse(self, state: ParameterState, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
         own = grad.coalesce()
-        if self._first_gradients is not None:
-            self._first_gradients.note(f"{state.name} rows", own.indices())
-            self._first_gradients.note(state.name, own.values())
+        if self.checks.first_gradients is not None:
+            self.checks.first_gradients.note(f"{state.name} rows", own.indices())
+            self.checks.first_gradients.note(state.name, own.values())
         scale = self.options.prescale * self.options.postscale / (self.size if self.options.op == Average else 1)
         indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.

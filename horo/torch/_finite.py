@@ -11,6 +11,7 @@ from horo.torch import _runtime
 from horo.torch._gradients import ParameterState
 from horo.torch._request import Request
 from horo.torch._requests import start_allgather
+from horo.torch._torch_private import sparse_values
 
 __all__ = ["FiniteCheck", "checks_finite", "finish_checks"]
 
@@ -80,7 +81,7 @@ def finish_checks(checks: Sequence[FiniteCheck]) -> None:
 
 
 def _is_finite(grad: torch.Tensor) -> bool:
-    values = grad._values() if grad.layout is torch.sparse_coo else grad
+    values = sparse_values(grad) if grad.layout is torch.sparse_coo else grad
     if values.element_size() == 1:
         values = values.float()  # torch does not calculate with float8
     return bool(values.isfinite().all())

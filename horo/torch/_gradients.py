@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._request import Request
 from horo.torch._staging import check_tensor, count_change
-from horo.torch._views import NotedVersion, was_noted
+from horo.torch._torch_private import sparse_values
+from horo.torch._views import NotedVersion, is_shared, was_noted
 from horo.torch.compression import Compressor, split
 from horo.torch.process_sets import ProcessSet
 
@@ -24,6 +26,7 @@ __all__ = [
     "UnsentReduction",
     "UnusedGradient",
     "refuse_sparse",
+    "separate_overlapping",
 ]
 
 _UNUSED_DIMENSIONS = 16
@@ -220,7 +223,7 @@ class UnsentReduction(PendingReduction):
         super().__init__(None, ())
         if state.group is not None:
             refuse_sparse(state, grad, options)
-        check_tensor(grad._values() if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
+        check_tensor(sparse_values(grad) if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
         self.watched = WatchedGradient(state, grad, options)
 
     def finish(self) -> None:
@@ -269,3 +272,35 @@ def refuse_sparse(state: ParameterState, grad: torch.Tensor, options: ReductionO
         raise UnsupportedError(
             f"the gradient of {state.name!r} is sparse: leave the parameter out of groups=, or use sparse_as_dense=True"
         )
+
+
+def separate_overlapping(states: Iterable[ParameterState]) -> None:
+    """Gives gradients that overlap memory of their own. Autograd is off.
+
+    A gradient with gaps between its elements stays where it is: torch makes none.
+    """
+    by_parameter: dict[Any, list[ParameterState]] = {}
+    for state in states:
+        grad = state.parameter.grad
+        if grad is not None and is_shared(grad) and _is_dense(grad):
+            by_parameter.setdefault(state.parameter, []).append(state)
+    end = 0
+    for parameter in sorted(by_parameter, key=lambda item: int(item.grad.data_ptr())):
+        grad = parameter.grad
+        if grad.data_ptr() < end:
+            parameter.grad = grad.clone()
+            _hold_again(by_parameter[parameter], grad, parameter.grad)
+        else:
+            end = grad.data_ptr() + grad.numel() * grad.element_size()
+
+
+def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
+    """Lets the copy be held instead of a gradient, unless that was changed."""
+    for state in states:
+        if state.held is not None and state.held[0] is before and was_noted(state.held[1], before._version):
+            state.held = grad, grad._version
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(grad.shape, grad.stride(), strict=True))
+    return reach == grad.numel()

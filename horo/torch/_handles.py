@@ -86,7 +86,7 @@ def synchronize(handle: int) -> Any:
 
 def _lookup(handle: int) -> Request:
     runtime = _runtime.current()
-    request = runtime.requests.get(handle)
+    request: Request | None = runtime.requests.get(handle)
     if request is not None and request.public:
         return request
     if isinstance(handle, int) and _runtime.FIRST_HANDLE_BASE < handle <= runtime.handle_base:

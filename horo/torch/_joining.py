@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from horo._core import OPS, RequestBuffer
+from horo._core import OPS, Context, RequestBuffer
 from horo.errors import HoroError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from horo.torch._runtime import Runtime
+    from horo._bootstrap.running_rank import RunningRank
+    from horo.torch._teams import Teams
 
 __all__ = ["Joining"]
+
+
+class Joins(Protocol):
+    """A ``Runtime``, as its joins need it."""
+
+    job: RunningRank
+    core: Context
+    teams: Teams
+    is_joining: bool
+    ended: bool
+    active_calls: dict[object, object]
+    abandoned: dict[int, object]
+
+    def raise_ended(self, operation: str) -> NoReturn:
+        """As of ``Runtime``."""
+
+    def restart_names(self) -> None:
+        """As of ``Runtime``."""
 
 
 class _Round:
@@ -60,7 +79,7 @@ class Joining:
     that it is done. The next operation does the steps that are left, see ``settle``.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Joins) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._lock = threading.RLock()  # a signal handler may communicate, too

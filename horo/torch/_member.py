@@ -41,7 +41,8 @@ class Member(abc.ABC):
         """By parameter, equal on all ranks; those that the user has not named get one from their place."""
         self.hooked: set[torch.Tensor] = set()
         """The parameters that have been seen to require grad."""
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
+        """Its optimizer; None when that is gone."""
         self._process_set = options.process_set
         self._team: int | None = None
         """The id of the process set in the core; None while it is not registered."""
@@ -83,13 +84,13 @@ class Member(abc.ABC):
         if passes <= 0:
             raise UsageError(f"backward_passes_per_step must be positive, not {passes}")
         self.options.passes = passes
-        optimizer: Any = self._optimizer()
+        optimizer: Any = self.optimizer()
         if optimizer is not None:
             optimizer.backward_passes_per_step = passes
 
     def keep_step_hooks(self) -> None:
         """Called now and then before a step: torch.compile may have been used meanwhile."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is not None:
             keep_step_hooks(optimizer)
 
@@ -99,7 +100,7 @@ class Member(abc.ABC):
         Returns:
             The states, in the optimizer's order.
         """
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is None:
             return []
         states = []
@@ -209,6 +210,19 @@ class Member(abc.ABC):
             state.kind = None
             state.varies = False
         self._rounds = rounds
+
+    @property
+    def has_unchecked(self) -> bool:
+        """Whether it has parameters that have not been compared over all ranks in this job."""
+        return self._checked < len(self.states)
+
+    def unchecked(self) -> list[ParameterState]:
+        """The parameters that have not been compared."""
+        return list(self.states.values())[self._checked :]
+
+    def note_checked(self) -> None:
+        """Notes that all parameters are being compared."""
+        self._checked = len(self.states)
 
     @property
     def has_joined(self) -> bool:

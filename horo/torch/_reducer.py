@@ -22,27 +22,21 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from horo.errors import HoroError, UsageError
+from horo._bootstrap.tuning import overlap_pays
+from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._exchange import Exchange
 from horo.torch._finite import FiniteCheck
-from horo.torch._first_checks import FirstCheck, compares_first, refuse_ddp
-from horo.torch._first_gradients import FirstGradients, warn_of_equal
+from horo.torch._first_checks import refuse_ddp
 from horo.torch._gradients import Group, ParameterState, ReductionOptions
 from horo.torch._member import HOOK_LOCK
 from horo.torch._progress import refuse_different_steps
 from horo.torch._request import Request
 from horo.torch._step import ReducingClosure, closure_of, with_closure
-from horo.torch._step_inputs import InputsCheck, StepInputs, scaler_of_step
 from horo.torch._together import reduce_together, wait_last
-from horo.torch._usage import UsageCheck
 from horo.torch._views import COUNTS_IN_HOOKS, is_counted_twice, is_shared
 
-__all__ = ["GradientReducer", "overlap_pays"]
-
-
-_FIRST_COMPARED = 8
-"""The first step whose inputs are compared."""
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer(Exchange):
@@ -52,7 +46,7 @@ class GradientReducer(Exchange):
     """
 
     advice: ClassVar[str]
-    """The advice in the error about a gradient that was changed while it was being reduced."""
+    undo_step: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -68,13 +62,6 @@ class GradientReducer(Exchange):
         self.is_local = False
         """Whether a backward has made gradients that are not averaged."""
         self._overlaps = True
-        self._check: FirstCheck | None = None
-        self._usage: UsageCheck | None = None
-        self._inputs: InputsCheck | None = None
-        self._scaler: weakref.ref[Any] | None = None
-        """The GradScaler that has called ``step``."""
-        self._samples: Request | None = None
-        """The request that gathers the digests of the first steps."""
         self._due: Sequence[ParameterState] = ()
         """The parameters of the reduction in progress."""
         weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -163,31 +150,10 @@ class GradientReducer(Exchange):
         if self._due != self.progress.trained:
             self.progress.trained = [state for state in self._due if state.parameter.requires_grad]
         self.name_gradients()
-        has_unchecked = self._checked < len(self.states)
-        if has_unchecked:
+        if self.has_unchecked:
             refuse_ddp(self._due)
         last = self._submit_rest(self._due)
-        optimizer = self._optimizer()
-        if has_unchecked and self._due and optimizer is not None and self.size > 1 and compares_first():
-            self._check = FirstCheck(
-                self.label,
-                list(self.states.values())[self._checked :],
-                optimizer,
-                self.options.process_set,
-                is_after_join=self.has_joined,
-                scaler=StepInputs(self._scaler and self._scaler()),
-            )
-            last = self._check.request
-        varying = [state for state in self._due if state.varies]
-        if varying:
-            self._usage = UsageCheck(self.label, self.team, varying)
-            last = self._usage.request
-        inputs, self.progress.inputs = self.progress.inputs, None
-        if inputs is not None and self.size > 1:
-            self._inputs = InputsCheck(self.label, inputs, self._process_set)
-            last = self._inputs.request
-        last = self._compare_samples() or last
-        self._checked = len(self.states)
+        last = self.checks.begin(self, self._due) or last
         self.progress.reductions += 1
         return last
 
@@ -200,35 +166,7 @@ class GradientReducer(Exchange):
         Raises:
             UsageError: Ranks train different parameters. Gradients that only some have would never come.
         """
-        check, self._check = self._check, None
-        usage, self._usage = self._usage, None
-        inputs, self._inputs = self._inputs, None
-        samples, self._samples = self._samples, None
-        if check is not None:
-            yield check.request
-            check.wait()
-        failure: HoroError | None = None
-        try:
-            yield from self._finish(self._due)
-        except HoroError as error:
-            failure = error
-        if usage is not None:
-            yield usage.request
-            usage.finish()
-        if samples is not None:
-            yield samples
-            job = _runtime.current()
-            warn_of_equal(samples.wait()[0], job.teams.find(self.team).ranks, job.job.rank)
-        try:  # also after a failure, which only this rank may have
-            if inputs is not None:
-                yield inputs.request
-                inputs.finish()
-            if check is not None:
-                check.refuse_different_values()
-        except HoroError as error:
-            failure = failure or error
-        if failure is not None:
-            raise failure
+        yield from self.checks.finish(self, self._finish(self._due))
 
     def check_finite(self) -> FiniteCheck:
         """Begins to look for gradients that are not finite, before any is submitted."""
@@ -236,21 +174,9 @@ class GradientReducer(Exchange):
         self.follow_runtime()
         return FiniteCheck(self.label, self.team, self._active(), self.steps + 1)
 
-    def _compare_samples(self) -> Request | None:
-        """Begins to compare the gradients of the first steps when all of them are there."""
-        first = self._first_gradients
-        if first is None or self.size == 1:
-            return None
-        first.end_step()
-        if not first.is_done:
-            return None
-        self._first_gradients = None
-        self._samples = first.compare(self.label, self.team)
-        return self._samples
-
     def _begin_anew(self, rounds: int) -> None:
         super()._begin_anew(rounds)
-        self._first_gradients = FirstGradients() if _runtime.find() is not None and compares_first() else None
+        self.checks.begin_job()
 
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
@@ -260,7 +186,7 @@ class GradientReducer(Exchange):
             state.held = None
         self.handles.clear()
         self._due, self._marked = (), None
-        self._check = self._usage = self._inputs = self._samples = None
+        self.checks.forget()
 
     # -- differs with the time at which gradients are due ----------------------------------------------------------
 
@@ -297,21 +223,11 @@ class GradientReducer(Exchange):
                 self.reduce_for_step(optimizer)
             self._refuse_different_steps()
             if self.progress.is_look_due():
-                self._look_at_inputs(optimizer)
+                self.checks.look_at_step(self.progress, optimizer)
             return None
         if isinstance(closure, ReducingClosure):
             return None  # a step() that calls the step() of its base class
         return with_closure(args, kwargs, ReducingClosure(closure, self))
-
-    def _look_at_inputs(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds the GradScaler that calls the step in progress, and has the next reduction compare what it steps by.
-
-        Not in the first steps, so that short measurements of a step are not of this.
-        """
-        scaler = scaler_of_step()
-        self._scaler = None if scaler is None else weakref.ref(scaler)
-        if self.progress.steps >= _FIRST_COMPARED:
-            self.progress.inputs = StepInputs(scaler, optimizer)
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
@@ -338,7 +254,7 @@ class GradientReducer(Exchange):
         Raises:
             UsageError: They are not equal any more.
         """
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if self.progress.late and optimizer is not None:
             late, self.progress.late = self.progress.late, []
             as_dense = self.options.sparse_as_dense
@@ -408,6 +324,12 @@ class GradientReducer(Exchange):
                 member.passes >= passes for member in group.states if member.parameter.requires_grad
             )
 
+    def _may_overlap(self, parameter: torch.Tensor) -> bool:
+        """Whether gradients of this device are reduced while backward still runs. Ranks may decide differently."""
+        job = _runtime.current().job
+        threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
+        return overlap_pays(job.overlap_now(), len(job.hosts), threads, job.cores) and self.may_submit()
+
     def _submit_early(self, state: ParameterState) -> bool:
         """Submits a gradient, or those of its group, while backward runs.
 
@@ -436,13 +358,6 @@ class GradientReducer(Exchange):
             state.passes = 0
         for group in self._groups:
             group.waiting = {state for state in group.states if state.parameter.requires_grad}
-
-
-def overlap_pays(parameter: torch.Tensor) -> bool:
-    """Whether gradients of this device are best reduced while backward still runs. Ranks may decide differently."""
-    job = _runtime.current().job
-    threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
-    return job.overlap_pays(threads)
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:

@@ -259,6 +259,7 @@ def left_request(tensor: Any, finish: Callable[[_core.Context, int, Any], Any]) 
         finish: As for ``Request``.
     """
     runtime = _runtime.current()
+    request: Request
     for request in list(runtime.requests.values()):
         if _is_memory_of(request._memory, tensor):
             return request

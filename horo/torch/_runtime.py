@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
-import sys
 import threading
 import time
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
-from horo._config import check_arguments
 from horo._stack_frames import is_within
 from horo._thread_call import ThreadCall
 from horo.errors import AbortedError, NotInitializedError, UsageError
-from horo.torch._compile import keep_from_dynamo, let_dynamo_go
-from horo.torch._course import SCRIPT_ENDED, SHUT_DOWN, Course
+from horo.torch._compile import let_dynamo_go
+from horo.torch._course import SHUT_DOWN, Course
 from horo.torch._devices import let_go
 from horo.torch._joining import Joining
 from horo.torch._request_cache import RequestCache, taken_name
@@ -32,25 +28,15 @@ from horo.torch._teams import Teams
 if TYPE_CHECKING:
     from types import FrameType
 
-    from typing_extensions import Unpack
-
-    from horo._bootstrap.job import RunningRank
-    from horo._init_settings import InitSettings
-    from horo._settings import Settings
-    from horo.torch._backward_reducer import BackwardReducer
-    from horo.torch._request import Request
-    from horo.torch.process_sets import ProcessSet
+    from horo._bootstrap.running_rank import RunningRank
 
 __all__ = [
     "FIRST_HANDLE_BASE",
     "REQUESTS_CHECKED_AT",
     "Runtime",
-    "config",
     "current",
     "find",
-    "init",
-    "is_initialized",
-    "shutdown",
+    "process",
 ]
 
 
@@ -77,11 +63,11 @@ class Runtime:
     def __init__(self, job: RunningRank, handle_base: int) -> None:
         self.job = job
         self.core = job.context
-        self.requests: dict[int, Request] = {}
-        """The requests that are not finished, by number. They own the memory that the core reads and writes."""
+        self.requests: dict[int, Any] = {}
+        """Each ``Request`` that is not finished, by number. They own the memory that the core reads and writes."""
         self.requests_checked_at = REQUESTS_CHECKED_AT
         """At how many of them those are dropped that nobody can ask for any longer."""
-        self.taken_names: dict[str | None, Request] = {}
+        self.taken_names: dict[str | None, Any] = {}
         """The requests of public handles that have a name, by ``CachedRequest.taken_name``; not all are still held."""
         self.abandoned: dict[int, object] = {}
         """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
@@ -98,8 +84,6 @@ class Runtime:
         self.course = Course(job)
         self._gradient_names: Counter[tuple[int, str]] = Counter()
         """The number of gradients of optimizers that have had a name, by the id of their team and that name."""
-        self.backward_runs: dict[int, weakref.WeakSet[BackwardReducer]] = {}
-        """The reducers that each run of autograd concerns, by its number, until its end."""
         self.active_calls: dict[object, object] = {}
         """The calls that are inside the core, each with the memory that it passes to the core. They keep the context
         open.
@@ -312,159 +296,7 @@ class _Process:
                 time.sleep(_CALLS_LOOK_S)
 
 
-_process = _Process()
-
-
-def _refuse_within(caller: FrameType | None) -> None:
-    """Refuses an ``init()`` whose thread is at work at the beginning or the end of a job, as a signal handler's may be.
-
-    One that has come to the end of its own has left a job behind, and is as any other code.
-
-    Raises:
-        UsageError: The call that it has interrupted is not at that end.
-    """
-    runtime = _process.runtime
-    while caller is not None:
-        is_init = caller.f_code is init.__code__
-        if caller.f_code is shutdown.__code__ or (is_init and (runtime is None or runtime.ended)):
-            raise UsageError(
-                f"init() was called while {'init()' if is_init else 'shutdown()'} was at work, by a signal handler "
-                "perhaps: call it behind that"
-            )
-        caller = caller.f_back
-
-
-def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSettings]) -> None:
-    """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
-
-    Blocks until all ranks have come. Does nothing if the process is in a job already. Where that has ended, since
-    another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
-
-    Args:
-        comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
-            their place in the list; each of them calls ``init`` with the same list, the others do not call it.
-            A communicator of mpi4py: its ranks, whoever started them.
-        process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
-            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
-            may always come.
-        settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
-            names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
-
-    Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``,
-            ``process_sets`` or a setting does not fit, this is a forked child of a rank, ``process_sets`` or another
-            value of a setting came after the first ``init()``, or a signal handler that has interrupted ``init()`` or
-            ``shutdown()`` calls it.
-        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
-        GroupError: Not all ranks came, or they do not fit together.
-
-    Example:
-        hvd.init()
-        print(f"rank {hvd.rank()} of {hvd.size()}")
-    """
-    _refuse_within(sys._getframe(1))
-    added = _listed(process_sets)
-    keep_from_dynamo()
-    with _process.lock:
-        if _process.runtime is not None and _process.runtime.forked:
-            raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
-        _process.leave_ended("init()", sys._getframe(1))
-        if _process.runtime is not None:
-            if added:
-                raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
-            _check_unchanged(settings, _process.runtime.job.settings)
-            return
-        from horo._bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
-
-        _process.runtime = Runtime(start(None, comm, settings, torch.get_num_threads()), _process.handle_base)
-        if not _process.registered:
-            _process.registered = True
-            atexit.register(_at_exit)
-            os.register_at_fork(after_in_child=_after_fork_in_child)
-    if added:
-        from horo.torch.process_sets import register_all  # noqa: PLC0415  (it imports this module)
-
-        try:
-            register_all(current(), added)
-        except BaseException:
-            shutdown()
-            raise
-
-
-def _check_unchanged(wanted: Mapping[str, Any], settings: Settings) -> None:
-    for name, value in check_arguments(wanted).items():
-        if value != settings[name]:
-            raise UsageError(f"init({name}={wanted[name]!r}): horo is initialized already; call hvd.shutdown() before")
-
-
-def _listed(process_sets: Any) -> list[ProcessSet]:
-    from horo.torch.process_sets import ProcessSet  # noqa: PLC0415  (it imports this module)
-
-    if process_sets is None or process_sets == "dynamic":
-        return []
-    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
-        raise UsageError(f"init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
-    return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in process_sets]
-
-
-def config() -> Settings:
-    """The settings that are in force in this job, and where each comes from. Returns at once.
-
-    Returns:
-        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
-        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
-        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
-        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
-        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
-        the next call returns what is in force then.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-        UsageError: In a forked child of a rank whose job is autotuned.
-        AbortedError: After ``shutdown()`` in another thread.
-
-    Example:
-        settings = hvd.config()
-        print(settings["cycle_time_ms"], settings.source("cycle_time_ms"))
-        print(settings)
-    """
-    runtime = current()
-    job = runtime.job
-    return runtime.inside("config", job.settings_now) if job.is_tuned else job.settings
-
-
-def shutdown() -> None:
-    """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
-
-    Does not block: it does not wait for the other ranks. In a job that has ended, operations of other threads get their
-    errors first, which takes a moment; a GPU that still works for horo is waited for, up to about half a minute if it
-    hangs. A second call does nothing; ``init()`` may follow. It happens by itself when the process ends.
-
-    Raises:
-        UsageError: Another thread is inside an operation of horo.
-
-    Example:
-        hvd.barrier()  # the others have finished their operations, too
-        hvd.shutdown()
-    """
-    _leave(SHUT_DOWN, sys._getframe(1))
-
-
-def _leave(end: str, caller: FrameType | None) -> None:
-    with _process.lock:
-        if _process.runtime is not None and not _process.runtime.forked:
-            _process.leave_ended("shutdown()", caller)
-        _process.leave(end)
-
-
-def is_initialized() -> bool:
-    """Whether ``init()`` has been called and ``shutdown()`` has not. Returns at once and raises nothing.
-
-    Example:
-        if not hvd.is_initialized():
-            hvd.init()
-    """
-    return _process.runtime is not None
+process = _Process()
 
 
 def current() -> Runtime:
@@ -473,7 +305,7 @@ def current() -> Runtime:
     Raises:
         NotInitializedError: There is none.
     """
-    runtime = _process.runtime
+    runtime = process.runtime
     if runtime is None:
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
     return runtime
@@ -481,19 +313,4 @@ def current() -> Runtime:
 
 def find() -> Runtime | None:
     """The runtime of this process, if there is one."""
-    return _process.runtime
-
-
-def _at_exit() -> None:
-    # A daemon thread may be inside the core. Then its memory must stay; the peers see the end of the process.
-    try:
-        _leave(SCRIPT_ENDED, None)
-    except UsageError:
-        if _process.runtime is not None:
-            _process.runtime.core.log_lines.stop()
-
-
-def _after_fork_in_child() -> None:
-    _process.lock = threading.RLock()
-    if _process.runtime is not None:
-        _process.runtime.mark_forked()
+    return process.runtime

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 from torch.autograd import profiler
 
+from horo.torch._torch_private import profiler_state
+
 __all__ = ["begin_span", "end_span", "profiling", "span"]
 
-profiling: Any = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
+profiling = profiler_state()
 """Its ``_is_profiler_enabled`` is true while a profiler runs in this process."""
 
 

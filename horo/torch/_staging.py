@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._devices import new_empty, place
+from horo.torch._torch_private import change_counter
 from horo.torch.compression import narrow
 
 __all__ = [
@@ -44,30 +44,7 @@ _DTYPES: dict[torch.dtype, int] = {
 _REDUCIBLE_END = 1 + _core.DTYPES["bool"]
 
 
-def _find_counter() -> Callable[[Sequence[torch.Tensor]], None]:
-    """The function that marks tensors as changed for autograd.
-
-    Every torch has ``increment_version``, but not every one accepts several tensors or tensors of inference mode. If it
-    does, the internal function takes half the time.
-    """
-    beneath: Any = getattr(torch._C, "_increment_version", None)
-    try:
-        with torch.inference_mode():
-            frozen = torch.empty(0, device="cpu")
-        beneath([torch.empty(0, device="cpu"), frozen])
-    except (RuntimeError, TypeError):
-        return _count_singly
-    counter: Callable[[Sequence[torch.Tensor]], None] = beneath
-    return counter
-
-
-def _count_singly(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.is_inference():
-            increment_version(tensor)
-
-
-count_change = _find_counter()
+count_change = change_counter()
 
 
 class Spec(NamedTuple):

@@ -5,19 +5,39 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from horo.torch._requests import run_allreduce
 from horo.torch._staging import Spec
 from horo.torch._step_inputs import callers
+from horo.torch._torch_private import calls_scaled_step, is_unscaled
 from horo.torch.ops import Average
 
-if TYPE_CHECKING:
-    from horo.torch._reducer import GradientReducer
-
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
+
+
+class ReducesInClosure(Protocol):
+    """A reducer, as the closure of a step needs it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that take part."""
+
+    @property
+    def team(self) -> int:
+        """Their team."""
+
+    @property
+    def label(self) -> str:
+        """The prefix of the names of its operations."""
+
+    def begin_closure(self) -> None:
+        """Called before the closure."""
+
+    def end_closure(self) -> None:
+        """Called after it: reduces the gradients."""
 
 
 class ReducingClosure:
@@ -27,7 +47,7 @@ class ReducingClosure:
     differ.
     """
 
-    def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
+    def __init__(self, closure: Callable[[], Any], reducer: ReducesInClosure) -> None:
         self._closure = closure
         self._reducer = reducer
 
@@ -95,8 +115,6 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) ->
 def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
 
-    For an optimizer with a fused step, it sets ``found_inf`` on the optimizer; else only the call stack shows it.
+    It tells an optimizer with a fused step; else only the call stack shows it.
     """
-    if getattr(optimizer, "found_inf", None) is not None:
-        return True
-    return any(frame.f_code.co_name == "_maybe_opt_step" for frame in callers())
+    return is_unscaled(optimizer) or any(map(calls_scaled_step, callers()))

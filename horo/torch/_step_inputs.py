@@ -19,6 +19,7 @@ import torch
 from horo.errors import UsageError
 from horo.horovod import is_installed
 from horo.torch._comparison import ABSENT, Comparison
+from horo.torch._torch_private import calls_scaled_step
 from horo.torch.functions import gather_objects
 from horo.torch.process_sets import ProcessSet, resolve_process_set
 
@@ -56,7 +57,7 @@ def callers() -> Iterator[FrameType]:
 def scaler_of_step() -> Any:
     """The enabled GradScaler that calls the optimizer's step in progress, or None. Only the call stack shows it."""
     for frame in callers():
-        if frame.f_code.co_name in ("step", "_maybe_opt_step"):
+        if frame.f_code.co_name == "step" or calls_scaled_step(frame):
             found: Any = frame.f_locals.get("self")
             if all(hasattr(found, method) for method in _SCALER_METHODS):
                 return found if found.is_enabled() else None

@@ -12,7 +12,7 @@ from horo.errors import UsageError
 from horo.torch import _runtime
 from horo.torch._gradients import ParameterState, ReductionOptions, refuse_sparse
 from horo.torch._member import HOOK_LOCK
-from horo.torch._reducer import GradientReducer, overlap_pays
+from horo.torch._reducer import GradientReducer
 from horo.torch._step import scaler_has_looked
 from horo.torch._views import note_version
 
@@ -84,7 +84,7 @@ class StepReducer(GradientReducer):
             with HOOK_LOCK:
                 self.keep_step_hooks()
                 # the number of torch's threads may have changed since the last step
-                self._overlaps = overlap_pays(parameter) and self.may_submit()
+                self._overlaps = self._may_overlap(parameter)
         if not self._overlaps:
             self._hold(state)
         elif state.group is None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from horo._thread_call import CallQueue, ThreadCall
 from horo.errors import UsageError
 
 if TYPE_CHECKING:
-    from horo._bootstrap.job import RunningRank
-    from horo.torch.process_sets import ProcessSet
+    from horo._bootstrap.running_rank import RunningRank
 
-__all__ = ["Team", "Teams", "public_id"]
+__all__ = ["RegisteredSet", "Team", "Teams", "public_id"]
 
 _ID_STEP = 256
 
@@ -36,6 +35,14 @@ class Team(NamedTuple):
         return len(self.ranks)
 
 
+class RegisteredSet(Protocol):
+    """A ``ProcessSet``, as this registry needs it."""
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks of the members in rising order."""
+
+
 class Teams:
     """The teams of a job, by their ids in the core. They are changed in one place, one change after the other.
 
@@ -49,8 +56,8 @@ class Teams:
         self._forget = forget
         self._members = {0: Team(tuple(range(job.size)), job.rank)}
         self._changes = CallQueue()
-        self._left: dict[ProcessSet, ThreadCall] = {}
-        self.sets: dict[int, ProcessSet] = {}
+        self._left: dict[RegisteredSet, ThreadCall] = {}
+        self.sets: dict[int, RegisteredSet] = {}
         """The process sets that are registered; others are not, whatever they were. Without that of all ranks."""
 
     def find(self, team: int) -> Team:
@@ -82,7 +89,7 @@ class Teams:
         """
         return self._changes.do(what, step)
 
-    def add(self, process_set: ProcessSet, ranks: Sequence[int], call: ThreadCall) -> int:
+    def add(self, process_set: RegisteredSet, ranks: Sequence[int], call: ThreadCall) -> int:
         """Within a step, adds a team; all ranks come here with the same ranks, ascending. Its id is the same on all.
 
         Raises:
@@ -106,7 +113,7 @@ class Teams:
         self._left.pop(self.sets.pop(team), None)
         self._forget(team)
 
-    def was_left(self, process_set: ProcessSet) -> bool:
+    def was_left(self, process_set: RegisteredSet) -> bool:
         """Whether an exception has ended the wait of the call that added this set. Asked once: False from then on."""
         call = self._left.pop(process_set, None)
         return call is not None and call.is_left

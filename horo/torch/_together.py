@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from horo.errors import HoroError
-from horo.torch._finite import checks_finite, finish_checks
+from horo.torch._finite import FiniteCheck, checks_finite, finish_checks
 from horo.torch._request import Request, wait_any
 from horo.torch._spans import span
 
-if TYPE_CHECKING:
-    from horo.torch._reducer import GradientReducer
-
-__all__ = ["reduce_together", "wait_last"]
+__all__ = ["Reduces", "reduce_together", "wait_last"]
 
 
-def reduce_together(reducers: Sequence[GradientReducer]) -> None:
+class Reduces(Protocol):
+    """The reducer of one optimizer: its part of a reduction has two halves, ``submit_all`` and ``finish_all``."""
+
+    is_reduced: bool
+    is_local: bool
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether its process set was registered when it was used last."""
+
+    def check_finite(self) -> FiniteCheck:
+        """Begins to look for gradients that are not finite, before any is submitted."""
+
+    def submit_all(self) -> Request | None:
+        """Submits all gradients that are not in progress; returns the last request."""
+
+    def finish_all(self) -> Iterator[Request]:
+        """Waits for all gradients. Yields each request before it waits for it."""
+
+    def reset(self) -> None:
+        """Begins anew: nothing is in progress."""
+
+
+def reduce_together(reducers: Sequence[Reduces]) -> None:
     """Reduces the gradients of several optimizers. All are submitted before any is waited for.
 
     So ranks do not wait for each other in a circle if they come to the optimizers in different orders. Nor do they if
@@ -27,7 +47,7 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
     Raises:
         HoroError: The first failure; the other gradients are reduced.
     """
-    failures: dict[GradientReducer, HoroError] = {}
+    failures: dict[Reduces, HoroError] = {}
     last: Request | None = None
     try:
         with torch.no_grad():
@@ -54,11 +74,9 @@ def reduce_together(reducers: Sequence[GradientReducer]) -> None:
         raise next(iter(failures.values()))
 
 
-def _finish_together(
-    steps: dict[GradientReducer, Iterator[Request]], failures: dict[GradientReducer, HoroError]
-) -> None:
+def _finish_together(steps: dict[Reduces, Iterator[Request]], failures: dict[Reduces, HoroError]) -> None:
     """Goes on with each reducer as soon as the request that it waits for is done; adds errors to ``failures``."""
-    waiting: dict[GradientReducer, Request | None] = dict.fromkeys(steps)
+    waiting: dict[Reduces, Request | None] = dict.fromkeys(steps)
     while waiting:
         requests = [request for request in waiting.values() if request is not None]
         if len(requests) == len(waiting) > 1:

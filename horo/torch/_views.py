@@ -9,13 +9,10 @@ stay where they are, since a script may have put them into one buffer itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    from horo.torch._gradients import ParameterState
+from horo.torch._torch_private import owner_counter, storage_key
 
 __all__ = [
     "COUNTS_IN_HOOKS",
@@ -23,12 +20,11 @@ __all__ = [
     "is_counted_twice",
     "is_shared",
     "note_version",
-    "separate_overlapping",
     "was_noted",
     "writable",
 ]
 
-_count_owners: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_count_owners = owner_counter()
 
 _release = tuple(int(number) for number in torch.__version__.split(".")[:2])
 COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
@@ -46,12 +42,8 @@ def is_counted_twice(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
 
 
-def _owners(tensor: torch.Tensor) -> int:
-    return _OWN + 1 if _count_owners is None else _count_owners(tensor.untyped_storage()._cdata)
-
-
-_OWN = 0
-_OWN = _owners(torch.empty(1, device="cpu"))
+_owners = _count_owners or (lambda _: 1)
+_OWN = 0 if _count_owners is None else _count_owners(torch.empty(1, device="cpu"))
 """The number for a tensor that is alone; torch's own object for the storage may count."""
 
 
@@ -77,7 +69,7 @@ def note_version(grad: torch.Tensor) -> int | NotedVersion:
     """Notes how often a gradient was changed, after autograd has accumulated into it."""
     if not is_shared(grad):
         return grad._version
-    storage = grad.untyped_storage()._cdata
+    storage = storage_key(grad)
     noted = _noted.get(storage)
     if noted is None:
         noted = _noted[storage] = NotedVersion()
@@ -88,35 +80,3 @@ def note_version(grad: torch.Tensor) -> int | NotedVersion:
 def was_noted(noted: int | NotedVersion, version: int) -> bool:
     """Whether the count that was noted is ``version``."""
     return (noted.number if isinstance(noted, NotedVersion) else noted) == version
-
-
-def separate_overlapping(states: Iterable[ParameterState]) -> None:
-    """Gives gradients that overlap memory of their own. Autograd is off.
-
-    A gradient with gaps between its elements stays where it is: torch makes none.
-    """
-    by_parameter: dict[Any, list[ParameterState]] = {}
-    for state in states:
-        grad = state.parameter.grad
-        if grad is not None and is_shared(grad) and _is_dense(grad):
-            by_parameter.setdefault(state.parameter, []).append(state)
-    end = 0
-    for parameter in sorted(by_parameter, key=lambda item: int(item.grad.data_ptr())):
-        grad = parameter.grad
-        if grad.data_ptr() < end:
-            parameter.grad = grad.clone()
-            _hold_again(by_parameter[parameter], grad, parameter.grad)
-        else:
-            end = grad.data_ptr() + grad.numel() * grad.element_size()
-
-
-def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
-    """Lets the copy be held instead of a gradient, unless that was changed."""
-    for state in states:
-        if state.held is not None and state.held[0] is before and was_noted(state.held[1], before._version):
-            state.held = grad, grad._version
-
-
-def _is_dense(grad: torch.Tensor) -> bool:
-    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(grad.shape, grad.stride(), strict=True))
-    return reach == grad.numel()

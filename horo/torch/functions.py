@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -29,6 +29,8 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]
+
+_T = TypeVar("_T")
 
 _CHUNK_BYTES = 64 << 20
 """Tensors that travel as one request: large enough to make requests rare, small enough to overlap them."""
@@ -156,8 +158,8 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+    obj: _T | None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> _T:
     """Gives every rank the object of ``root_rank``, pickled with cloudpickle.
 
     Blocks until all ranks have called it.
@@ -187,10 +189,10 @@ def broadcast_object(
     team = resolve_process_set(process_set, what)
     with telling(_first(f"{what}-header", team)._replace(name=name)):
         root_rank = check_root(root_rank, what, team)
-    return _share(lambda: obj, root_rank, what, name, team)
+    return cast("_T", _share(lambda: obj, root_rank, what, name, team))
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: _T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[_T]:
     """Gives every rank the objects of all ranks, in rank order, pickled with cloudpickle.
 
     Blocks until all ranks have called it.

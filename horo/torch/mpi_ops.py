@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 from horo.errors import HorovodInternalError
 from horo.torch import _basics  # noqa: F401 - scripts of Horovod ask it
 from horo.torch._basics import handle_map as _handle_map  # noqa: F401
+from horo.torch._lifecycle import init, is_initialized, shutdown
 from horo.torch._missing import raise_missing
-from horo.torch._runtime import init, is_initialized, shutdown
 from horo.torch._topology import (
     cross_rank,
     cross_size,

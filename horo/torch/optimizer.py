@@ -19,8 +19,8 @@ from horo.torch._compile import keep_from_dynamo
 from horo.torch._delta_reducer import DeltaReducer
 from horo.torch._first_checks import refuse_ddp_model
 from horo.torch._gradients import ReductionOptions
-from horo.torch._reducer import GradientReducer
 from horo.torch._step_reducer import StepReducer
+from horo.torch._torch_private import has_step_hooks
 from horo.torch.compression import Compression, Compressor
 from horo.torch.ops import Adasum, Average, Sum
 from horo.torch.process_sets import ProcessSet, global_process_set, refuse_unregistered
@@ -28,8 +28,13 @@ from horo.torch.reductions import resolve_op
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
-_REDUCERS: dict[str, type[GradientReducer]] = {"backward": BackwardReducer, "step": StepReducer}
-"""By ``gradients_ready``."""
+_ADASUM = "adasum"
+STRATEGIES: dict[str, type[BackwardReducer] | type[StepReducer] | type[DeltaReducer]] = {
+    "backward": BackwardReducer,
+    "step": StepReducer,
+    _ADASUM: DeltaReducer,
+}
+"""By ``gradients_ready``; one combines steps instead of gradients."""
 
 if TYPE_CHECKING:
 
@@ -155,25 +160,25 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups= is deprecated; use groups=", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    if gradients_ready is not None and gradients_ready not in _REDUCERS:
+    if gradients_ready not in (None, "backward", "step"):
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    kind = _REDUCERS[gradients_ready or _runtime.current().job.gradients_ready]
+    chosen = gradients_ready or _runtime.current().job.gradients_ready
+    if op == Adasum:
+        _check_adasum(optimizer, groups, gradients_ready)
+        chosen = _ADASUM
+    strategy = STRATEGIES[chosen]
     options = ReductionOptions(
         op,
         compression,
         float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         passes=backward_passes_per_step,
-        advice=kind.advice,
+        advice=strategy.advice,
         process_set=process_set,
     )
-    if op == Adasum:
-        _check_adasum(optimizer, groups, gradients_ready)
-        attach(optimizer, DeltaReducer(optimizer, options, names), process_set)
-    else:
-        attach(optimizer, kind(optimizer, options, names, grouped), process_set)
+    attach(optimizer, strategy(optimizer, options, names, grouped), process_set)
     return cast("Distributed", optimizer)
 
 
@@ -217,7 +222,7 @@ def _check_optimizer(optimizer: Any) -> None:
             "DistributedOptimizer: this optimizer is distributed already; it goes on working after shutdown() and "
             "init(), so wrap it once"
         )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+    if not has_step_hooks(optimizer):
         raise UsageError(
             f"DistributedOptimizer: {kind} does not call torch.optim.Optimizer.__init__, so torch has no hooks around "
             f"its step(); call it there or, if it wraps an optimizer, wrap that one: "

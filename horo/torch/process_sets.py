@@ -13,9 +13,12 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from horo.errors import UsageError
 from horo.torch import _runtime, _topology
-from horo.torch._teams import public_id
+from horo.torch._requests import start_allgather
+from horo.torch._teams import RegisteredSet, public_id
 
 if TYPE_CHECKING:
     from horo._thread_call import ThreadCall
@@ -126,10 +129,11 @@ class ProcessSet:
         """
         if self._comm is None:
             return [self._ranks]
-        from horo.torch.functions import allgather_object  # noqa: PLC0415  (it imports this module)
-
         own = sorted(self._comm.allgather(_topology.rank())) if self._comm else []  # COMM_NULL is false
-        found = sorted({tuple(ranks) for ranks in allgather_object(own, name="process set of a communicator") if ranks})
+        tensor = torch.tensor(own, dtype=torch.int64, device="cpu")
+        (gathered,) = start_allgather([tensor], "process_set", "members", sync=True).wait()
+        parts = gathered.tensor.split(gathered.rows)
+        found = sorted({tuple(ranks) for part in parts if (ranks := part.tolist())})
         self._ranks = own or (list(found[0]) if len(found) == 1 else [])
         return [list(ranks) for ranks in found]
 
@@ -185,16 +189,16 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int] | None:
-        return list(range(_topology.size())) if _runtime.is_initialized() else None
+        return list(range(_topology.size())) if _runtime.find() else None
 
     def size(self) -> int | None:
-        return _topology.size() if _runtime.is_initialized() else None
+        return _topology.size() if _runtime.find() else None
 
     def rank(self) -> int | None:
-        return _topology.rank() if _runtime.is_initialized() else None
+        return _topology.rank() if _runtime.find() else None
 
     def included(self) -> bool | None:
-        return True if _runtime.is_initialized() else None
+        return True if _runtime.find() else None
 
     def __reduce__(self) -> str:
         return "global_process_set"
@@ -215,7 +219,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     set is added all the same when the other ranks come: another call with its ranks then returns it. Horovod needs
     ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` for this function; horo does not.
 
-    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of its sets, too.
+    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets. What the
+    members of a set have begun goes on as long as it moves; one that is agreed on at that very moment may end well on
+    some members and with an ``AbortedError`` on others.
 
     Args:
         process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.
@@ -294,7 +300,7 @@ def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> N
     runtime.change_teams(what, register)
 
 
-def refuse_registered(process_sets: list[ProcessSet], what: str) -> None:
+def refuse_registered(process_sets: Iterable[RegisteredSet], what: str) -> None:
     """Refuses the first set that has the ranks of one before it, or of all ranks.
 
     Raises:

@@ -77,8 +77,8 @@ def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4)
 
 def _name_in_torch(op: Any) -> str | None:
     """The name of a reduction of ``torch.distributed``, which not every torch has; None: it is none."""
-    family = getattr(getattr(torch._C, "_distributed_c10d", None), "ReduceOp", None)
-    if family is None or not isinstance(op, (family, family.RedOpType)):
+    family: Any = getattr(torch.distributed, "ReduceOp", None)
+    if not hasattr(family, "RedOpType") or not isinstance(op, (family, family.RedOpType)):
         return None
     member = getattr(op, "op", op)  # of an instance, as of a premultiplied sum
     return str(member.name)

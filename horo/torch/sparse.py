@@ -12,6 +12,7 @@ from horo.torch._handles import publish, synchronize
 from horo.torch._requests import start_allgather, telling
 from horo.torch._results import Gathered
 from horo.torch._staging import Spec, describe
+from horo.torch._torch_private import sparse_indices, sparse_values
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 from horo.torch.reductions import ReduceOp, resolve_op
 
@@ -55,8 +56,9 @@ def sparse_allreduce_async(
         op = _check(tensor, op, what)
     scale = process_set.size() if op == ReduceOp.Average else None
     tensor = tensor.detach()
-    shape = tensor._indices().new_tensor([[tensor.sparse_dim(), *tensor.shape]])
-    rows = [tensor._indices().t().contiguous(), tensor._values(), shape]
+    indices = sparse_indices(tensor)
+    shape = indices.new_tensor([[tensor.sparse_dim(), *tensor.shape]])
+    rows = [indices.t().contiguous(), sparse_values(tensor), shape]
     request = start_allgather(rows, _KIND, name, team=team)
     members = process_set.ranks or [0]
     return partial(synchronize, publish(request, partial(_combined, what, list(tensor.shape), members, scale)))

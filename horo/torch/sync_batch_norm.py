@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from horo import _core
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._requests import run_allreduce, start_allgather
 from horo.torch._staging import Spec
+from horo.torch._torch_private import BatchNorm
 from horo.torch.process_sets import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["SyncBatchNorm"]
@@ -23,7 +23,7 @@ _GRAD_KIND = "sync_batch_norm.grad"
 _SUM = _core.REDUCE_OPS["sum"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalization over the batches of all ranks together, as one process with the whole batch does it.
 
     In training each forward and each backward blocks until all ranks are in it: all run the same layers in the same
@@ -123,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
             model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
             model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
             return cls._from(module, process_set)
         for name, child in module.named_children():
             converted = cls.convert_sync_batchnorm(child, process_set)
@@ -132,7 +132,7 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _from(cls, layer: _BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+    def _from(cls, layer: BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
         held = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
         if any(is_lazy(each) for each in held):
             raise UsageError(

@@ -344,7 +344,7 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
 
 /*
  * A call of this rank was refused: those of others by its name fail with `status` (USAGE, UNSUPPORTED, RESOURCE), this
- * rank and the reason. Never blocks, and nothing waits for it. Does nothing where the name is pending here.
+ * rank and the reason. Never blocks. Pending until all have made the call. Does nothing where the name is pending here.
  */
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason);
 

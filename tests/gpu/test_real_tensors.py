@@ -36,7 +36,7 @@ def test_reductions(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_large_tensors_flow(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
+def test_large_reductions(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
     def check(on_gpu: tuple[int, ...]) -> None:
         gpu_checks.large_reductions(RealGpu(), on_gpu)
 

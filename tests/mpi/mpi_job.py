@@ -10,9 +10,10 @@ from typing import Any
 
 from ranks import Rank
 
-from horo._bootstrap.job import RunningRank, connect
+from horo._bootstrap.job import connect
 from horo._bootstrap.launchers.environment import read_launch
 from horo._bootstrap.mpi.calls import mpi_calls
+from horo._bootstrap.running_rank import RunningRank
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
 from horo._core_setup import MpiUse, Setup

@@ -83,14 +83,6 @@ def test_allreduce_and_reducescatter(rank: MpiRank, run: Any, count: int, dtype:
     assert np.array_equal(run("reducescatter", "y", own, np.zeros_like(wanted), reduce_op=SUM), wanted)
 
 
-@pytest.mark.parametrize("count", [1 << 20, 1_700_003])
-def test_large_allreduces_that_are_copied_in_pieces(rank: MpiRank, run: Any, count: int) -> None:
-    own = (np.arange(count) % 1000 + rank.rank).astype(np.float32)
-    total = (np.arange(count) % 1000 * rank.size + rank.size * (rank.size - 1) // 2).astype(np.float32)
-    for postscale in (1.0, 3.0):
-        assert np.array_equal(run("allreduce", "x", own.copy(), reduce_op=SUM, postscale=postscale), total * postscale)
-
-
 @pytest.mark.parametrize("count", COUNTS)
 def test_adasum_of_equal_tensors_is_each_of_them(run: Any, count: int) -> None:
     own = np.arange(1.0, count + 1)

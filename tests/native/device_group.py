@@ -135,10 +135,6 @@ class Gpu:
         """The next ``count`` calls that are to put an event on a stream of horo's are refused."""
         self.lib.double_refuse_records(count)
 
-    def copies(self) -> int:
-        """How many have been done, in both directions."""
-        return int(self.lib.double_copies())
-
     def counts(self) -> dict[str, int]:
         numbers = (ctypes.c_int * 5)()
         self.lib.double_count(numbers)

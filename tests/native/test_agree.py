@@ -36,7 +36,7 @@ class Node:
         ranks: list[int],
         size: int,
         capacity: int = 8,
-        evict_one_in: int = 1,
+        evict_after: int = 1,
         fusion_bytes: int = 1 << 20,
         speaks_for: list[int] | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Node:
             speaks_for or [1] * len(ranks),
             size,
             capacity,
-            evict_one_in,
+            evict_after,
             fusion_bytes,
         )
 
@@ -114,7 +114,7 @@ class Rank:
 class World:
     """A binomial tree of hosts, the log, and ranks; every queue moves when chance says so."""
 
-    def __init__(self, native: ModuleType, hosts: list[int], capacity: int, seed: int, evict_one_in: int = 1) -> None:
+    def __init__(self, native: ModuleType, hosts: list[int], capacity: int, seed: int, evict_after: int = 1) -> None:
         self.native, self.capacity, self.random = native, capacity, random.Random(seed)
         size = sum(hosts)
         first = [sum(hosts[:h]) for h in range(len(hosts))]
@@ -127,7 +127,7 @@ class World:
         self.host_of_rank: list[int] = []
         for h, count in enumerate(hosts):
             members = [first[h] + i for i in range(count)] + [first[c] for c in self.children[h]]
-            options: dict[str, Any] = {"size": size, "capacity": capacity, "evict_one_in": evict_one_in}
+            options: dict[str, Any] = {"size": size, "capacity": capacity, "evict_after": evict_after}
             options["speaks_for"] = [1] * count + [sum(hosts[c : c + (c & -c)]) for c in self.children[h]]
             self.nodes.append(Node(native, is_root=h == 0, local=count, ranks=members, **options))
             self.ranks += [Rank(first[h] + i, i, []) for i in range(count)]
@@ -260,8 +260,8 @@ def test_all_ranks_execute_one_log_and_every_request_ends_once(
     native: ModuleType, hosts: list[int], cache: tuple[int, int], program: list[tuple[str, int]], seed: int
 ) -> None:
     """Ranks run the same program, each in an order of its own that keeps the order per name."""
-    capacity, evict_one_in = cache
-    world = World(native, hosts, capacity, seed, evict_one_in)
+    capacity, evict_after = cache
+    world = World(native, hosts, capacity, seed, evict_after)
     try:
         for rank in world.ranks:
             order = list(range(len(program)))
@@ -376,10 +376,10 @@ def test_a_number_of_rows_that_no_correct_member_sends_is_refused(native: Module
 class Cache:
     """A job of one rank, which knows the ids that the log has given it."""
 
-    def __init__(self, native: ModuleType, capacity: int, evict_one_in: int = 32) -> None:
+    def __init__(self, native: ModuleType, capacity: int) -> None:
         self.native, self.capacity = native, capacity
         ranks: dict[str, Any] = {"local": 1, "ranks": [0], "size": 1}
-        self.root = Node(native, is_root=True, **ranks, capacity=capacity, evict_one_in=evict_one_in)
+        self.root = Node(native, is_root=True, **ranks, capacity=capacity, evict_after=4 * capacity)
         self.ids: dict[str, int] = {}
         self.owners: dict[int, str] = {}
 
@@ -424,19 +424,14 @@ def make_cache(native: ModuleType) -> Iterator[Callable[..., Cache]]:
         cache.close()
 
 
-@pytest.mark.parametrize("count", [65, 80, 128, 1000])
+@pytest.mark.parametrize("count", [65, 80, 128, 256])
 def test_a_cache_too_small_for_all_names_of_a_step_serves_those_it_holds(
     make_cache: Callable[..., Cache], count: int
 ) -> None:
     """Who evicts for every newcomer has no hit in such a cycle; nobody can have more than the capacity."""
     cache = make_cache(64)
     names = [f"n{i}" for i in range(count)]
-    hits = [cache.run(names) for _ in range(60)]
-    assert hits[0] == 0
-    assert max(hits) <= 64
-    lost_to_newcomers = (count - 64) / 32
-    assert sum(hits[10:]) / 50 >= 64 - 2 * lost_to_newcomers - 1
-    assert sum(hits[10:]) > 0
+    assert [cache.run(names) for _ in range(20)] == [0] + [64] * 19
 
 
 def test_a_cache_full_of_names_that_are_not_used_any_more_takes_in_those_that_are(
@@ -452,7 +447,7 @@ def test_a_cache_full_of_names_that_are_not_used_any_more_takes_in_those_that_ar
 
 
 def test_names_that_alternate_with_ones_used_once_are_cached_in_the_end(make_cache: Callable[..., Cache]) -> None:
-    """Newcomers are drawn by lot: whoever counts may let in only the ones that never come back."""
+    """Whoever lets in one of a number of newcomers may let in only those that never come back."""
     cache = make_cache(8)
     cache.run([f"start{i}" for i in range(8)])
     hits = [cache.run([f"step{step}", "loss"]) for step in range(400)]

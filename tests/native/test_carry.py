@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from ranks import Group, Rank, run_ranks
 from horo import _core
 from horo.errors import MismatchError
 
+SUM = _core.REDUCE_OPS["sum"]
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
 SEGMENT_BYTES = 1 << 16
 LIMIT = 1 << 14
@@ -139,10 +141,10 @@ def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> No
             other = np.full(3000, step, np.float32)
             handles = []
             if rank.rank == busy and step % 2:
-                handles.append(rank.submit("allreduce", "other", [other], reduce_op=_core.REDUCE_OPS["sum"]))
-            handles.append(rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"]))
+                handles.append(rank.submit("allreduce", "other", [other], reduce_op=SUM))
+            handles.append(rank.submit("allreduce", "x", [array], reduce_op=SUM))
             if rank.rank != busy and step % 2:
-                handles.append(rank.submit("allreduce", "other", [other], reduce_op=_core.REDUCE_OPS["sum"]))
+                handles.append(rank.submit("allreduce", "other", [other], reduce_op=SUM))
             for handle in handles:
                 rank.finish(handle)
             assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
@@ -172,6 +174,35 @@ def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
             assert (rank.allreduce(np.full(place + 1, step + rank.rank, np.float32), f"x{place}") == 2 * step + 1).all()
 
     run_ranks(body, [1, 1], cache_capacity=capacity)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_programs_of_lone_and_crowded_operations_have_known_answers(hosts: list[int], seed: int) -> None:
+    """All ranks submit the same tensors, each in an order and at a pace of its own."""
+    size = sum(hosts)
+
+    def body(rank: Rank) -> list[bytes]:
+        shared, own = random.Random(seed), random.Random(seed * 1000 + rank.rank)
+        bits = []
+        for step in range(150):
+            names = [f"x{shared.randrange(6)}"] if shared.random() < 0.7 else [f"x{i}" for i in range(3)]
+            arrays = {name: np.full(1 + 7 * int(name[1:]), 0.1 * (rank.rank + step), np.float32) for name in names}
+            order = own.sample(names, len(names))
+            for _ in range(own.choice([0, 0, 3000])):
+                pass
+            handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=SUM) for name in order]
+            if own.random() < 0.2 and step % 10:
+                rank.context.poll(handles[0])
+            for handle in handles:
+                rank.finish(handle)
+            for name in names:
+                np.testing.assert_allclose(arrays[name], 0.1 * (size * step + size * (size - 1) / 2), rtol=1e-5)
+                bits.append(arrays[name].tobytes())
+        return bits
+
+    results = run_ranks(body, hosts)
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize(("hosts", "is_carried"), [([2], False), ([2, 1], True)], ids=str)

@@ -12,8 +12,7 @@ from test_reducescatter import rows_of
 from horo import _core
 
 PRODUCT = _core.REDUCE_OPS["product"]
-LENGTHS = [0, 1, 1000, (1 << 19) + 3]
-"""The last one flows: its pieces are exchanged while others are on their way."""
+LENGTHS = [0, 1, 1000]
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)

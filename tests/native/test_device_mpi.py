@@ -18,8 +18,6 @@ from horo._core_setup import MpiCalls, MpiUse, Setup
 from horo.errors import GroupError
 
 MANY = np.ones(100_000, np.float32)
-PIECES = 3 * (2 << 20) // 4
-"""Of float32: as many as three pieces of a large tensor have."""
 HELD_MAX = 256
 
 
@@ -107,36 +105,3 @@ def test_staged_values_that_mpi_holds_stay_where_they_are(mpi: FakeMpi, gpu: Gpu
     assert all(map(gpu.is_pinned, held))
     for place in held:
         ctypes.memset(place, 0xEE, 1)  # as MPI may; a sanitizer would see it
-
-
-def test_values_that_still_come_when_a_rank_is_lost_give_back_nothing_that_mpi_holds(mpi: FakeMpi, gpu: Gpu) -> None:
-    """The request has gone when the last piece comes, so whoever is told of that has its memory."""
-    values = np.ones(PIECES, np.float32)
-
-    def body(rank: Rank) -> None:
-        assert rank.allreduce(MANY.copy(), "first")[0] == 2
-        rank.barrier()
-        mpi.state.carries = 0
-        rank.barrier("it has stopped")
-        if rank.rank == 1:
-            handle = rank.submit("allreduce", "x", [values], reduce_op=SUM)
-            wait_for(lambda: all(map(mpi.held, range(2))))
-            rank.context.end("ValueError: bad batch")
-            with pytest.raises(GroupError):
-                rank.finish(handle)
-            return
-        own = OnGpu(rank, gpu)
-        gpu.let_copies(1)
-        handle, _, _ = own.submit("allreduce", "x", values, reduce_op=SUM)
-        with pytest.raises(GroupError):
-            rank.context.wait(handle)
-        rank.context.release(handle)
-        gpu.let_copies(-1)
-        wait_for(lambda: gpu.calls() == 3)
-        own.close()
-
-    with recorded_stderr(), Group((1, 1), rewire=mpi.join) as group:
-        group.run(body)
-        held = [place for place in mpi.held(0) if gpu.is_pinned(place)]
-    assert held and all(map(gpu.is_pinned, held))
-    gpu.pinned_left = 1

@@ -15,8 +15,6 @@ from horo._core_libraries import copy_back
 from horo.errors import ResourceError, UsageError
 
 THOUSAND = np.arange(1000, dtype=np.float32)
-LARGE = np.arange(1 << 20, dtype=np.float32)
-"""It flows, in two pieces."""
 INVALID_VALUE = 1
 
 
@@ -91,35 +89,39 @@ def test_memory_is_not_used_again_before_copies_from_it_whose_stream_could_not_w
         group.run(body)
 
 
-@pytest.mark.parametrize("refused", [1, 2])
-def test_memory_is_not_used_again_before_a_piece_that_no_event_could_be_put_behind(gpu: Gpu, refused: int) -> None:
-    """Of the calls for events behind the first piece the one is refused, or also that for the end of all."""
-    reason = "cuEventRecord failed with code 400"
-
+def test_memory_is_not_used_again_before_a_copy_that_no_event_could_be_put_behind(gpu: Gpu) -> None:
     def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            with pytest.raises(ResourceError, match=reason):
-                rank.allreduce(LARGE.copy())
-            np.testing.assert_array_equal(rank.allreduce(LARGE.copy()), 2 * LARGE)
-            return
         own = OnGpu(rank, gpu)
         gpu.let_copies(0)
-        gpu.refuse_records(refused)
-        handle, _, _ = own.submit("allreduce", "x", LARGE, reduce_op=SUM)
-        with pytest.raises(ResourceError, match=reason):
-            own.context.wait(handle)
-        own.context.release(handle)
-        handle, _, target = own.submit("allreduce", "x", LARGE, reduce_op=SUM)
+        gpu.refuse_records(1)  # a refused call is made again, for its message
+        handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=SUM)
         assert gpu.counts()["pinned_ever"] == 2
         gpu.let_copies(-1)
         own.finish(handle)
         gpu.synchronize(own.stream)
-        np.testing.assert_array_equal(gpu.get(target, LARGE), 2 * LARGE)
+        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         own.close()
 
-    with Group((2,)) as group:
+    with Group((1,)) as group:
         group.run(body)
-    gpu.pinned_left = refused - 1
+    gpu.pinned_left = 1
+
+
+def test_copies_back_that_the_driver_refuses_may_be_asked_for_again(gpu: Gpu) -> None:
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        handle, _, target = own.submit("allreduce", "x", THOUSAND, np.zeros_like(THOUSAND), reduce_op=SUM)
+        own.context.wait(handle)
+        gpu.fail_staging(returns=1)
+        with pytest.raises(ResourceError, match="cuMemcpyHtoDAsync failed with code 1"):
+            copy_back(own.context, handle, own.stream)
+        own.finish(handle)
+        gpu.synchronize(own.stream)
+        np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
+        own.close()
+
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(gpu: Gpu) -> None:

@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -176,11 +176,11 @@ def child() -> Iterator[Child]:
         child.close()
 
 
-def count_late(child: Child, op: str, arrays: list[np.ndarray], announce: Callable[[int], bytes]) -> int:
+def count_late(child: Child, op: str, arrays: list[np.ndarray], announcement: bytes) -> int:
     """How many of 200 calls of rank 0 return before what the other host waits for has been sent."""
     late, before = 0, child.count_answers()
     for step in range(200):
-        child.send(announce(step))
+        child.send(announcement)
         child.rank.run(op, "x", arrays, reduce_op=SUM if arrays else 0)
         late += child.count_answers() - before < step + 1
     return late
@@ -195,15 +195,11 @@ def test_a_caller_that_returns_has_sent_the_record_that_others_wait_for(child: C
     child.send(oracle.request_message(1, 0, b"", oracle.request(oracle.Request("x", op=oracle.BARRIER))))
     child.rank.run("barrier", "x", [])
     wait_for(lambda: child.count_answers() == 1)
-    assert count_late(child, "barrier", [], lambda _: oracle.ids_message([4])) == 0
-
-
-def data_at(place: int) -> bytes:
-    return oracle.data_message(oracle.DATA, 4, ONE, place)
+    assert count_late(child, "barrier", [], oracle.ids_message([4])) == 0
 
 
 def test_a_caller_that_returns_has_sent_the_result_that_others_wait_for(child: Child) -> None:
-    """The same of what a record carries, or of AHEAD in its place."""
+    """The same of what a record carries."""
     array = np.ones(1, np.float32)
     request = oracle.Request("x", reduce_op=SUM, tensors=(oracle.Tensor(7, (1,)),))
     child.send(oracle.request_message(1, 0, b"", oracle.request(request)))
@@ -211,6 +207,5 @@ def test_a_caller_that_returns_has_sent_the_result_that_others_wait_for(child: C
     assert child.exchange(b"\0\0\0\0") == ONE
     wait_for(lambda: child.count_answers() == 1)
     child.rank.finish(handle)
-    first, each = (len(framed(message)) for message in (oracle.batch_message([(4, b"x")]), data_at(0)))
-    assert count_late(child, "allreduce", [array], lambda step: data_at(first + step * each)) == 0
+    assert count_late(child, "allreduce", [array], oracle.data_message(oracle.DATA, 4, ONE)) == 0
     assert array[0] == 201

@@ -12,7 +12,15 @@ from ranks import Group, Rank, run_ranks, sockets_of, wait_for
 
 from horo import _core
 from horo._core import Context
-from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, ResourceError, UsageError
+from horo.errors import (
+    AbortedError,
+    GroupError,
+    MismatchError,
+    PeerLostError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
 
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
 
@@ -83,6 +91,22 @@ def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
 
 
 # ---- What they do ----
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(hosts: list[int]) -> None:
+    links = Links([0] * 2 if hosts == [2] else [0, 1])
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        if rank.rank == 1:
+            for _ in range(2):
+                with pytest.raises(UnsupportedError):
+                    rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
+        rank.context.remove_team(team)
+        assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
+
+    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

@@ -10,64 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, wait_for
-from test_teams import Links
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from test_teams import Links, hosts_of
 
-from horo.errors import PeerLostError
+from horo import _core
+from horo.errors import AbortedError, PeerLostError
 
 FOLDER = Path(__file__).resolve().parent
-
-# Ranks 1 and 2 are in the middle of an operation of theirs, rank 2 is stopped. Rank 0, through which the ranks of a
-# host hear of deaths, is no member: it shuts down. Then rank 2 is killed.
-DEATH = """
-import os, signal, sys, time
-import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo import _core
-from horo._core import Context
-
-setups = make_setups([3], log_level=5)
-go = os.pipe()
-pids = []
-for me in range(3):
-    pids.append(os.fork())
-    if pids[-1] == 0:
-        break
-else:
-    for setup in setups:
-        close_setup(setup)
-    os.waitpid(pids[2], os.WUNTRACED)
-    os.write(go[1], b"x")
-    time.sleep(1)
-    os.kill(pids[2], signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    sys.exit(0)
-for other, setup in enumerate(setups):
-    if other != me:
-        close_setup(setup)
-rank = Rank(Context(setups[me]))
-team = rank.context.add_team([1, 2])
-if me == 0:
-    os.read(go[0], 1)
-    rank.context.destroy()
-    os._exit(0)
-array = np.full(50_000_000, me, np.float32)
-handle = rank.submit("allreduce", "big", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-if me == 2:
-    while not any(event.event == "begun" and event.name == "big" for event in rank.context.events()):
-        pass
-    os.kill(os.getpid(), signal.SIGSTOP)
-try:
-    rank.finish(handle)
-    while me == 1:  # rank 2 was stopped so late that the operation is over: it does not come to the next one
-        rank.allreduce(array, team=team)
-    os.write(1, b"finished")
-except Exception as error:
-    os.write(1, f"{type(error).__name__} {error}".encode())
-os._exit(0)
-"""
 
 
 def run_script(script: str, timeout_s: float = 60) -> str:
@@ -79,8 +28,42 @@ def run_script(script: str, timeout_s: float = 60) -> str:
     return done.stdout
 
 
-def test_a_death_in_a_team_is_heard_after_the_lowest_rank_of_the_host_has_left() -> None:
-    assert run_script(DEATH).startswith("PeerLostError rank 2 ")
+@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_has_left(hosts: list[int]) -> None:
+    links, begun = Links(hosts_of(hosts)), [threading.Event() for _ in range(3)]
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        if rank.rank == 0:
+            assert all(event.wait(60) for event in begun[1:])
+            rank.context.destroy()
+            return
+        array = np.full(4_000_000, rank.rank, np.float32)
+        handle = rank.submit("allreduce", "big", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+        wait_for(lambda: any(event.event == "begun" and event.name == "big" for event in rank.context.events()))
+        begun[rank.rank].set()
+        rank.finish(handle)
+        assert (array == 3).all()
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
+def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hosts: list[int]) -> None:
+    links, is_over = Links(hosts_of(hosts)), threading.Event()
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        if rank.rank == 0:
+            rank.context.destroy()
+        elif rank.rank == 2:
+            assert is_over.wait(60)
+        else:
+            with pytest.raises(AbortedError, match=r"^rank 0 \("):
+                rank.barrier(team=team)
+            is_over.set()
+
+    run_ranks(body, hosts)
 
 
 def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:

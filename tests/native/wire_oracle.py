@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 (
-    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, AHEAD, RECALL, RELEASE,
-    QUERY, JOINED, TUNE,
-) = range(1, 20)  # fmt: skip
+    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, QUERY, JOINED, TUNE,
+) = range(1, 17)  # fmt: skip
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN = range(9)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
 REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
@@ -116,14 +115,9 @@ def lost_message(rank: int, status: int, reason: int, by: int = 0) -> bytes:
     return struct.pack("<BiiBi", LOST, rank, status, reason, by)
 
 
-def data_message(kind: int, number: int, data: bytes, at: int = 0) -> bytes:
-    """DATA, RESULT or AHEAD; at is a place in the log."""
-    return struct.pack("<BIQI", kind, number, at, len(data)) + data
-
-
-def position_message(kind: int, at: int) -> bytes:
-    """RECALL or RELEASE."""
-    return struct.pack("<BQ", kind, at)
+def data_message(kind: int, number: int, data: bytes) -> bytes:
+    """DATA or RESULT."""
+    return struct.pack("<BII", kind, number, len(data)) + data
 
 
 def done_message(rank: int) -> bytes:
@@ -225,10 +219,7 @@ def samples() -> dict[str, bytes]:
         "rows": rows_message(4097, [7]),
         "lost-unknown": lost_message(-1, -41, 4),
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
-        "result": data_message(RESULT, 0xFFFFFFFF, bytes(300), 2**64 - 1),
-        "ahead": data_message(AHEAD, 1, b"x", 1 << 40),
-        "recall": position_message(RECALL, 2**64 - 1),
-        "release": position_message(RELEASE, 0),
+        "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
         "ended": ended_message(3, b"ValueError: bad sample"),
         "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),

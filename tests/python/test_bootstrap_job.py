@@ -21,14 +21,16 @@ from wiring import check_wiring
 
 from horo._bootstrap import job as job_module
 from horo._bootstrap import links as links_module
+from horo._bootstrap import running_rank
 from horo._bootstrap.auth.handshake import HandshakeError
 from horo._bootstrap.host import arena as arena_module
 from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.job import Connection, connect, start
+from horo._bootstrap.job import connect, start
 from horo._bootstrap.launchers.environment import Place, read_launch, subset
 from horo._bootstrap.net import dial as dial_module
 from horo._bootstrap.net.addresses import Endpoint
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.server import StoreServer
 from horo._config import read_config
@@ -608,7 +610,7 @@ def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     def refuse(setup: object, **_: object) -> None:
         raise ResourceError("no memory")
 
-    monkeypatch.setattr(job_module, "Context", refuse)
+    monkeypatch.setattr(running_rank, "Context", refuse)
     before = open_descriptors()
     with pytest.raises(ResourceError, match="no memory"):
         start({})

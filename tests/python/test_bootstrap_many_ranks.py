@@ -15,10 +15,10 @@ from joining import SECRET, environments, join_all, run_threads, serving, wait_u
 
 from horo._bootstrap.host.grouping import group_ranks
 from horo._bootstrap.host.identity import Identity, read_identity
-from horo._bootstrap.job import Connection
 from horo._bootstrap.launchers.environment import Launch
 from horo._bootstrap.peer_info import PeerInfo, exchange_peer_info
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.start_secret import derive_start_secret
 from horo._bootstrap.store.client import StoreClient
 from horo._bootstrap.store.protocol import prefixed

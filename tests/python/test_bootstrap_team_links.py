@@ -22,8 +22,9 @@ from horo._bootstrap.auth.frames import pack_fields
 from horo._bootstrap.auth.handshake import Purpose
 from horo._bootstrap.directory import Directory, PeerAddress
 from horo._bootstrap.host.grouping import Grouping, group_ranks
-from horo._bootstrap.job import Connection, RunningRank, start
+from horo._bootstrap.job import start
 from horo._bootstrap.links import Links
+from horo._bootstrap.running_rank import Connection, RunningRank
 from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo._core import DTYPES, OPS, RequestBuffer, Tensor
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, ResourceError, TimeoutError, UsageError

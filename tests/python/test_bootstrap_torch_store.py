@@ -17,10 +17,10 @@ from fabric import close_setup
 from joining import join_all, run_threads, wait_until
 from wiring import check_wiring
 
-from horo._bootstrap.job import Connection
 from horo._bootstrap.launchers.environment import TorchMaster
 from horo._bootstrap.launchers.torch_store import TorchStore, open_torch_store
 from horo._bootstrap.rendezvous import Rendezvous
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo._bootstrap.store.signed import signed
 from horo.errors import PeerLostError

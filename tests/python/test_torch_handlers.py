@@ -151,8 +151,8 @@ hvd.shutdown()
 
 def test_an_init_within_one_that_is_done_does_nothing() -> None:
     program = """
-from horo.torch import process_sets
-process_sets.register_all = lambda *_: interrupt()
+from horo.torch import _lifecycle
+_lifecycle.register_all = lambda *_: interrupt()
 hvd.init(process_sets=[[0]])
 assert not signals and hvd.is_initialized()
 """

@@ -309,7 +309,7 @@ def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation:
     """Rank 0 leaves before it sends its object, rank 1 when it has sent its part, as by signal handlers that raise."""
 
     def check() -> None:
-        from horo.torch import functions  # noqa: PLC0415
+        from horo.torch import functions as objects  # noqa: PLC0415
         from horo.torch._requests import start_broadcast  # noqa: PLC0415
 
         class LeftError(Exception):
@@ -318,7 +318,7 @@ def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation:
         def run() -> Any:
             return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
 
-        real = functions.start_allgather
+        real = objects.start_allgather
         calls = []
 
         def leave(*arguments: Any, **options: Any) -> Any:
@@ -330,7 +330,7 @@ def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation:
             raise LeftError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(functions, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
+            patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
             with pytest.raises(LeftError):
                 run()
         for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import gpu_checks
@@ -149,21 +148,21 @@ def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(po
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_large_tensors_flow(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
+def test_large_reductions(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> None:
         gpu_checks.large_reductions(gpu_double.load(path), on_gpu)
 
     pool.run(check, double, on_gpu)
 
 
-def test_an_exception_of_a_signal_handler_while_pieces_are_on_their_way_loses_nothing(
+def test_an_exception_of_a_signal_handler_while_values_are_on_their_way_loses_nothing(
     pool: RankPool, double: str
 ) -> None:
     def check(path: str) -> None:
         gpu = gpu_double.load(path)
         x = gpu.put(torch.full((5 << 18,), float(hvd.rank())))
         hvd.barrier()
-        gpu.lib.double_let_copies(2)
+        gpu.lib.double_let_copies(0)
         handle = hvd.allreduce_async_(x, op=hvd.Sum, name="x")
         interrupt(lambda: hvd.synchronize(handle), KeyboardInterrupt, lambda: True)
         assert not hvd.poll(handle)
@@ -175,21 +174,15 @@ def test_an_exception_of_a_signal_handler_while_pieces_are_on_their_way_loses_no
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_a_rank_that_is_killed_while_pieces_are_on_their_way_is_named(
+def test_a_rank_that_is_killed_while_values_are_on_their_way_is_named(
     pool: RankPool, double: str, on_gpu: tuple[int, ...]
 ) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> str:
         gpu, r = gpu_double.load(path), hvd.rank()
-        values = torch.ones(7 << 18)
-        x = gpu.put(values) if r in on_gpu else values
-        gpu.lib.double_let_copies(2)
-        before = gpu.lib.double_copies()  # other tests of this process have copied, too
+        x = gpu.put(torch.ones(1000)) if r in on_gpu else torch.ones(1000)
+        gpu.lib.double_let_copies(0)
         handle = hvd.allreduce_async_(x, op=hvd.Sum, name="x")
         if r == 1:
-            deadline = time.monotonic() + 30
-            # two pieces came from the GPU, and one has returned; without a GPU, its first sums are in the tensor
-            while gpu.lib.double_copies() < before + 3 if r in on_gpu else values[0] != 2:
-                assert time.monotonic() < deadline
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLostError) as caught:
             hvd.synchronize(handle)

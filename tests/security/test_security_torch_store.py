@@ -13,8 +13,8 @@ from fabric import close_setup
 from joining import join_all
 from wiring import check_wiring
 
-from horo._bootstrap.job import Connection
 from horo._bootstrap.launchers.torch_store import TorchStore
+from horo._bootstrap.running_rank import Connection
 from horo._bootstrap.store.protocol import Store, StoreAbandonedError, prefixed
 from horo._bootstrap.store.signed import signed
 from horo.errors import GroupError, HoroError

@@ -159,44 +159,26 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
 }
 
 void hr_partition_join(const struct hr_arena *arena, int team) {
-    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    atomic_store(&block->log_executed[team], 0);
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[team], 0);
     (void)atomic_fetch_add(&arena->header->users[team], 1);
-    (void)atomic_fetch_or(&block->teams, 1ull << team); /* partner: hr_arena_has_closed */
 }
 
 int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition) {
-    (void)atomic_fetch_and(&arena->blocks[arena->local_rank].teams, ~(1ull << team));
     if (atomic_fetch_sub(&arena->header->users[team], 1) != 1) {
         return 0;
     }
     const struct layout layout = lay_out(arena->local_size, partition->segment_bytes);
     memset(partition->base, 0, layout.words_end);
     (void)madvise(partition->base + layout.request_rings, layout.bytes - layout.request_rings, MADV_REMOVE);
-    atomic_store(&arena->header->leave_at[team], 0);
     atomic_store(&arena->header->stall_report_ns[team], 0);
-    (void)atomic_fetch_and(&arena->header->wants_leave, ~(1ull << team));
     (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: add in teams.c */
     return 1;
 }
 
-int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team) {
-    const uint64_t leave_at = atomic_load(&arena->header->leave_at[team]);
-    /* partner: end_record */
-    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed[team]) + 1 >= leave_at;
-}
-
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
-    uint64_t teams = atomic_load(&arena->blocks[local_rank].teams);
-    if (teams == 0) {
-        return 0; /* it has not joined yet */
-    }
-    for (int team = 0; teams != 0; team++, teams >>= 1) {
-        if ((teams & 1) != 0 && !hr_arena_has_closed_team(arena, local_rank, team)) {
-            return 0;
-        }
-    }
-    return 1;
+    const uint64_t leave_at = atomic_load(&arena->header->leave_at);
+    /* partner: end_record */
+    return leave_at != 0 && atomic_load(&arena->blocks[local_rank].log_executed[0]) + 1 >= leave_at;
 }
 
 /* The negative code in 8 bits, the reason in 8, rank + 1 and by + 1 in 24 each; 0 means whole. */

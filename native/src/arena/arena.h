@@ -62,12 +62,11 @@ struct hr_arena_header {
     _Alignas(HR_LINE) _Atomic uint64_t abort_word; /* set once, seq_cst: partner of every wait's check */
     /* of the LEAVE record of all ranks, once one here has executed it: the log is closed; written like the other */
     _Atomic uint64_t left_word;
-    /* a bit per team: some rank of this host has asked to leave it: its leader must drive */
-    _Atomic uint64_t wants_leave;
+    _Atomic uint32_t wants_leave; /* 1: some rank of this host has asked to leave: its leader must drive */
     /* the last question whether the ranks here are still blocked; written by the leader, see engine/deadlock.h */
     _Atomic uint32_t blocked_question;
     /* 1 + the place where the LEAVE record begins, see hr_lane_place; written by the leader with it; 0: none */
-    _Atomic uint64_t leave_at[HR_TEAMS_MAX];
+    _Atomic uint64_t leave_at;
     /* when the last report of a stall in the team was made here */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];
     /* ranks here that have joined the team and have not left its partition */
@@ -87,9 +86,7 @@ struct hr_arena_block {
     _Atomic int64_t alive_until_ns;
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
-    _Atomic uint64_t held_moves; /* how many of them say only that its own GPU holds it up */
-    _Alignas(HR_LINE) _Atomic uint64_t teams;    /* a bit for each that it is a member of */
-    _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */
+    _Alignas(HR_LINE) _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */
     _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
     /* names pending that found no place: while there are any, absence proves nothing */
     _Atomic uint32_t pending_hidden;
@@ -189,13 +186,8 @@ static inline char *hr_partition_request_ring(const struct hr_partition *partiti
     return partition->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
 }
 
-/*
- * Whether a LEAVE record is written in the log of every team of a local rank, which has executed all that stands before
- * it: it owes nothing to others any more.
- */
+/* Whether the LEAVE record is written, and a local rank has executed all that stands before it in the world's log. */
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
-/* The same for one team. */
-int hr_arena_has_closed_team(const struct hr_arena *arena, int local_rank, int team);
 
 /* The first caller wins; returns 1 to it, 0 to later ones. */
 int hr_arena_abort(struct hr_arena *arena, struct hr_abort end);

@@ -98,7 +98,7 @@ static int allocate(struct adasum *self) {
 }
 
 static void free_memory(struct adasum *self) {
-    free(self->memory.data);
+    hr_node_bury(self->team->node, self->memory.data, free);
     self->memory = (struct hr_gathered){0};
 }
 
@@ -343,9 +343,6 @@ static void adasum_cancel(struct hr_backend *backend) {
     if (!self->runs || is_with_inner) {
         self->inner->ops->cancel(self->inner);
     }
-    if (atomic_load(&self->team->node->mpi.stranded) != 0) {
-        hr_gathered_disown(&self->memory, 1);
-    }
     free_memory(self);
 }
 
@@ -383,7 +380,6 @@ struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inn
     }
     self->ops = (struct hr_backend_ops){
         .name = inner->ops->name,
-        .flows = inner->ops->flows,
         .begin = adasum_begin,
         .begin_ahead = inner->ops->begin_ahead == NULL ? NULL : adasum_begin_ahead,
         .show_ahead = inner->ops->show_ahead == NULL ? NULL : adasum_show_ahead,

@@ -9,7 +9,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/flow.h"
 #include "node/team.h"
 #include "collective/task.h"
 
@@ -20,7 +19,6 @@ struct hr_operand {
     size_t bytes; /* of the input; of a reduce-scatter the output has the rows that fall to this rank */
     int dtype;
     int wire_dtype; /* of a reduction: travels as this 16-bit float; 0: as it is */
-    struct hr_flow *flow; /* of an allreduce, where the backend takes it; NULL: all of the input is there */
 };
 
 /* The result of an allgather or alltoall for one tensor, ready to be written before the work begins. */
@@ -53,8 +51,6 @@ struct hr_backend;
 
 struct hr_backend_ops {
     const char *name;
-    /* allreduces of several ranks may begin before all of an input is there: it is read in order, and never awaited */
-    int flows;
     /*
      * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which
      * ends the team, since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one

@@ -311,8 +311,8 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
         host->task = NULL;
     }
-    if (hr_op_tells_rows(host->work.op) && atomic_load(&host->team->node->mpi.stranded) != 0) {
-        hr_gathered_disown(host->work.results, host->work.count);
+    if (hr_op_tells_rows(host->work.op)) {
+        hr_gathered_bury(host->team->node, host->work.results, host->work.count);
     }
     end_parts(host);
 }
@@ -333,7 +333,6 @@ static void host_destroy(struct hr_backend *backend) {
 
 static const struct hr_backend_ops host_ops = {
     .name = "host",
-    .flows = 1,
     .begin = host_begin,
     .begin_ahead = host_begin_ahead,
     .show_ahead = host_show_ahead,

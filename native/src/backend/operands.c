@@ -38,7 +38,7 @@ void hr_pieces_fini(struct hr_pieces *pieces) {
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count) {
     if (count > 0) {
         const size_t bytes = hr_codec_bytes(fused->codec, count);
-        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes, count, NULL};
+        pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes, count};
         fused->bytes += bytes;
     }
 }
@@ -67,12 +67,7 @@ static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operan
             continue;
         }
         fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
-        const size_t count_before = fused.count;
         hr_fuse_append(&fused, pieces, operand->input, operand->output, operand->bytes / fused.codec->element_bytes);
-        if (operand->flow != NULL && fused.count > count_before) {
-            pieces[count_before].flow = operand->flow;
-            fused.flows = 1;
-        }
     }
     return fused;
 }
@@ -173,9 +168,12 @@ static void *allocate(size_t bytes) {
     return data;
 }
 
-void hr_gathered_disown(struct hr_gathered *results, size_t count) {
+void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        results[i].data = results[i].is_given ? results[i].data : NULL;
+        if (!results[i].is_given) {
+            hr_node_bury(node, results[i].data, free);
+            results[i].data = NULL;
+        }
     }
 }
 

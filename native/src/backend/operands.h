@@ -66,10 +66,7 @@ void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_pi
 
 /* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_gathered_allocate(struct hr_gathered *result);
-/*
- * Leaves what was allocated to nobody: MPI may still write there, and it is better lost than somebody else's when that
- * happens.
- */
-void hr_gathered_disown(struct hr_gathered *results, size_t count);
+/* Buries what was allocated. */
+void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count);
 
 #endif

@@ -133,7 +133,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
                        double prescale, struct hr_scale postscale) {
     run->segments = (struct hr_segments){.team = team};
     run->fused = *fused;
-    run->segments.flowing = fused->flows ? &run->fused : NULL;
     run->stages = (struct hr_stages){
         .team = team,
         .fused = &run->fused,
@@ -146,7 +145,6 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .segment_bytes = hr_segment_bytes(team, fused->codec),
         .first = team->segment,
     };
-    run->segments.flowing_bytes = run->stages.segment_bytes;
     if (team->size == 1 && fused->bytes > 0) {
         (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(&run->stages);
     }

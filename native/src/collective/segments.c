@@ -32,23 +32,6 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
     return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
-/* ---- Inputs that are on their way ---- */
-
-static int has_arrived(struct hr_segments *segments, size_t k) {
-    if (segments->flowing == NULL) {
-        return 1;
-    }
-    const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-    return hr_fused_has_arrived(segments->flowing, segment.offset, segment.bytes);
-}
-
-static void note_done(const struct hr_segments *segments, size_t k) {
-    if (segments->flowing != NULL) {
-        const struct hr_range segment = hr_segment(segments->flowing_bytes, segments->flowing->bytes, k);
-        hr_fused_note_done(segments->flowing, segment.offset, segment.bytes);
-    }
-}
-
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
 static void fill_next(struct hr_segments *segments) {
@@ -61,7 +44,7 @@ static void fill_next(struct hr_segments *segments) {
 }
 
 static int fill(struct hr_segments *segments) {
-    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled) || !has_arrived(segments, segments->filled)) {
+    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
         return HR_TASK_BLOCKED;
     }
     fill_next(segments);
@@ -96,9 +79,6 @@ static int drain(struct hr_segments *segments) {
     if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
         return HR_TASK_BLOCKED;
     }
-    if (exchanges && !has_arrived(segments, k + 2)) { /* others count exchanges: all ranks make the same */
-        return HR_TASK_BLOCKED;
-    }
     if (exchanges) {
         segments->ops->exchange(segments, k);
         segments->filled++;
@@ -106,7 +86,6 @@ static int drain(struct hr_segments *segments) {
         segments->ops->drain(segments, k);
     }
     segments->drained++;
-    note_done(segments, k);
     return HR_TASK_MOVED;
 }
 
@@ -224,7 +203,7 @@ void hr_segments_begin(struct hr_segments *segments, size_t count) {
 
 int hr_segments_fill_ahead(struct hr_segments *segments) {
     struct hr_team *team = segments->team;
-    if (segments->count == 0 || segments->ops->begin != NULL || segments->flowing != NULL ||
+    if (segments->count == 0 || segments->ops->begin != NULL ||
         !phase_reached(segments, HR_PHASE_DRAINED, 0)) {
         return 0;
     }

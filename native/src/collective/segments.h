@@ -6,7 +6,6 @@
  *     stage    | may begin when                                     | does
  *     ---------+----------------------------------------------------+-----------------------------------------------
  *     filled   | all have drained segment k - 2 (two slots in turn) | fill: puts my contribution into my slot
- *              | and what I put there has come                      |
  *     ready    | all have filled k                                  | reduce: reduces my share
  *     begun    | k - 1 has posted all that it sends                 | begin: my share starts to travel between hosts
  *     finished | it has travelled                                   | finish: shows that my share is final
@@ -58,9 +57,7 @@ struct hr_segments {
     int carries;               /* this rank moves data between hosts; else begin is not called */
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
-    const struct hr_fused *flowing; /* whose segments these are, some of its inputs being on their way; NULL: none is */
-    size_t flowing_bytes;           /* then: of every segment but the last */
-    int is_filled_ahead;            /* the first segment is, on all ranks, see hr_segments_fill_ahead */
+    int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
     /* ns: how long the first fill took; from the first reduction on, when all began: without waits for late ranks */
     struct hr_store_trial trial;
 

@@ -1,5 +1,11 @@
 #include "device/device.h"
 
+#include <time.h>
+
+#include "base/clock.h"
+
+enum { LOOK_NS = 100000, RARE_LOOK_NS = 900000000 }; /* between looks at what runs: at least, and at most */
+
 static int relax(const struct hr_cuda *cuda, struct hr_device_visit *visit, struct hr_error *error) {
     visit->capture_mode = HR_CUDA_CAPTURE_RELAXED;
     return hr_cuda_check(cuda, cuda->thread_exchange_capture_mode(&visit->capture_mode),
@@ -46,8 +52,33 @@ int hr_device_refuse_capture(const struct hr_device *device, void *stream, struc
                                 "part of a graph: call them outside of it");
 }
 
+void hr_device_await(const struct hr_device *device, void *event) {
+    const int64_t since_ns = hr_now_ns();
+    while (device->cuda->event_query(event) == HR_CUDA_NOT_READY) {
+        const int64_t taken_ns = hr_now_ns() - since_ns;
+        const struct timespec rest = {.tv_nsec = (long)hr_next_look_ns(taken_ns, LOOK_NS, RARE_LOOK_NS)};
+        (void)nanosleep(&rest, NULL);
+    }
+}
+
+int hr_device_await_program(const struct hr_device *device) {
+    const struct hr_cuda *cuda = device->cuda;
+    struct hr_error ignored = {0};
+    void *event = NULL;
+    if (hr_device_refuse_capture(device, NULL, &ignored) != HORO_OK ||
+        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
+        return 0;
+    }
+    const int is_marked = cuda->event_record(event, NULL) == HR_CUDA_OK;
+    if (is_marked) {
+        hr_device_await(device, event);
+    }
+    (void)cuda->event_destroy(event);
+    return is_marked;
+}
+
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error) {
-    *device = (struct hr_device){.cuda = cuda, .number = number, .copying = PTHREAD_MUTEX_INITIALIZER};
+    *device = (struct hr_device){.cuda = cuda, .number = number};
     HR_TRY(hr_cuda_check(cuda, cuda->device_get(&device->handle, number), "cuDeviceGet", error));
     HR_TRY(hr_cuda_check(cuda, cuda->primary_context_retain(&device->context, device->handle),
                          "cuDevicePrimaryCtxRetain", error));
@@ -56,7 +87,6 @@ int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int num
     if (status == HORO_OK) {
         status = hr_device_create_stream(device, &device->to_host, error);
         status = status == HORO_OK ? hr_device_create_stream(device, &device->to_device, error) : status;
-        status = status == HORO_OK ? hr_device_create_stream(device, &device->to_tell, error) : status;
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
@@ -75,16 +105,12 @@ void hr_device_close(struct hr_device *device) {
         if (device->to_device != NULL) {
             (void)device->cuda->stream_destroy(device->to_device);
         }
-        if (device->to_tell != NULL) {
-            (void)device->cuda->stream_destroy(device->to_tell);
-        }
         if (device->behind_marks != NULL) {
             (void)device->cuda->stream_destroy(device->behind_marks);
         }
         hr_device_leave(device, &visit);
     }
-    (void)pthread_mutex_destroy(&device->copying);
-    if (!atomic_load(&device->is_kept)) {
+    if (atomic_load(&device->held) == 0) {
         (void)device->cuda->primary_context_release(device->handle);
     }
 }

@@ -2,7 +2,6 @@
 #ifndef HR_DEVICE_DEVICE_H
 #define HR_DEVICE_DEVICE_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 #include "device/cuda.h"
@@ -13,17 +12,13 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
-    void *to_tell; /* a stream for functions of the host that are told of copies, none of which waits for them */
-    /* held while something is put on to_host that is not to be parted by what waits for another stream */
-    pthread_mutex_t copying;
     void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL: none yet. Of one thread */
-    void *behind_program; /* at the end: an event behind the program's work that is waited for; NULL: none yet */
-    _Atomic int is_kept; /* the context stays retained: it has memory that must not go, see blocks.h */
+    _Atomic int held; /* pieces of memory in the context, which stays retained with them: something may touch them */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
-/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless it is kept. */
+/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless something is held. */
 void hr_device_close(struct hr_device *device);
 
 /* The state of a thread before it entered a device. */
@@ -47,5 +42,13 @@ void hr_device_leave(const struct hr_device *device, const struct hr_device_visi
 int hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error);
 /* Likewise: a stream of its own, of highest priority, that does not order itself by the default stream. */
 int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error);
+
+/*
+ * Likewise: until an event is reached, however long that takes. And: until what the program has put on its default
+ * stream has ended, and what that waits for, as it mostly does for its other streams, which are not known here. 0: the
+ * driver refuses that.
+ */
+void hr_device_await(const struct hr_device *device, void *event);
+int hr_device_await_program(const struct hr_device *device);
 
 #endif

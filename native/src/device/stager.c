@@ -1,250 +1,44 @@
-/* The GPUs of a context and their pinned memory. */
+#include "device/stager.h"
+
+#include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
 
 #include "base/clock.h"
-#include "device/blocks.h"
-#include "device/watchdog.h"
-#include "device/staging.h"
+#include "base/thread.h"
 
 enum {
+    DEVICES_MAX = 64, /* a bit of a word for each */
     IDLE_BYTES_MAX = 256 << 20, /* idle memory stays pinned up to this: to pin new memory takes milliseconds */
-    LOOK_NS = 100000,           /* at what runs on a device still, at the end: time between two at least, */
-    RARE_LOOK_NS = 900000000,   /* and at most */
     LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
+    WATCH_NS = 100000000,       /* between looks for failed copies: other ranks may wait for what is found */
 };
 
-static void init_sync(struct hr_stager *stager) {
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&stager->drained, &attributes);
-    (void)pthread_cond_init(&stager->stirred, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
-    (void)pthread_mutex_init(&stager->lock, NULL);
-    (void)pthread_mutex_init(&stager->opening, NULL);
-}
+struct hr_stager {
+    struct hr_cuda cuda;
+    horo_library library;
+    pthread_mutex_t opening; /* held while a device is opened */
+    struct hr_device *devices[DEVICES_MAX]; /* by number; those that have been used */
+    _Atomic int is_kept;
+    pthread_mutex_t lock; /* of what follows; nobody calls CUDA with it, since CUDA calls a function that takes it */
+    struct hr_block *idle;
+    size_t idle_bytes;
+    struct hr_block *first_launched, *last_launched; /* of which functions of the host are to come */
+    int is_broken; /* copies have failed: those functions may never be called */
+    void *owner;   /* NULL: closed */
+    hr_stager_ready *on_ready;
+    hr_stager_failed *on_failed;
+    pthread_t watchdog;
+    pthread_cond_t stirred; /* the watchdog rests, and copies are awaited; or it is at its end, or is to come to it */
+    int is_resting, has_ended;
+    int is_left;             /* nobody waits for the watchdog any more, so the stager is its own */
+};
 
-static void fini_sync(struct hr_stager *stager) {
-    (void)pthread_cond_destroy(&stager->drained);
-    (void)pthread_cond_destroy(&stager->stirred);
-    (void)pthread_mutex_destroy(&stager->lock);
-    (void)pthread_mutex_destroy(&stager->opening);
-}
-
-int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_staging_ready *on_ready,
-                     hr_staging_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
-    struct hr_stager *made = calloc(1, sizeof *made);
-    if (made == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
-    }
-    int status = hr_cuda_load(&made->cuda, paths, path_count, &made->library, error);
-    if (status == HORO_OK) {
-        status = hr_cuda_initialize(&made->cuda, &made->library.device_count, error);
-    }
-    if (status != HORO_OK) {
-        free(made);
-        return status;
-    }
-    init_sync(made);
-    made->owner = owner;
-    made->on_ready = on_ready;
-    made->on_failed = on_failed;
-    status = hr_watchdog_start(made, error);
-    if (status != HORO_OK) {
-        fini_sync(made);
-        free(made);
-        return status;
-    }
-    *stager = made;
-    return HORO_OK;
-}
-
-/* The caller has entered the device. Not under the lock, as all calls of CUDA: see hr_staging_launch. */
-static int is_done(const struct hr_block *block) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    return cuda->event_query(block->copied_in) != HR_CUDA_NOT_READY &&
-           (!block->is_out || cuda->event_query(block->copied_out) != HR_CUDA_NOT_READY);
-}
-
-static int can_go(const struct hr_block *block) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    int done = 0;
-    if (hr_device_enter(block->device, &visit, &ignored) == HORO_OK) {
-        done = is_done(block);
-        hr_device_leave(block->device, &visit);
-    }
-    return done;
-}
-
-/* With the lock held: until nothing is launched, or the time is over. After a failure nothing of it is called. */
-static void drain(struct hr_stager *stager, int64_t until_ns) {
-    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-    while (stager->launched > 0 && !atomic_load(&stager->is_broken) && hr_now_ns() < until_ns) {
-        (void)pthread_cond_timedwait(&stager->drained, &stager->lock, &until);
-    }
-}
-
-/* ---- The end ---- */
-
-/*
- * With the device entered, until the time is over: whether the event is reached. There is no wait for an event that
- * ends by itself; so it looks, the more rarely the longer it takes.
- */
-static int await_event(const struct hr_device *device, void *event, int64_t until_ns) {
-    const int64_t since_ns = hr_now_ns();
-    for (int64_t now_ns = since_ns; device->cuda->event_query(event) == HR_CUDA_NOT_READY; now_ns = hr_now_ns()) {
-        if (now_ns >= until_ns) {
-            return 0;
-        }
-        const struct timespec rest = {.tv_nsec = (long)hr_next_look_ns(now_ns - since_ns, LOOK_NS, RARE_LOOK_NS)};
-        (void)nanosleep(&rest, NULL);
-    }
-    return 1;
-}
-
-/* With the device entered: whether no copy uses a block of it. */
-static int await_copies(const struct hr_stager *stager, const struct hr_device *device, int64_t until_ns) {
-    int are_done = 1;
-    for (const struct hr_block *block = stager->idle; block != NULL && are_done; block = block->next) {
-        if (block->device == device) {
-            are_done = await_event(device, block->copied_in, until_ns) &&
-                       (!block->is_out || await_event(device, block->copied_out, until_ns));
-        }
-    }
-    return are_done;
-}
-
-/* With the device entered. 0: the driver refuses it. */
-static int mark_program(struct hr_device *device) {
-    const struct hr_cuda *cuda = device->cuda;
-    struct hr_error ignored = {0};
-    void *event = NULL;
-    if (hr_device_refuse_capture(device, NULL, &ignored) != HORO_OK ||
-        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
-        return 0;
-    }
-    if (cuda->event_record(event, NULL) != HR_CUDA_OK) {
-        (void)cuda->event_destroy(event);
-        return 0;
-    }
-    device->behind_program = event;
-    return 1;
-}
-
-enum quiet { QUIET, BUSY, UNKNOWN };
-
-/*
- * With the device entered: whether what the program has put on its default stream has ended, and what that waits for,
- * as it mostly does for its other streams. Those are not known here. Behind BUSY, another call goes on to wait for the
- * same: each mark takes a place on that stream.
- */
-static enum quiet await_program(struct hr_device *device, int64_t until_ns) {
-    if (device->behind_program == NULL && !mark_program(device)) {
-        return UNKNOWN;
-    }
-    if (!await_event(device, device->behind_program, until_ns)) {
-        return BUSY;
-    }
-    (void)device->cuda->event_destroy(device->behind_program);
-    device->behind_program = NULL;
-    return QUIET;
-}
-
-/*
- * Whether nothing is found to run on the device: to free pinned memory waits for all that does, perhaps for
- * ever, and a driver may keep other calls of the program's meanwhile.
- */
-static enum quiet await_quiet(const struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
-        return UNKNOWN;
-    }
-    const enum quiet found = await_copies(stager, device, until_ns) ? await_program(device, until_ns) : BUSY;
-    hr_device_leave(device, &visit);
-    return found;
-}
-
-/* All blocks of a device. */
-static void let_go_of_blocks(struct hr_stager *stager, const struct hr_device *device, int is_quiet) {
-    for (struct hr_block **link = &stager->idle; *link != NULL;) {
-        struct hr_block *block = *link;
-        if (block->device != device) {
-            link = &block->next;
-            continue;
-        }
-        *link = block->next;
-        (is_quiet ? hr_block_destroy : hr_block_disown)(block);
-    }
-}
-
-static int has_blocks(const struct hr_stager *stager, const struct hr_device *device) {
-    const struct hr_block *block = stager->idle;
-    while (block != NULL && block->device != device) {
-        block = block->next;
-    }
-    return block != NULL;
-}
-
-/* 0: it stays for now, as something runs there still. */
-static int free_device(struct hr_stager *stager, struct hr_device *device, int64_t until_ns) {
-    const enum quiet found = has_blocks(stager, device) ? await_quiet(stager, device, until_ns) : QUIET;
-    if (found == BUSY) {
-        return 0;
-    }
-    let_go_of_blocks(stager, device, found == QUIET);
-    hr_device_close(device);
-    free(device);
-    return 1;
-}
-
-int hr_stager_free_parts(struct hr_stager *stager, int64_t until_ns) {
-    int are_gone = 1;
-    for (int i = 0; i < HR_DEVICES_MAX; i++) {
-        if (stager->devices[i] != NULL && free_device(stager, stager->devices[i], until_ns)) {
-            stager->devices[i] = NULL;
-        }
-        are_gone &= stager->devices[i] == NULL;
-    }
-    return are_gone;
-}
-
-void hr_stager_free(struct hr_stager *stager) {
-    fini_sync(stager);
-    free(stager);
-}
-
-void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
-    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    (void)pthread_mutex_lock(&stager->lock);
-    stager->owner = NULL;
-    (void)pthread_cond_signal(&stager->stirred);
-    drain(stager, until_ns);
-    const int is_free = stager->launched == 0;
-    stager->quiet_until_ns = (hr_now_ns() + until_ns) / 2; /* freeing takes time, too */
-    stager->end = is_free ? HR_STAGER_FREES : HR_STAGER_STAYS;
-    (void)pthread_cond_signal(&stager->stirred);
-    if (!hr_watchdog_await_end(stager, until_ns)) {
-        stager->is_left = 1;
-        (void)pthread_cond_signal(&stager->stirred);
-        (void)pthread_detach(stager->watchdog);
-        (void)pthread_mutex_unlock(&stager->lock);
-        return;
-    }
-    (void)pthread_mutex_unlock(&stager->lock);
-    (void)pthread_join(stager->watchdog, NULL);
-    if (is_free) {
-        hr_stager_free(stager);
-    }
-}
-
-/* ---- Devices and blocks ---- */
+/* ---- Devices ---- */
 
 /* With opening held. */
 static int open_device(struct hr_stager *stager, int number, struct hr_error *error) {
-    if (number < 0 || number >= stager->library.device_count || number >= HR_DEVICES_MAX) {
+    if (number < 0 || number >= stager->library.device_count || number >= DEVICES_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "there is no device %d; this process sees %d", number,
                        stager->library.device_count);
     }
@@ -274,6 +68,32 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
     return status;
 }
 
+/* ---- Blocks ---- */
+
+/* With the lock held. */
+static void put_idle(struct hr_stager *stager, struct hr_block *block) {
+    block->next = stager->idle;
+    stager->idle = block;
+    stager->idle_bytes += block->bytes;
+}
+
+static void put_all_idle(struct hr_stager *stager, struct hr_block *blocks) {
+    (void)pthread_mutex_lock(&stager->lock);
+    while (blocks != NULL) {
+        struct hr_block *block = blocks;
+        blocks = block->next;
+        put_idle(stager, block);
+    }
+    (void)pthread_mutex_unlock(&stager->lock);
+}
+
+/* With the lock held: one user less. */
+static void let_go(struct hr_block *block) {
+    if (--block->users == 0) {
+        put_idle(block->stager, block);
+    }
+}
+
 /*
  * The smallest idle one that is large enough and not more than four times as large, or of any size where too much is
  * idle; NULL: there is none.
@@ -298,34 +118,40 @@ static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_d
     return taken;
 }
 
-void hr_stager_give_block_locked(struct hr_stager *stager, struct hr_block *block) {
-    block->next = stager->idle;
-    stager->idle = block;
-    stager->idle_bytes += block->bytes;
-}
-
-static void put_idle(struct hr_stager *stager, struct hr_block *blocks) {
-    (void)pthread_mutex_lock(&stager->lock);
-    while (blocks != NULL) {
-        struct hr_block *block = blocks;
-        blocks = block->next;
-        hr_stager_give_block_locked(stager, block);
-    }
-    (void)pthread_mutex_unlock(&stager->lock);
-}
-
 int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
                          struct hr_error *error) {
     struct hr_block *busy = NULL;
-    struct hr_block *taken = NULL;
-    for (int i = 0; i < LOOKS && (taken = take_fitting(stager, device, bytes)) != NULL && !is_done(taken); i++) {
+    struct hr_block *taken = take_fitting(stager, device, bytes);
+    for (int i = 1; taken != NULL && !hr_block_is_done(taken); i++) {
         taken->next = busy;
         busy = taken;
-        taken = NULL;
+        taken = i < LOOKS ? take_fitting(stager, device, bytes) : NULL;
     }
-    put_idle(stager, busy);
+    put_all_idle(stager, busy);
+    HR_TRY(taken != NULL ? HORO_OK : hr_block_create(device, bytes, &taken, error));
+    taken->stager = stager;
+    taken->users = 1;
+    taken->is_out = 0;
     *block = taken;
-    return taken != NULL ? HORO_OK : hr_block_create(device, bytes, block, error);
+    return HORO_OK;
+}
+
+void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
+    (void)pthread_mutex_lock(&stager->lock);
+    block->request = NULL;
+    let_go(block);
+    (void)pthread_mutex_unlock(&stager->lock);
+}
+
+static int can_go(const struct hr_block *block) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    int done = 0;
+    if (hr_device_enter(block->device, &visit, &ignored) == HORO_OK) {
+        done = hr_block_is_done(block);
+        hr_device_leave(block->device, &visit);
+    }
+    return done;
 }
 
 /* All that is idle, where it is too much; else NULL. */
@@ -341,12 +167,6 @@ static struct hr_block *take_excess(struct hr_stager *stager) {
     return all;
 }
 
-void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
-    (void)pthread_mutex_lock(&stager->lock);
-    hr_stager_give_block_locked(stager, block);
-    (void)pthread_mutex_unlock(&stager->lock);
-}
-
 void hr_stager_trim(struct hr_stager *stager) {
     struct hr_block *kept = NULL;
     struct hr_block *gone = NULL;
@@ -359,10 +179,284 @@ void hr_stager_trim(struct hr_stager *stager) {
         each->next = *list;
         *list = each;
     }
-    put_idle(stager, kept); /* first: others may need it while this thread waits */
+    put_all_idle(stager, kept); /* first: others may need it while this thread waits */
     while (gone != NULL) {
         struct hr_block *block = gone;
         gone = block->next;
         hr_block_destroy(block);
     }
+}
+
+/* ---- Copies to the host ---- */
+
+/* With the lock held: a function of the host is about to be launched for it. */
+static void begin_launch(struct hr_stager *stager, struct hr_block *block) {
+    block->users++;
+    block->is_launched = 1;
+    block->has_failed = 0;
+    block->earlier = stager->last_launched;
+    block->later = NULL;
+    *(block->earlier == NULL ? &stager->first_launched : &block->earlier->later) = block;
+    stager->last_launched = block;
+    if (stager->is_resting) {
+        (void)pthread_cond_broadcast(&stager->stirred);
+    }
+}
+
+/* With the lock held: none is to come any more. */
+static void end_launch(struct hr_stager *stager, struct hr_block *block) {
+    *(block->earlier == NULL ? &stager->first_launched : &block->earlier->later) = block->later;
+    *(block->later == NULL ? &stager->last_launched : &block->later->earlier) = block->earlier;
+    block->is_launched = 0;
+    let_go(block);
+    if (stager->owner == NULL) {
+        (void)pthread_cond_broadcast(&stager->stirred);
+    }
+}
+
+/* Called by the driver's thread, which must not call CUDA. */
+static void on_copied(void *data) {
+    struct hr_block *block = data;
+    struct hr_stager *stager = block->stager;
+    (void)pthread_mutex_lock(&stager->lock);
+    if (block->request != NULL && stager->owner != NULL) {
+        stager->on_ready(stager->owner, block->request);
+    }
+    end_launch(stager, block);
+    (void)pthread_mutex_unlock(&stager->lock);
+}
+
+int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct hr_error *error) {
+    struct hr_stager *stager = block->stager;
+    const struct hr_device *device = block->device;
+    (void)pthread_mutex_lock(&stager->lock);
+    block->request = request;
+    begin_launch(stager, block);
+    (void)pthread_mutex_unlock(&stager->lock);
+    struct hr_device_visit visit;
+    int status = hr_device_enter(device, &visit, error);
+    if (status == HORO_OK) {
+        /* without the lock: the driver may hold one of its own while it calls on_copied */
+        status = hr_cuda_check(device->cuda, device->cuda->launch_host_function(stream, on_copied, block),
+                               "cuLaunchHostFunc", error);
+        hr_device_leave(device, &visit);
+    }
+    if (status != HORO_OK) {
+        (void)pthread_mutex_lock(&stager->lock);
+        end_launch(stager, block);
+        (void)pthread_mutex_unlock(&stager->lock);
+    }
+    return status;
+}
+
+int hr_stager_check(struct hr_block *block, struct hr_error *error) {
+    struct hr_stager *stager = block->stager;
+    struct hr_device_visit visit;
+    HR_TRY(hr_device_enter(block->device, &visit, error));
+    const int code = stager->cuda.event_query(block->copied_in);
+    hr_device_leave(block->device, &visit);
+    if (code == HR_CUDA_OK || code == HR_CUDA_NOT_READY) {
+        return HORO_OK;
+    }
+    (void)pthread_mutex_lock(&stager->lock);
+    const int has_failed = block->is_launched; /* else the values are there, and something else has failed */
+    stager->is_broken |= has_failed;
+    (void)pthread_mutex_unlock(&stager->lock);
+    return has_failed ? hr_cuda_check(&stager->cuda, code, "the copy from the GPU", error) : HORO_OK;
+}
+
+/* ---- The watchdog ---- */
+
+/* With the lock held: the first copies that somebody awaits, but on devices of which nothing has failed, as bits. */
+static struct hr_block *first_awaited(const struct hr_stager *stager, uint64_t fine) {
+    struct hr_block *block = stager->first_launched;
+    while (block != NULL && (block->request == NULL || block->has_failed || (fine >> block->device->number & 1) != 0)) {
+        block = block->later;
+    }
+    return block;
+}
+
+/* With the lock held, which is let go meanwhile. 1: nothing has failed. */
+static int look_at(struct hr_stager *stager, struct hr_block *block) {
+    struct hr_error error = {0};
+    block->users++;
+    (void)pthread_mutex_unlock(&stager->lock);
+    const int is_fine = hr_stager_check(block, &error) == HORO_OK;
+    (void)pthread_mutex_lock(&stager->lock);
+    block->has_failed = !is_fine;
+    if (!is_fine && block->is_launched && block->request != NULL && stager->owner != NULL) {
+        stager->on_failed(stager->owner, block->request, error.text);
+    }
+    let_go(block);
+    return is_fine;
+}
+
+/* With the lock held. Copies of a device come in order: where the first ones have not failed, none have. */
+static void look(struct hr_stager *stager) {
+    uint64_t fine = 0;
+    struct hr_block *block;
+    while (stager->owner != NULL && (block = first_awaited(stager, fine)) != NULL) {
+        const int number = block->device->number;
+        fine |= (uint64_t)look_at(stager, block) << number;
+    }
+}
+
+/* With the lock held, which is let go meanwhile: until something stirs, or the time is over. */
+static void nap(struct hr_stager *stager, int64_t until_ns) {
+    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
+    (void)pthread_cond_timedwait(&stager->stirred, &stager->lock, &until);
+}
+
+/* With the lock held. 0: the stager is closed. */
+static int sleep_until_look(struct hr_stager *stager) {
+    stager->is_resting = 1;
+    while (stager->owner != NULL && first_awaited(stager, 0) == NULL) {
+        (void)pthread_cond_wait(&stager->stirred, &stager->lock);
+    }
+    stager->is_resting = 0; /* from here on nobody need wake it for what comes, which it sees at its next look */
+    const int64_t until_ns = hr_now_ns() + WATCH_NS;
+    while (stager->owner != NULL && hr_now_ns() < until_ns) {
+        nap(stager, until_ns);
+    }
+    return stager->owner != NULL;
+}
+
+/* ---- The end ---- */
+
+/*
+ * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
+ * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there.
+ */
+static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
+        return 0;
+    }
+    for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
+        if (block->device == device) {
+            hr_device_await(device, block->copied_in);
+            if (block->is_out) {
+                hr_device_await(device, block->copied_out);
+            }
+        }
+    }
+    const int is_quiet = hr_device_await_program(device);
+    hr_device_leave(device, &visit);
+    return is_quiet;
+}
+
+static int has_blocks(const struct hr_stager *stager, const struct hr_device *device) {
+    const struct hr_block *block = stager->idle;
+    while (block != NULL && block->device != device) {
+        block = block->next;
+    }
+    return block != NULL;
+}
+
+static void free_device(struct hr_stager *stager, struct hr_device *device) {
+    const int is_quiet = !has_blocks(stager, device) || await_quiet(stager, device);
+    for (struct hr_block **link = &stager->idle; *link != NULL;) {
+        struct hr_block *block = *link;
+        if (block->device != device) {
+            link = &block->next;
+            continue;
+        }
+        *link = block->next;
+        if (is_quiet) {
+            hr_block_destroy(block);
+        }
+    }
+    hr_device_close(device);
+    free(device);
+}
+
+static void free_stager(struct hr_stager *stager) {
+    (void)pthread_cond_destroy(&stager->stirred);
+    (void)pthread_mutex_destroy(&stager->lock);
+    (void)pthread_mutex_destroy(&stager->opening);
+    free(stager);
+}
+
+static void *watch(void *arg) {
+    struct hr_stager *stager = arg;
+    (void)pthread_mutex_lock(&stager->lock);
+    while (sleep_until_look(stager)) {
+        look(stager);
+    }
+    while (stager->first_launched != NULL && !stager->is_broken) {
+        (void)pthread_cond_wait(&stager->stirred, &stager->lock);
+    }
+    const int frees = stager->first_launched == NULL; /* else the driver may call a function with it at any time */
+    (void)pthread_mutex_unlock(&stager->lock);
+    for (int i = 0; frees && i < DEVICES_MAX; i++) {
+        if (stager->devices[i] != NULL) {
+            free_device(stager, stager->devices[i]);
+        }
+    }
+    (void)pthread_mutex_lock(&stager->lock);
+    stager->has_ended = 1;
+    (void)pthread_cond_broadcast(&stager->stirred);
+    const int is_mine = stager->is_left && frees;
+    (void)pthread_mutex_unlock(&stager->lock);
+    if (is_mine) {
+        free_stager(stager);
+    }
+    return NULL;
+}
+
+void hr_stager_keep_all(struct hr_stager *stager) {
+    atomic_store(&stager->is_kept, 1);
+}
+
+void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
+    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
+    (void)pthread_mutex_lock(&stager->lock);
+    stager->owner = NULL;
+    (void)pthread_cond_broadcast(&stager->stirred);
+    while (!stager->has_ended && hr_now_ns() < until_ns) {
+        nap(stager, until_ns);
+    }
+    const pthread_t watchdog = stager->watchdog;
+    const int has_ended = stager->has_ended;
+    const int is_free = has_ended && stager->first_launched == NULL;
+    stager->is_left = !has_ended; /* the watchdog may free it from here on */
+    (void)pthread_mutex_unlock(&stager->lock);
+    (void)(has_ended ? pthread_join(watchdog, NULL) : pthread_detach(watchdog));
+    if (is_free) {
+        free_stager(stager);
+    }
+}
+
+int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
+                     hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
+    struct hr_stager *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
+    }
+    int status = hr_cuda_load(&made->cuda, paths, path_count, &made->library, error);
+    if (status == HORO_OK) {
+        status = hr_cuda_initialize(&made->cuda, &made->library.device_count, error);
+    }
+    if (status != HORO_OK) {
+        free(made);
+        return status;
+    }
+    made->owner = owner;
+    made->on_ready = on_ready;
+    made->on_failed = on_failed;
+    pthread_condattr_t attributes;
+    (void)pthread_condattr_init(&attributes);
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&made->stirred, &attributes);
+    (void)pthread_condattr_destroy(&attributes);
+    (void)pthread_mutex_init(&made->lock, NULL);
+    (void)pthread_mutex_init(&made->opening, NULL);
+    status = hr_thread_start(&made->watchdog, watch, made, "the thread that looks at copies from GPUs", error);
+    if (status != HORO_OK) {
+        free_stager(made);
+        return status;
+    }
+    *stager = made;
+    return HORO_OK;
 }

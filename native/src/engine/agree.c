@@ -109,8 +109,14 @@ struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr
     return entry == NULL ? create_entry(agree, name) : entry;
 }
 
+/* A round of it has ended. */
+static void become_idle(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    entry->last_round = ++agree->rounds;
+    hr_agree_move(agree, entry, HR_AGREE_IDLE);
+}
+
 static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    agree->active -= entry->state != HR_AGREE_IDLE && entry->state != HR_AGREE_REFUSED;
+    agree->active -= entry->state != HR_AGREE_IDLE;
     free(entry->current.bytes);
     free(entry->failure_text);
     entry->current = (struct hr_agree_copy){0};
@@ -126,7 +132,7 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     if (entry == agree->joined.entry) {
         agree->joined = (struct hr_agree_joined){0};
     }
-    hr_agree_move(agree, entry, HR_AGREE_IDLE);
+    become_idle(agree, entry);
 }
 
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
@@ -153,7 +159,7 @@ static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     }
     memset(entry->by_id, 0, word_count(agree) * sizeof *entry->by_id);
     entry->id_rank = -1;
-    if (entry->state != HR_AGREE_IDLE && entry->state != HR_AGREE_REFUSED) {
+    if (entry->state != HR_AGREE_IDLE) {
         hr_agree_move(agree, entry, HR_AGREE_WAITING);
     }
     if (entry->announced_count == 0) {
@@ -186,37 +192,26 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
 void hr_agree_note_use(struct hr_agree *agree, uint32_t id) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
     if (entry != NULL && entry->state == HR_AGREE_IDLE) {
-        hr_agree_move(agree, entry, HR_AGREE_IDLE);
+        become_idle(agree, entry);
     }
-}
-
-/*
- * True once in `one_in` calls, on average. Not by counting: that could keep time with a program, and always miss the
- * same names.
- */
-static int draw(struct hr_agree *agree, uint32_t one_in) {
-    agree->random = agree->random * 6364136223846793005u + 1442695040888963407u; /* Knuth's MMIX generator */
-    return (agree->random >> 32) % one_in == 0;
 }
 
 /*
  * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the
  * least recently used one for each newcomer would evict every name just before it is needed, and the cache would never
- * be hit. So most newcomers stay without an id, which keeps what is there, and a lucky one in some moves in, and so
- * lets a changed set of names in after a while: Qureshi et al., Adaptive Insertion Policies for High Performance
- * Caching (ISCA 2007), "bimodal insertion".
+ * be hit. So a newcomer stays without an id as long as all that have one are used now and then.
  */
 uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     const uint32_t capacity = agree->config.capacity;
     if (agree->slots_used < capacity) {
         return capacity + agree->slots_used++;
     }
+    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     /* a rank that joins must not have to announce again what it has announced by id, see join.c */
-    if (agree->joined.is_known || !draw(agree, agree->config.evict_one_in)) {
+    if (agree->joined.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
         return 0;
     }
-    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
-    return oldest == NULL || oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
+    return oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
 }
 
 /* For the coordinator's timeline. */
@@ -230,29 +225,19 @@ static void note_announced(const struct hr_agree *agree, const struct hr_agree_e
                                             });
 }
 
-/* Its round begins, for those who refuse it or for those who wait; of the latter a request is kept, if there is one. */
-static void begin_round(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state,
-                        int64_t now_ns) {
-    free(entry->current.bytes);
-    entry->current = (struct hr_agree_copy){0};
-    entry->first_ns = now_ns;
-    hr_agree_move(agree, entry, state);
-    agree->active += state == HR_AGREE_WAITING;
-    hr_agree_count_joined(agree, entry);
-}
-
-enum how { IN_FULL, BY_ID, AS_REFUSED };
-
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
-static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, enum how how, int64_t now_ns) {
+static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
     if (hr_agree_has(entry->announced, member)) {
         return 0;
     }
-    if (entry->state == HR_AGREE_IDLE || (entry->state == HR_AGREE_REFUSED && how != AS_REFUSED)) {
-        begin_round(agree, entry, how == AS_REFUSED ? HR_AGREE_REFUSED : HR_AGREE_WAITING, now_ns);
+    if (entry->state == HR_AGREE_IDLE) {
+        entry->first_ns = now_ns;
+        hr_agree_move(agree, entry, HR_AGREE_WAITING);
+        agree->active++;
+        hr_agree_count_joined(agree, entry);
     }
     entry->announced[member / 64] |= 1ull << (member % 64);
-    if (how == BY_ID) {
+    if (by_id) {
         entry->by_id[member / 64] |= 1ull << (member % 64);
     }
     entry->announced_count++;
@@ -263,9 +248,7 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
 }
 
 int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    if ((entry->state == HR_AGREE_WAITING || entry->state == HR_AGREE_REFUSED) &&
-        entry->announced_count == agree->config.member_count) {
-        agree->active += entry->state == HR_AGREE_REFUSED;
+    if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
         HR_TRY(hr_agree_stand_in(agree, entry));
         hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
     }
@@ -289,13 +272,16 @@ int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *t
 static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *one,
                          const struct hr_agree_copy *two) {
     char text[HORO_MESSAGE_MAX];
+    if (entry->failure != 0) {
+        return HORO_OK; /* perhaps a call that was refused, which has no form to be compared */
+    }
     hr_agree_mismatch_text(&agree->config, one, two, text, sizeof text);
     return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
 }
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
-    if (entry == NULL || !count_in(agree, entry, member, BY_ID, now_ns)) {
+    if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
         return HORO_OK; /* stale */
     }
     HR_TRY(hr_agree_note_rows(agree, entry, member, entry->known.gathers, rows));
@@ -356,8 +342,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (entry == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    const int is_refusal = message->status != HORO_OK && message->request.op == HORO_BARRIER;
-    if (!count_in(agree, entry, member, is_refusal ? AS_REFUSED : IN_FULL, now_ns)) {
+    if (!count_in(agree, entry, member, 0, now_ns)) {
         return HORO_OK;
     }
     const uint64_t gathers = hr_agree_rows_told(agree, &message->request);
@@ -367,11 +352,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (message->status != HORO_OK) {
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
-    if (!is_refusal) {
-        HR_TRY(compare_in(agree, entry, &request));
-    } else if (entry->current.bytes == NULL && entry->state == HR_AGREE_REFUSED) {
-        HR_TRY(hr_agree_keep(entry, &request)); /* which tells the parent that nobody waits */
-    }
+    HR_TRY(compare_in(agree, entry, &request));
     if (message->request.op == HORO_JOIN) {
         HR_TRY(hr_agree_note_join(agree, entry));
     }

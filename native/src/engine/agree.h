@@ -14,8 +14,8 @@
  * A member that has announced JOIN, which a child host does when all of its subtree has, has nothing more to announce
  * until all members have. Until then it counts as if it had announced whatever another one does (agree_join.c).
  *
- * A REQUEST with a status, in the form of a barrier, is a refusal (refusal.c): the tensor fails for all when all have
- * announced it, and until then nobody waits for what only refusals are there of.
+ * A REQUEST with a status fails the tensor for all when all have announced it: of a rank that has refused the call
+ * (submit.c), or of a leader that has found a difference.
  *
  * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
@@ -43,8 +43,7 @@ struct hr_agree_config {
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
-    /* root: with all slots taken, how many new names it takes on average to evict one */
-    uint32_t evict_one_in;
+    uint64_t evict_after;                 /* root: rounds that an id must have been idle for to be evicted */
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
     struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */
     int team_number;                      /* for that */
@@ -54,7 +53,6 @@ struct hr_agree_entry; /* private to agree*.c */
 
 enum hr_agree_state {
     HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
-    HR_AGREE_REFUSED,  /* members have, all of which have refused it, so nobody waits for the others */
     HR_AGREE_WAITING,  /* some members have */
     HR_AGREE_COMPLETE, /* all have: to be queued or reported */
     HR_AGREE_REPORTED, /* sent to the parent (not root) */
@@ -86,7 +84,7 @@ struct hr_agree {
     uint32_t active;                  /* entries that somebody waits for this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
     struct hr_buffer joined_rows;     /* scratch */
-    uint64_t random;                  /* root: the last random number, see hr_agree_pick_id */
+    uint64_t rounds;                  /* of all names, ended so far */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);
@@ -118,18 +116,8 @@ static inline int hr_agree_is_ready(const struct hr_agree *agree) {
 uint32_t hr_agree_lone(const struct hr_agree *agree);
 void hr_agree_take_lone(struct hr_agree *agree);
 
-/*
- * Root: the id of the one tensor that anybody has announced, where all but this member have, by id; else 0. take ends
- * its round: the caller writes it down.
- */
-uint32_t hr_agree_lacks_only(const struct hr_agree *agree, int member);
-void hr_agree_take(struct hr_agree *agree, uint32_t id);
 /* The tensor of this id is in use, though nobody has announced it: it is not the next to lose its id. */
 void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
-/* Not the root: whether something has been reported of which no record has come. */
-static inline int hr_agree_is_reported(const struct hr_agree *agree) {
-    return agree->lists[HR_AGREE_REPORTED].first != NULL;
-}
 
 /* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
 int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);

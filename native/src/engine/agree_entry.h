@@ -52,6 +52,7 @@ struct hr_agree_entry {
     struct hr_buffer rows;                /* of all members that have announced it, as they did */
     struct hr_agree_rows *rows_of_member; /* [member_count]; NULL: it never was one */
     int64_t first_ns;                /* first announcement of this round */
+    uint64_t last_round;             /* agree->rounds when its last one ended */
     struct hr_agree_kind kind; /* set when it becomes READY */
 };
 
@@ -75,7 +76,7 @@ struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wir
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
 /* Gives the entry an id, evicting the slot's owner; the known request becomes this round's. */
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
-/* Root: an id for a new entry: in an unused slot, or now and then in that of the one idle longest; else 0. */
+/* Root: an id for a new entry: in an unused slot, or in that of the one idle longest; 0: none is idle long enough. */
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
 /*
  * agree_rows.c. note: those of a member, each of whose ranks tells so many (0: another operation than an allgather or

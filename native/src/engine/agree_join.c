@@ -108,19 +108,16 @@ int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
     return HORO_OK;
 }
 
-/* Completes what waited for this member only, and what was refused, before JOIN can be: both go before it. */
+/* Completes what waited for this member only, before JOIN can be: it goes before it. */
 int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    static const enum hr_agree_state open[] = {HR_AGREE_REFUSED, HR_AGREE_WAITING};
     struct hr_agree_entry *next;
     agree->joined.entry = entry;
     agree->joined.is_known = 1;
-    for (size_t i = 0; i < sizeof open / sizeof *open; i++) {
-        for (struct hr_agree_entry *other = agree->lists[open[i]].first; other != NULL; other = next) {
-            next = other->next;
-            hr_agree_count_joined(agree, other);
-            if (other != entry) {
-                HR_TRY(hr_agree_complete_if_all(agree, other));
-            }
+    for (struct hr_agree_entry *other = agree->lists[HR_AGREE_WAITING].first; other != NULL; other = next) {
+        next = other->next;
+        hr_agree_count_joined(agree, other);
+        if (other != entry) {
+            HR_TRY(hr_agree_complete_if_all(agree, other));
         }
     }
     return HORO_OK;

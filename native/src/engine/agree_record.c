@@ -317,18 +317,6 @@ void hr_agree_take_lone(struct hr_agree *agree) {
     }
 }
 
-uint32_t hr_agree_lacks_only(const struct hr_agree *agree, int member) {
-    const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first;
-    const int lacks_only = agree->active == 1 && entry != NULL && entry->current.bytes == NULL && entry->failure == 0 &&
-                           entry->announced_count == agree->config.member_count - 1 &&
-                           !hr_agree_has(entry->announced, member);
-    return lacks_only ? entry->id : 0;
-}
-
-void hr_agree_take(struct hr_agree *agree, uint32_t id) {
-    hr_agree_reset(agree, hr_agree_find_id(agree, id));
-}
-
 static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);

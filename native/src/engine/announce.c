@@ -29,10 +29,9 @@ int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request) {
         return hr_lane_announce_own(lane, request, 0);
     }
     size_t mark;
-    const struct hr_wire_text none = {NULL, 0};
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, HORO_OK, none, request->rows,
-                               request->bytes, request->byte_count));
+    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, request->refused,
+                               hr_request_reason(request), request->rows, request->bytes, request->byte_count));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -77,7 +76,7 @@ static int announce_data(struct hr_lane *lane, const struct hr_request *request,
     size_t mark;
     hr_carried_pack(lane->team, &request->call, packed);
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, 0, packed, bytes));
+    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, packed, bytes));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -119,13 +118,9 @@ int hr_lane_announce_request(struct hr_lane *lane, struct hr_request *request) {
     if (request->call.op == HORO_JOIN) {
         return hr_lane_begin_join(lane, request);
     }
-    if (hr_lane_is_refused(lane, request)) {
-        request->is_held = 1;
-        return HORO_OK;
-    }
     struct hr_known *known =
         hr_map_find(&lane->announcer.known, request->name_hash, request->call.name, request->name_bytes);
-    const int same = known != NULL && known->byte_count == request->byte_count &&
+    const int same = known != NULL && request->refused == 0 && known->byte_count == request->byte_count &&
                      memcmp(known->bytes, request->bytes, request->byte_count) == 0;
     HR_TRY(same ? announce_known(lane, request, known) : hr_lane_announce_full(lane, request));
     return hr_buffer_size(&lane->announcer.request_out) < FLUSH_BYTES ? HORO_OK : hr_lane_flush_requests(lane);
@@ -151,10 +146,6 @@ int hr_engine_announce(struct hr_engine *engine) {
             status = worse(status, hr_lane_write_ids(lane));
         }
         lane = request->lane;
-        if (request->refused != 0) {
-            status = worse(status, hr_lane_announce_refusal(lane, request));
-            continue;
-        }
         hr_engine_expect_removal(engine, request);
         request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
@@ -165,24 +156,21 @@ int hr_engine_announce(struct hr_engine *engine) {
     return status < 0 ? status : count;
 }
 
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words) {
-    if (lane->announcer.has_asked_to_leave) {
-        return HORO_OK;
-    }
-    HR_TRY(hr_lone_give_up(lane));
-    lane->announcer.has_asked_to_leave = 1;
-    if (lane->is_leader) {
-        return hr_leader_note_leaver(lane, leaver, status, words);
+int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words) {
+    HR_TRY(hr_lone_give_up(world));
+    world->announcer.has_asked_to_leave = 1;
+    if (world->is_leader) {
+        return hr_leader_note_leaver(world, leaver, status, words);
     }
     size_t mark;
-    HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&lane->announcer.request_out, leaver, status, words));
-    hr_frame_end(&lane->announcer.request_out, mark);
+    HR_TRY(hr_frame_begin(&world->announcer.request_out, &mark));
+    HR_TRY(hr_wire_put_leave(&world->announcer.request_out, leaver, status, words));
+    hr_frame_end(&world->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     /* partner: hr_engine_is_called */
-    (void)atomic_fetch_or(&lane->node->arena.header->wants_leave, 1ull << lane->team->number);
-    const int flushed = hr_lane_flush_requests(lane);
-    hr_node_call(lane->node);
+    atomic_store(&world->node->arena.header->wants_leave, 1);
+    const int flushed = hr_lane_flush_requests(world);
+    hr_node_call(world->node);
     return flushed < 0 ? flushed : HORO_OK;
 }
 

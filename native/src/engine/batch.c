@@ -6,7 +6,6 @@
 #include "base/dtype.h"
 #include "base/little_endian.h"
 #include "base/op.h"
-#include "device/staging.h"
 #include "engine/engine.h"
 
 void hr_lane_free_batch(struct hr_lane *lane) {
@@ -45,7 +44,7 @@ static int reserve_operands(struct hr_batch *batch, size_t count) {
     return HORO_OK;
 }
 
-static void add_operand(struct hr_batch *batch, const horo_request *call, int t, struct hr_flow *flow) {
+static void add_operand(struct hr_batch *batch, const horo_request *call, int t) {
     const horo_tensor *tensor = &call->tensors[t];
     const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
     int64_t bytes = 0;
@@ -62,7 +61,6 @@ static void add_operand(struct hr_batch *batch, const horo_request *call, int t,
         .bytes = (size_t)bytes,
         .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
         .wire_dtype = tensor->wire_dtype,
-        .flow = flow,
     };
     batch->row_bytes[i] = (size_t)row_bytes;
     batch->bytes += (uint64_t)bytes;
@@ -76,7 +74,6 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
     batch->request_count = 0;
     batch->operand_count = 0;
     batch->bytes = 0;
-    batch->flows = 0;
     HR_TRY(reserve_requests(batch, record->count));
     const uint8_t *cursor = record->items;
     size_t operands = 0;
@@ -91,10 +88,8 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(reserve_operands(batch, operands));
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
-        struct hr_flow *flow = batch->requests[i]->flows ? &batch->requests[i]->staging->flow : NULL;
-        batch->flows |= flow != NULL;
         for (int t = 0; t < call->tensor_count; t++) {
-            add_operand(batch, call, t, flow);
+            add_operand(batch, call, t);
         }
     }
     return HORO_OK;

@@ -16,7 +16,6 @@ struct hr_batch {
     size_t *row_bytes;
     size_t operand_count, operand_capacity;
     uint64_t bytes;
-    int flows; /* some of its requests do */
     uint64_t segment_before; /* team->segment, where it was begun ahead */
 };
 

@@ -145,7 +145,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = hr_lane_place(lane),
-        .count = (uint32_t)lane->in_flight.count + (lane->is_joining != 0),
+        .count = lane->pending + (lane->is_joining != 0),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
     HR_TRY(lane->is_joining ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);

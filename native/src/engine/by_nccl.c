@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 
 enum {
     CLOSE_MS = 5000,
@@ -222,11 +222,8 @@ int hr_engine_is_nccl_busy(const struct hr_engine *engine) {
 
 /* ---- The end ---- */
 
-/* MPI may still touch what ranks that were cut off while they told have left with it. */
 static void free_reports(const struct hr_engine *engine, struct hr_nccl_team *team) {
-    if (atomic_load(&engine->node->mpi.stranded) == 0) {
-        free(team->reports);
-    }
+    hr_node_bury(engine->node, team->reports, free);
     team->reports = NULL;
 }
 
@@ -337,7 +334,7 @@ static void await_quiet(struct hr_by_nccl *by, struct hr_stager *stager) {
         is_quiet &= hr_nccl_await_quiet(&team->comm, left_ms(until_ns));
     }
     if (stager != NULL && !is_quiet) {
-        atomic_store(&stager->is_kept, 1);
+        hr_stager_keep_all(stager);
     }
 }
 

@@ -21,7 +21,7 @@ static int member_count(const struct hr_lane *lane) {
     return lane->leader.agree.config.member_count;
 }
 
-uint8_t *hr_carry_data(const struct hr_lane *lane, int member) {
+static uint8_t *data_of(const struct hr_lane *lane, int member) {
     return lane->leader.carry.data + (size_t)member * HR_CARRIED_MAX;
 }
 
@@ -32,25 +32,18 @@ static void free_memory(struct hr_carry *carry) {
     *carry = (struct hr_carry){0};
 }
 
-int hr_carry_reserve(struct hr_lane *lane) {
-    struct hr_carry *carry = &lane->leader.carry;
-    const size_t members = (size_t)member_count(lane);
-    if (carry->data == NULL) {
-        carry->data = malloc((members + 1) * HR_CARRIED_MAX);
-        carry->has = calloc(members, sizeof *carry->has);
-        carry->contributions = calloc(members + 1, sizeof *carry->contributions);
-        if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
-            free_memory(carry);
-        }
-    }
-    return carry->data != NULL ? HORO_OK : HORO_ERR_RESOURCE;
-}
-
 /* Room for a member's data; NULL: it is of no use, or there is no memory for it. */
 static uint8_t *reserve(struct hr_lane *lane, int member, uint32_t id, size_t bytes) {
     struct hr_carry *carry = &lane->leader.carry;
-    if (hr_carry_reserve(lane) != HORO_OK) {
-        return NULL;
+    const size_t members = (size_t)member_count(lane);
+    if (carry->data == NULL) {
+        carry->data = malloc(members * HR_CARRIED_MAX);
+        carry->has = calloc(members, sizeof *carry->has);
+        carry->contributions = calloc(members, sizeof *carry->contributions);
+        if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
+            free_memory(carry);
+            return NULL;
+        }
     }
     if (carry->id == 0) {
         carry->id = id;
@@ -59,7 +52,7 @@ static uint8_t *reserve(struct hr_lane *lane, int member, uint32_t id, size_t by
     if (bytes <= HR_CARRIED_MAX && carry->id == id && carry->bytes == bytes && !carry->has[member]) {
         carry->has[member] = 1;
         carry->count++;
-        return hr_carry_data(lane, member);
+        return data_of(lane, member);
     }
     return NULL;
 }
@@ -83,73 +76,40 @@ int hr_carry_is_all(const struct hr_lane *lane) {
     return carry->id != 0 && carry->count == member_count(lane) && hr_agree_lone(&lane->leader.agree) == carry->id;
 }
 
-int hr_carry_lacks_last(const struct hr_lane *lane) {
-    const struct hr_carry *carry = &lane->leader.carry;
-    const int last = member_count(lane) - 1;
-    return carry->id != 0 && carry->count == last && !carry->has[last];
-}
-
-/* The request that this is about; NULL: what was carried is no data of it. */
-static const struct hr_request *find_request(const struct hr_lane *lane) {
-    const struct hr_request *request = hr_lane_find_id(lane, lane->leader.carry.id); /* this rank is a member, too */
-    const int fits = request != NULL && hr_carried_bytes(lane->team, &request->call) == lane->leader.carry.bytes;
-    return fits ? request : NULL;
-}
-
-int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed) {
-    const struct hr_request *request = find_request(lane);
-    if (request == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    for (int i = 0; i < lane->team->local_size; i++) {
-        lane->leader.carry.contributions[i] = hr_carry_data(lane, i);
-    }
-    hr_carried_reduce_host(lane->team, &request->call, lane->leader.carry.contributions, packed);
-    return HORO_OK;
-}
-
-int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed) {
-    const struct hr_request *request = find_request(lane);
-    if (request == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    hr_carried_reduce(lane->team, &request->call, lane->leader.carry.contributions, count, is_root, packed);
-    return HORO_OK;
-}
-
-/* The sum of this host and of all below it, in the place of the first member's data. */
-static int reduce_all(struct hr_lane *lane) {
+/* The sum of this host and of all below it, in the place of the first member's data. HORO_OK or a status. */
+static int reduce(struct hr_lane *lane) {
     const struct hr_carry *carry = &lane->leader.carry;
     const int local_size = lane->team->local_size;
     const int children = member_count(lane) - local_size;
+    const struct hr_request *request = hr_lane_find_id(lane, carry->id); /* this rank is a member, too */
+    if (request == NULL || hr_carried_bytes(lane->team, &request->call) != carry->bytes) {
+        return HORO_ERR_INTERNAL; /* no data of the request was carried */
+    }
     if (local_size > 1) {
-        HR_TRY(hr_carry_reduce_host(lane, carry->data));
+        for (int i = 0; i < local_size; i++) {
+            carry->contributions[i] = data_of(lane, i);
+        }
+        hr_carried_reduce_host(lane->team, &request->call, carry->contributions, carry->data);
     }
-    if (children == 0) {
-        return HORO_OK;
+    if (children > 0) {
+        carry->contributions[0] = carry->data;
+        for (int i = 0; i < children; i++) {
+            carry->contributions[1 + i] = data_of(lane, local_size + i);
+        }
+        hr_carried_reduce(lane->team, &request->call, carry->contributions, 1 + children, lane->is_root, carry->data);
     }
-    carry->contributions[0] = carry->data;
-    for (int i = 0; i < children; i++) {
-        carry->contributions[1 + i] = hr_carry_data(lane, local_size + i);
-    }
-    return hr_carry_reduce(lane, 1 + children, lane->is_root, carry->data);
-}
-
-int hr_carry_put(const struct hr_lane *lane, enum hr_wire_type type, const uint8_t *data, struct hr_buffer *out) {
-    const struct hr_carry *carry = &lane->leader.carry;
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, type, carry->id, lane->leader.log_bytes, data, carry->bytes));
-    hr_frame_end(out, mark);
     return HORO_OK;
 }
 
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
-    struct hr_carry *carry = &lane->leader.carry;
-    HR_TRY(reduce_all(lane));
+    const struct hr_carry *carry = &lane->leader.carry;
+    size_t mark;
+    HR_TRY(reduce(lane));
     hr_agree_take_lone(&lane->leader.agree);
-    carry->is_sent = !lane->is_root;
-    return hr_carry_put(lane, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->data, out);
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, carry->data, carry->bytes));
+    hr_frame_end(out, mark);
+    return HORO_OK;
 }
 
 void hr_carry_clear(struct hr_lane *lane) {
@@ -158,7 +118,6 @@ void hr_carry_clear(struct hr_lane *lane) {
         memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);
         carry->id = 0;
         carry->count = 0;
-        carry->is_sent = 0;
     }
 }
 

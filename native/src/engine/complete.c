@@ -17,10 +17,29 @@ static void forget_announcement(const struct hr_request *request) {
     hr_arena_pending_remove(&lane->node->arena, request->pending_place);
 }
 
-static void remove_in_flight(struct hr_engine *engine, const struct hr_request *request) {
+/* It is no longer pending; the call behind it, if there is one, takes its place. */
+static void remove_pending(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = request->lane;
-    (void)hr_map_remove(&lane->in_flight, request->name_hash, request->call.name, request->name_bytes);
-    atomic_store_explicit(&lane->pending, (uint32_t)lane->in_flight.count, memory_order_relaxed);
+    struct hr_request *next = request->behind;
+    if (request->is_behind) {
+        struct hr_request *front =
+            hr_map_find(&lane->in_flight, request->name_hash, request->call.name, request->name_bytes);
+        while (front->behind != request) {
+            front = front->behind;
+        }
+        front->behind = next;
+    } else {
+        (void)hr_map_remove(&lane->in_flight, request->name_hash, request->call.name, request->name_bytes);
+        if (next != NULL) { /* into the place that has just become free */
+            (void)hr_map_insert(&lane->in_flight, next->name_hash, next->call.name, next->name_bytes, next);
+            next->is_behind = 0;
+            if (next->is_queued) {
+                hr_engine_queue(engine, next);
+            }
+        }
+    }
+    atomic_store_explicit(&lane->pending, atomic_load_explicit(&lane->pending, memory_order_relaxed) - 1,
+                          memory_order_relaxed);
     *(request->older == NULL ? &engine->submission.oldest : &request->older->newer) = request->newer;
     *(request->newer == NULL ? &engine->submission.newest : &request->newer->older) = request->older;
 }
@@ -28,15 +47,20 @@ static void remove_in_flight(struct hr_engine *engine, const struct hr_request *
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     forget_announcement(request);
     hr_engine_note_values(engine, request);
-    remove_in_flight(engine, request);
+    remove_pending(engine, request);
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);
     }
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
     }
-    request->error_text = text == NULL ? NULL : strdup(text);
     atomic_fetch_sub(&engine->submission.pending, 1);
+    if (request->refused != 0) { /* nobody waits for it */
+        engine->submission.passed++;
+        hr_request_destroy(request);
+        return;
+    }
+    request->error_text = text == NULL ? NULL : strdup(text);
     atomic_store(&request->status, status); /* last: from here on the caller may release it */
 }
 

@@ -29,11 +29,15 @@ int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
     return HORO_OK;
 }
 
-int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
-                          size_t frame_bytes) {
+/* Not the root: the next record of the log. */
+static int take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
+                       size_t frame_bytes) {
     const int moved = hr_leader_collect(lane); /* before apply, see agree.h */
     HR_TRY(moved);
-    if (lane->leader.log_closed || (record->type == HR_WIRE_RESULT && record->at != lane->leader.log_bytes)) {
+    if (lane->leader.log_closed) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (record->type == HR_WIRE_LEAVE && lane->team->number != 0) {
         return HORO_ERR_INTERNAL;
     }
     if (record->type == HR_WIRE_LEAVE) {
@@ -75,22 +79,17 @@ static int handle_message(struct hr_lane *lane, int link_index, const struct hr_
     if (message->type == HR_WIRE_QUERY) {
         return from_parent ? hr_leader_ask_blocked(lane, message->question) : HORO_ERR_INTERNAL;
     }
-    if (message->type == HR_WIRE_RELEASE) {
-        return from_parent ? HORO_ERR_INTERNAL : hr_ahead_take_back(lane, message);
-    }
     if (!from_parent) {
         return hr_leader_announce(lane, member, message, hr_now_ns());
     }
     switch (message->type) {
-    case HR_WIRE_AHEAD: return hr_ahead_keep(lane, message);
-    case HR_WIRE_RECALL: return hr_ahead_give_back(lane, message);
     case HR_WIRE_BATCH:
     case HR_WIRE_RESULT:
     case HR_WIRE_FAIL:
     case HR_WIRE_REQUEST:
     case HR_WIRE_JOINED:
     case HR_WIRE_TUNE:
-    case HR_WIRE_LEAVE: return hr_leader_take_record(lane, message, frame, frame_bytes);
+    case HR_WIRE_LEAVE: return take_record(lane, message, frame, frame_bytes);
     default: return HORO_ERR_INTERNAL;
     }
 }
@@ -111,7 +110,7 @@ static int handle_frames(struct hr_lane *lane, int link_index) {
 
 static void link_broke(struct hr_lane *lane, struct hr_link *link) {
     link->open = 0;
-    if (!link->has_said_done && !lane->leader.expects_removal) {
+    if (!link->has_said_done && !lane->leader.expects_removal && !hr_lane_is_left(lane)) {
         const enum hr_loss how = lane->team->transport->ops->loss(lane->team->transport, link->host);
         hr_node_abort(lane->node, HORO_ERR_PEER_LOST, link->leader_rank,
                        how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
@@ -136,21 +135,19 @@ int hr_leader_progress_links(struct hr_lane *lane) {
 }
 
 /* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
-static int has_local_done(const struct hr_lane *lane, int local_rank) {
-    const struct hr_arena *arena = &lane->node->arena;
-    const int index = lane->team->index_of_local[local_rank];
-    return hr_arena_has_closed_team(arena, index, lane->team->number) ||
-           atomic_load(&arena->blocks[index].state) == HR_MEMBER_LEFT;
+static int has_local_done(const struct hr_arena *arena, int local_rank) {
+    return hr_arena_has_closed(arena, local_rank) ||
+           atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
 }
 
-int hr_leader_is_done(const struct hr_lane *lane) {
-    for (int i = 0; i < lane->team->local_size; i++) {
-        if (i != lane->team->local_rank && !has_local_done(lane, i)) {
+int hr_leader_is_done(const struct hr_lane *world) {
+    for (int i = 1; i < world->team->local_size; i++) {
+        if (!has_local_done(&world->node->arena, i)) {
             return 0;
         }
     }
-    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (lane->leader.links[i].open && !lane->leader.links[i].has_said_done) {
+    for (int i = world->leader.has_parent; i < world->leader.link_count; i++) {
+        if (world->leader.links[i].open && !world->leader.links[i].has_said_done) {
             return 0;
         }
     }

@@ -72,22 +72,11 @@ static void end_quiet(struct hr_engine *engine) {
     }
 }
 
-/* Leaves the other teams as well, each at the end of its log, once the LEAVE record of all ranks has been executed. */
-static int leave_other_teams(struct hr_engine *engine) {
-    for (int i = 1; i < engine->lane_count && hr_engine_world(engine)->executor.has_executed_leave; i++) {
-        engine->lanes[i]->is_due = 1;
-        const int leaver = hr_arena_left(&engine->node->arena).rank;
-        HR_TRY(hr_lane_ask_to_leave(engine->lanes[i], leaver, HORO_ERR_ABORTED, (struct hr_wire_text){0}));
-    }
-    return HORO_OK;
-}
-
 static int turn_running(struct hr_engine *engine) {
     const int told = hr_engine_has_blocked(engine) ? hr_engine_tell_blocked(engine) : 0;
     HR_TRY(told);
     const int announced = hr_engine_announce(engine);
     HR_TRY(announced);
-    HR_TRY(leave_other_teams(engine));
     int moved = told > 0 || announced > 0;
     moved |= hr_engine_turn_nccl(engine);
     for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
@@ -101,37 +90,58 @@ static int turn_running(struct hr_engine *engine) {
     return moved;
 }
 
-int hr_drive_has_ended_logs(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->lane_count; i++) {
-        if (!engine->lanes[i]->executor.has_executed_leave) {
-            return 0;
+/* Whether this rank has nothing more to do in a batch of the lane that some members may have begun. */
+static int has_run_out(const struct hr_lane *lane) {
+    /* partner: hr_ring_write */
+    const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
+    return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
+           lane->lone.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+           written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
+}
+
+int hr_drive_may_close(const struct hr_engine *engine) {
+    if (!hr_engine_world(engine)->executor.has_executed_leave) {
+        return 0;
+    }
+    for (int i = 1; i < engine->lane_count; i++) {
+        if (!has_run_out(engine->lanes[i])) {
+            return engine->driver.is_late;
         }
     }
     return 1;
 }
 
-/* ---- CLOSING, ENDING and ENDED ---- */
+/* ---- The grace: the time that a rank waits for others in which nothing moves ---- */
 
-/* The count that must change within the grace while this rank waits to be able to leave. */
-static uint64_t leave_moves_of(const struct hr_engine *engine) {
+static uint64_t count_moves(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
-    uint64_t moves = hr_drive_moves(engine) + engine->driver.held_moves;
+    uint64_t moves = hr_drive_moves(engine);
     for (int i = 0; i < node->local_size; i++) {
-        const struct hr_arena_block *block = &node->arena.blocks[i];
         if (i != node->local_rank) {
-            /* partner: show_moves. Before CLOSING others may go on without this rank, unless a GPU keeps them */
-            moves += atomic_load_explicit(
-                engine->driver.stage == HR_ENGINE_CLOSING ? &block->moves : &block->held_moves, memory_order_relaxed);
+            /* partner: show_moves */
+            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
         }
     }
     return moves;
 }
 
-static void wait_to_leave(struct hr_engine *engine, int64_t now_ns) {
+static void begin_grace(struct hr_engine *engine, int64_t now_ns) {
     const int64_t grace_ms = engine->driver.stage == HR_ENGINE_CLOSING ? CLOSE_GRACE_MS : LEAVE_GRACE_MS;
     engine->driver.leave_ns = now_ns + grace_ms * 1000000;
-    engine->driver.leave_moves = leave_moves_of(engine);
+    engine->driver.leave_moves = count_moves(engine);
 }
+
+/* Whether it is over; if something has moved, it begins anew. */
+static int has_no_grace(struct hr_engine *engine, int64_t now_ns) {
+    if (now_ns < engine->driver.leave_ns) {
+        return 0;
+    }
+    const int is_over = engine->driver.leave_moves == count_moves(engine);
+    begin_grace(engine, now_ns);
+    return is_over;
+}
+
+/* ---- CLOSING, ENDING and ENDED ---- */
 
 /* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
 static int has_failed(const struct hr_engine *engine) {
@@ -150,6 +160,19 @@ static void begin_ending(struct hr_engine *engine) {
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
 
+/* Operations of other teams that are not done by now end here. */
+static void begin_closing(struct hr_engine *engine) {
+    const int64_t now_ns = hr_now_ns();
+    end_quiet(engine);
+    for (int i = 1; i < engine->lane_count; i++) {
+        hr_lane_cancel(engine->lanes[i]);
+        engine->lanes[i]->executor.outcome = 0;
+    }
+    engine->driver.stage = HR_ENGINE_CLOSING;
+    engine->driver.flush_ns = now_ns + FLUSH_MS * 1000000ll;
+    begin_grace(engine, now_ns);
+}
+
 int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane)) {
     for (int i = 0; i < engine->lane_count; i++) {
         if (engine->lanes[i]->is_leader && holds(engine->lanes[i])) {
@@ -159,24 +182,9 @@ int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struc
     return 0;
 }
 
-static int is_not_done(const struct hr_lane *lane) {
-    return !hr_leader_is_done(lane);
-}
-
-/* Through the lowest rank of a host the others hear of deaths there, in teams that it is no member of too. */
-static int is_needed_here(const struct hr_engine *engine) {
-    const struct hr_arena *arena = &engine->node->arena;
-    for (int i = 1; i < arena->local_size && arena->local_rank == 0; i++) {
-        /* partner: end_record */
-        if (atomic_load(&arena->blocks[i].state) == HR_MEMBER_PRESENT && !hr_arena_has_closed(arena, i)) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 int hr_drive_may_end(const struct hr_engine *engine) {
-    return !hr_drive_any_leader(engine, is_not_done) && !is_needed_here(engine);
+    const struct hr_lane *world = hr_engine_world(engine);
+    return !world->is_leader || hr_leader_is_done(world);
 }
 
 /*
@@ -213,8 +221,7 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet =
-        !has_failed(engine) || (hr_engine_is_nccl_quiet(engine) && hr_engine_are_flows_back(engine));
+    const int is_quiet = !has_failed(engine) || hr_engine_is_nccl_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
@@ -227,13 +234,8 @@ static int turn(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     if (driver->stage <= HR_ENGINE_CLOSING && hr_drive_is_aborted(engine)) {
         begin_ending(engine);
-    } else if (driver->stage == HR_ENGINE_RUNNING && hr_drive_has_ended_logs(engine)) {
-        driver->stage = HR_ENGINE_CLOSING;
-        end_quiet(engine);
-        driver->flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
-        if (driver->leave_ns != 0) {
-            wait_to_leave(engine, hr_now_ns());
-        }
+    } else if (driver->stage == HR_ENGINE_RUNNING && hr_drive_may_close(engine)) {
+        begin_closing(engine);
     }
     switch (driver->stage) {
     case HR_ENGINE_RUNNING: return turn_running(engine);
@@ -271,29 +273,32 @@ static void leave_at_once(struct hr_engine *engine) {
 }
 
 /*
- * Part of each turn once the rank shuts down: asks for the LEAVE record, and waits for that and for CLOSING no longer
- * than things move.
+ * Part of each turn once the rank shuts down, or the LEAVE record has been executed: asks for that record, and waits
+ * for it, for CLOSING and for ENDING no longer than things move.
  */
 static int turn_leaving(struct hr_engine *engine) {
-    if (engine->driver.stage > HR_ENGINE_CLOSING || !atomic_load(&engine->driver.stop)) {
+    struct hr_lane *world = hr_engine_world(engine);
+    const int leaves = atomic_load(&engine->driver.stop);
+    if (engine->driver.stage > HR_ENGINE_CLOSING || (!leaves && !world->executor.has_executed_leave)) {
         return HORO_OK;
     }
     if (hr_drive_is_aborted(engine)) {
         return HORO_OK; /* a LEAVE would overtake the reason of a rank that has ended the group itself */
     }
     const int64_t now_ns = hr_now_ns();
-    if (!hr_engine_world(engine)->announcer.has_asked_to_leave) {
+    if (leaves && !world->announcer.has_asked_to_leave) {
         const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
         HR_TRY(announced);
-        HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank, engine->driver.leave_status,
-                                    words_of(engine)));
-        wait_to_leave(engine, now_ns);
-    } else if (now_ns >= engine->driver.leave_ns) {
+        HR_TRY(hr_lane_ask_to_leave(world, engine->node->rank, engine->driver.leave_status, words_of(engine)));
+        begin_grace(engine, now_ns);
+    } else if (engine->driver.leave_ns == 0) {
+        begin_grace(engine, now_ns);
+    } else if (has_no_grace(engine, now_ns)) {
         /* In CLOSING too: with this leader others would lose the way by which they hear of a death. */
-        if (engine->driver.leave_moves == leave_moves_of(engine)) {
+        engine->driver.is_late = world->executor.has_executed_leave && engine->driver.stage == HR_ENGINE_RUNNING;
+        if (leaves && !engine->driver.is_late) {
             leave_at_once(engine);
         }
-        wait_to_leave(engine, now_ns);
     }
     return HORO_OK;
 }
@@ -305,26 +310,8 @@ int hr_engine_is_called(const struct hr_engine *engine) {
     if (engine->driver.stage != HR_ENGINE_RUNNING) {
         return 0;
     }
-    if (engine->lane_count > 1 && atomic_load(&header->leave_at[0]) != 0) { /* partner: hr_leader_close_log */
-        return 1;
-    }
-    const uint64_t wants_leave = atomic_load(&header->wants_leave); /* partner: hr_lane_ask_to_leave */
-    for (int i = 0; i < engine->lane_count && wants_leave != 0; i++) {
-        if (engine->lanes[i]->is_leader && (wants_leave >> engine->lanes[i]->team->number & 1) != 0) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* A refusal is not pending once it is among the frames for the leader. */
-static int has_told_all(const struct hr_engine *engine) {
-    for (int i = 0; i < engine->lane_count; i++) {
-        if (hr_buffer_size(&engine->lanes[i]->announcer.request_out) > 0) {
-            return 0;
-        }
-    }
-    return 1;
+    /* partner: hr_lane_ask_to_leave */
+    return hr_engine_world(engine)->is_leader && atomic_load(&header->wants_leave) != 0;
 }
 
 static int may_return(const struct hr_engine *engine, const struct hr_request *until) {
@@ -335,7 +322,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
     return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
-           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine) && has_told_all(engine);
+           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine);
 }
 
 /*

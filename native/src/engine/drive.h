@@ -27,8 +27,8 @@ static inline int hr_drive_skips(const struct hr_engine *engine, int index) {
 
 /* ---- drive.c ---- */
 
-/* The logs of all lanes have ended. */
-int hr_drive_has_ended_logs(const struct hr_engine *engine);
+/* The LEAVE record has been executed, and what other teams have begun is over, or is not waited for any longer. */
+int hr_drive_may_close(const struct hr_engine *engine);
 /* Whether something holds for any of the lanes that this rank leads. */
 int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane));
 /* CLOSING: nobody needs this rank any more. */

@@ -3,8 +3,6 @@
 
 enum {
     LOOKS_PER_TURN = 2, /* at a task, while it waits */
-    HELD_MS = 30000,    /* so long a rank that its own GPU holds up is taken for one that goes on */
-    HELD_LOOK_MS = 1000,
 };
 
 static int log_waits(const struct hr_lane *lane) {
@@ -60,7 +58,7 @@ static int has_work(struct hr_node *node, void *arg) {
     case HR_ENGINE_ENDED: return atomic_load(&engine->submission.pending) > 0;
     case HR_ENGINE_RUNNING: break;
     }
-    if (hr_drive_is_aborted(engine) || hr_drive_has_ended_logs(engine) || atomic_load(&engine->submission.queued) > 0 ||
+    if (hr_drive_is_aborted(engine) || hr_drive_may_close(engine) || atomic_load(&engine->submission.queued) > 0 ||
         hr_engine_has_blocked(engine) || hr_engine_nccl_has_work(engine) ||
         (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
         return 1;
@@ -113,53 +111,13 @@ static int64_t supervise_due_ns(struct hr_engine *engine, int64_t now_ns) {
 
 static int64_t lane_deadline(struct hr_lane *lane, int64_t now_ns) {
     int64_t deadline_ns = earlier(hr_lane_check_stall(lane, now_ns), hr_lone_due_ns(lane, now_ns));
-    if (lane->executor.state == HR_EXECUTION_LOST) {
+    if (lane->executor.state == HR_EXECUTION_LOST && !hr_lane_is_left(lane)) {
         deadline_ns = earlier(deadline_ns, lane->executor.confirm_ns);
     }
-    deadline_ns = earlier(deadline_ns, hr_lane_awaits_copy(lane) ? lane->executor.look_ns : 0);
     if (!lane->is_leader) {
         return deadline_ns;
     }
     return earlier(earlier(deadline_ns, hr_lane_batch_due_ns(lane)), hr_leader_check_deadlock(lane, now_ns));
-}
-
-static int is_held(struct hr_engine *engine) {
-    if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        /* perhaps for a rank of another host that its own GPU holds up, which is not seen here */
-        return !hr_engine_is_nccl_quiet(engine);
-    }
-    for (int i = 0; i < engine->lane_count; i++) {
-        const struct hr_lane *lane = engine->lanes[i];
-        if (hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane) || hr_engine_awaits_values(lane)) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/*
- * A rank that waits for its own GPU is no rank that does not leave, for a while: that it waits counts as a move now and
- * then. Nor does it end the group while it waits for others, as long. Returns when to come again; 0: no need.
- */
-static int64_t note_held(struct hr_engine *engine, int64_t now_ns) {
-    struct hr_driver *driver = &engine->driver;
-    if (!is_held(engine)) {
-        driver->held_since_ns = 0;
-        return 0;
-    }
-    const uint64_t moves = hr_drive_moves(engine);
-    if (driver->held_since_ns == 0 || driver->held_at != moves) {
-        driver->held_since_ns = now_ns;
-        driver->held_at = moves;
-    }
-    if (now_ns - driver->held_since_ns >= HELD_MS * 1000000ll) {
-        return 0;
-    }
-    if (now_ns >= driver->held_look_ns) {
-        driver->held_look_ns = now_ns + HELD_LOOK_MS * 1000000ll;
-        driver->held_moves++;
-    }
-    return driver->held_look_ns;
 }
 
 /* The time when the wait must end by itself. */
@@ -173,11 +131,9 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
     }
     deadline_ns = earlier(deadline_ns, engine->driver.leave_ns);
     if (engine->driver.stage == HR_ENGINE_CLOSING) {
-        deadline_ns = earlier(deadline_ns, note_held(engine, now_ns));
         return atomic_load(&engine->submission.pending) > 0 ? earlier(deadline_ns, engine->driver.flush_ns)
                                                             : deadline_ns;
     }
-    deadline_ns = earlier(deadline_ns, note_held(engine, now_ns));
     for (int i = 0; i < engine->lane_count; i++) {
         if (!hr_drive_skips(engine, i)) {
             deadline_ns = earlier(deadline_ns, lane_deadline(engine->lanes[i], now_ns));
@@ -188,10 +144,8 @@ static int64_t next_deadline(struct hr_engine *engine, int64_t deadline_ns, int6
 
 static void show_moves(struct hr_engine *engine) {
     struct hr_arena_block *block = &engine->node->arena.blocks[engine->node->local_rank];
-    const uint64_t held_moves = engine->driver.held_moves;
-    /* partner: leave_moves_of */
-    atomic_store_explicit(&block->moves, hr_drive_moves(engine) + held_moves, memory_order_relaxed);
-    atomic_store_explicit(&block->held_moves, held_moves, memory_order_relaxed);
+    /* partner: count_moves */
+    atomic_store_explicit(&block->moves, hr_drive_moves(engine), memory_order_relaxed);
 }
 
 int hr_drive_wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns) {

@@ -149,7 +149,8 @@ void hr_engine_kick(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     if (driver->who != HR_DRIVER_NONE) {
         hr_node_wake(engine->node, engine->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
-    } else if (atomic_exchange(&driver->thread_state, HR_THREAD_AWAKE) == HR_THREAD_PARKED) {
+    } else if (driver->is_parked) {
+        driver->is_parked = 0;
         const uint64_t one = 1;
         const ssize_t written = write(driver->kick_fd, &one, sizeof one);
         (void)written;

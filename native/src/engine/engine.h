@@ -10,17 +10,18 @@
  * caller may leave the loop at any turn.
  *
  * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
- * life lines. In a stream of requests that are done before the next one comes, it lingers a moment before it parks, so
- * that calling it is a store. Where other hosts need it, it is parked on the links and the driver's eventfd as well,
- * and drives when something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
+ * life lines. Where other hosts need it, it is parked on the links and the driver's eventfd as well, and drives when
+ * something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
- * messages between hosts), or a LEAVE record, which closes the log at one place for all ranks. The driver's part of it:
+ * messages between hosts), or a LEAVE record, which closes the log of the world at one place for all ranks. The
+ * driver's part of it:
  *
  *     stage   | next stage when                                | meanwhile
  *     --------+------------------------------------------------+-----------------------------------------------------
- *     RUNNING | CLOSING: the LEAVE records of all its lanes    | agrees and executes
- *             | are executed; ENDING: the abort word is set    |
+ *     RUNNING | CLOSING: the LEAVE record of the world is    | agrees and executes; behind that record what other
+ *             | executed, and nothing of other teams goes on;  | teams have begun, as long as it moves
+ *             | ENDING: the abort word is set                  |
  *     CLOSING | ENDING: nobody needs it any more (below), or   | fails what is pending and what comes; a leader still
  *             | the abort word is set                          | hears and passes on LOST, which those that execute
  *             |                                                | could not hear of without it
@@ -28,10 +29,10 @@
  *             | there is to tell, or FLUSH_MS have passed      | a caller that fails may end its process
  *     ENDED   |                                                | fails what is pending and what comes
  *
- * The leader of a team is needed until all members on its host, and all hosts below it in the tree, have executed what
- * stands before that team's LEAVE record (DONE). The lowest rank of a host is needed until all ranks there have, in all
- * their teams, for their life lines end at it. A rank that shuts down sets the abort word if nothing moves for
- * CLOSE_GRACE_MS meanwhile. A rank that leads nothing is not needed.
+ * The leader of a host is needed until all ranks there, and all hosts below it in the tree, have executed what stands
+ * before the LEAVE record (DONE); the life lines of its host end at it, too. A rank that shuts down sets the abort word
+ * if nothing moves for LEAVE_GRACE_MS before that record, or CLOSE_GRACE_MS behind it. The other teams have no such
+ * record: an operation of theirs that is under way may end well on some members and be aborted on others.
  */
 #ifndef HR_ENGINE_ENGINE_H
 #define HR_ENGINE_ENGINE_H
@@ -91,22 +92,11 @@ struct hr_submission {
 
 enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
 
-/*
- * The state of the background thread; whoever needs it sets AWAKE (hr_engine_kick).
- *
- *     state     | next state when                                               | to wake it costs
- *     ----------+---------------------------------------------------------------+------------------
- *     AWAKE     | LINGERING or PARKED: nobody needs it                          | nothing
- *     LINGERING | AWAKE: it is needed; PARKED: not within thread_spin_ns        | a store
- *     PARKED    | AWAKE: it is needed, something comes that it sleeps on        | a system call
- */
-enum hr_thread_state { HR_THREAD_AWAKE, HR_THREAD_LINGERING, HR_THREAD_PARKED };
-
 enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
 struct hr_driver {
     enum hr_driver_who who;
-    _Atomic int thread_state; /* enum hr_thread_state; changed under the lock, but for LINGERING to AWAKE */
+    int is_parked; /* the background thread, and nobody has kicked it */
     pthread_t thread;
     int kick_fd;
     _Atomic int stop;
@@ -128,21 +118,16 @@ struct hr_driver {
     int must_look;            /* for others, though nothing is pending here */
     int has_yielded;          /* to a caller that waits for what is pending */
     uint64_t rested_at;       /* drives of callers when it rested last */
-    int woken_soon;           /* lingering instead of parking would have paid the last time */
 
     /* The driver's own. */
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* moves of lanes that are no longer there */
-    /* leaving: when it stops to wait for the LEAVE record, unless something moves; 0: not leaving */
+    /* leaving, see turn_leaving: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
     int64_t leave_ns;
-    uint64_t leave_moves; /* leaving: the moves when leave_ns was set */
+    uint64_t leave_moves;
+    int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
     int64_t expecting_since_ns; /* several hosts: waiting for others since */
-    /* its own GPU holds it up: since when, and the moves then; when to count that as one, and how often it was */
-    int64_t held_since_ns;
-    uint64_t held_at;
-    int64_t held_look_ns;
-    uint64_t held_moves;
 };
 
 struct hr_counts {
@@ -203,7 +188,7 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
 void hr_engine_fini(struct hr_engine *engine);
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
-/* refusal.c: as horo_refuse. */
+/* As horo_refuse. */
 int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
 /* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
@@ -296,16 +281,10 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission: it gets into the queue when the values are there. Without the lock. */
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: a batch was cut off, and what MPI may still hold of the memory on the host is left to nobody. */
-void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* flow.c: large allreduces that are announced before all of their values have come */
-/* Whether this one may; with the lock held. And in which pieces its bytes are copied then. */
-int hr_engine_may_flow(const struct hr_request *request);
-size_t hr_engine_piece_bytes(size_t bytes);
+/* Driver: buries the memory on the host of a batch that was cut off. */
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Ends the group: a request that others rely on has no values. */
 void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
-/* Driver, when the group has been aborted: whether nothing of what was going on is on its way to a GPU any more. */
-int hr_engine_are_flows_back(const struct hr_engine *engine);
 /*
  * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
  * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.
@@ -341,8 +320,6 @@ struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_re
 int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
 /* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
 const char *hr_engine_holds_record(const struct hr_lane *lane);
-/* Driver: whether that is its own GPU. */
-int hr_engine_awaits_values(const struct hr_lane *lane);
 /* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
 int hr_engine_orders_turn(const struct hr_lane *lane);
 int hr_engine_awaits_turn(const struct hr_lane *lane);

@@ -11,6 +11,9 @@ static void note_all(struct hr_engine *engine, int event, struct hr_request *con
                      uint64_t ticks) {
     const int is_traced = hr_recorder_is_traced(&engine->node->recorder);
     for (size_t i = 0; i < count; i++) {
+        if (requests[i]->refused != 0) {
+            continue; /* it was never submitted */
+        }
         hr_recorder_add(&engine->node->recorder, &(struct hr_event){
                                                      .ticks = ticks,
                                                      .event = event,

@@ -5,7 +5,6 @@
 #include "arena/last_words.h"
 #include "backend/carried.h"
 #include "base/op.h"
-#include "device/staging.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
 
@@ -19,10 +18,8 @@ static void end_record(struct hr_lane *lane) {
     lane->executor.place += hr_lane_step(lane);
     /* partner: hr_arena_has_closed */
     atomic_store(&arena->blocks[arena->local_rank].log_executed[number], hr_lane_place(lane));
-    /* the leaders of team and host may wait for this before they leave */
-    if (atomic_load(&arena->header->leave_at[number]) != 0) {
-        hr_team_wake_leader(lane->team);
-        hr_node_wake(lane->node, 0);
+    if (number == 0 && atomic_load(&arena->header->leave_at) != 0) {
+        hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
     }
     lane->executor.record_bytes = 0;
     lane->executor.state = HR_EXECUTION_IDLE;
@@ -36,9 +33,8 @@ static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) 
 }
 
 static void end_batch(struct hr_lane *lane) {
-    struct hr_batch *batch = lane->executor.batch;
+    const struct hr_batch *batch = lane->executor.batch;
     char text[HORO_MESSAGE_MAX];
-    batch->flows = 0; /* whose requests callers may release in a moment */
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
@@ -49,7 +45,7 @@ static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
     if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        hr_engine_disown_staged(lane->engine, batch->requests, batch->request_count);
+        hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
     }
 }
 
@@ -67,7 +63,7 @@ static int suspect(struct hr_lane *lane) {
 
 static int confirm(struct hr_lane *lane) {
     const struct hr_abort who = lane->team->suspect;
-    if (hr_now_ns() < lane->executor.confirm_ns) {
+    if (hr_lane_is_left(lane) || hr_now_ns() < lane->executor.confirm_ns) {
         return 0;
     }
     hr_node_abort(lane->node, who.code, who.rank, who.reason);
@@ -83,10 +79,6 @@ static int may_end_batch(struct hr_lane *lane) {
 
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
-    const struct hr_batch *batch = lane->executor.batch;
-    if (lane->executor.state == HR_EXECUTION_RUNNING && batch->flows) {
-        hr_lane_follow_flows(lane, batch->requests, batch->request_count, moved == HR_TASK_BLOCKED);
-    }
     switch (moved) {
     case HR_TASK_BLOCKED: return 0;
     case HR_TASK_DONE:
@@ -220,11 +212,9 @@ static void pass_record(struct hr_lane *lane) {
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    const int refused = hr_lane_end_refusal(lane, record->name);
-    HR_TRY(refused);
-    struct hr_request *request = refused ? NULL : hr_lane_find_name(lane, record->name);
+    struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
-        if (!refused && !lane->announcer.join.has_joined) {
+        if (!lane->announcer.join.has_joined) {
             return HORO_ERR_INTERNAL;
         }
         pass_record(lane);
@@ -246,19 +236,17 @@ static int execute_tuning(struct hr_lane *lane, const struct hr_wire_message *re
     return HORO_OK;
 }
 
-/* The last record: nothing that is still pending will ever be agreed on. */
+/* The last record of the world's log: nothing that is still pending there will ever be agreed on. */
 static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_arena *arena = &lane->node->arena;
     const struct hr_wire_text words = record->text;
-    if (lane->team->number == 0) { /* the others are closed because of it, some ranks' before this */
-        if (words.bytes > 0) {
-            hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
-        }
-        (void)hr_arena_leave(arena, (struct hr_abort){.code = record->status,
-                                                      .rank = record->rank,
-                                                      .by = record->rank,
-                                                      .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
+    if (words.bytes > 0) {
+        hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
     }
+    (void)hr_arena_leave(arena, (struct hr_abort){.code = record->status,
+                                                  .rank = record->rank,
+                                                  .by = record->rank,
+                                                  .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     lane->executor.has_executed_leave = 1;
     hr_engine_note_end(lane->engine);
     end_record(lane);
@@ -342,16 +330,6 @@ void hr_lane_cancel(struct hr_lane *lane) {
     }
     lane->executor.state = HR_EXECUTION_IDLE;
     hr_lone_drop(lane);
-}
-
-int hr_lane_are_flows_back(const struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    for (size_t i = 0; batch != NULL && batch->flows && i < batch->request_count; i++) {
-        if (batch->requests[i]->flows && !hr_staging_is_back(batch->requests[i]->staging)) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 int hr_lane_is_ending_batch(const struct hr_lane *lane) {

@@ -125,18 +125,15 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     hr_engine_describe_end(engine, end, text, sizeof text);
     hr_engine_show_end(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
-    for (const struct hr_request *queued = engine->submission.queue_head; queued != NULL; queued = queued->next) {
-        atomic_fetch_sub(&engine->submission.pending, queued->refused != 0); /* which its lane frees */
-    }
-    engine->submission.queue_head = NULL;
-    engine->submission.queue_tail = &engine->submission.queue_head;
-    atomic_store(&engine->submission.queued, 0);
     if (end.code != HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
         append_pending(engine, text, sizeof text);
     }
     while (engine->submission.oldest != NULL) {
         hr_engine_complete_locked(engine, engine->submission.oldest, end.code, text);
     }
+    engine->submission.queue_head = NULL;
+    engine->submission.queue_tail = &engine->submission.queue_head;
+    atomic_store(&engine->submission.queued, 0);
     if (engine->submission.waiters > 0) {
         (void)pthread_cond_broadcast(&engine->submission.done);
     }

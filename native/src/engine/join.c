@@ -25,9 +25,10 @@
 /* ---- The callers' side, with the lock held ---- */
 
 int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_lane *world = hr_engine_world(engine);
-    if (hr_map_find(&world->in_flight, hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
-                    sizeof HR_CHANGE_NAME - 1) != NULL) {
+    const struct hr_request *change = hr_map_find(&hr_engine_world(engine)->in_flight,
+                                                  hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
+                                                  sizeof HR_CHANGE_NAME - 1);
+    if (change != NULL && (change->refused == 0 || change->behind != NULL)) {
         return hr_fail(error, HORO_ERR_USAGE,
                        "join: a change of process sets is pending on rank %d, and all ranks must take part in it; "
                        "join when it is done",
@@ -99,8 +100,7 @@ static int has_to_announce(const struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
-        found = request->is_held || request->pending_place == HR_NOT_ANNOUNCED ||
-                (!is_heard && request->announced_id != 0);
+        found = request->pending_place == HR_NOT_ANNOUNCED || (!is_heard && request->announced_id != 0);
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return found;
@@ -158,7 +158,7 @@ int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire
 }
 
 int hr_leader_may_tell_joined(const struct hr_lane *lane) {
-    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed && !hr_ahead_is_out(lane);
+    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed;
 }
 
 int hr_leader_tell_joined(struct hr_lane *lane) {

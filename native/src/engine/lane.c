@@ -15,7 +15,6 @@ static void free_parts(struct hr_lane *lane) {
     hr_lane_free_stand_ins(lane);
     hr_buffer_fini(&lane->announcer.request_out);
     hr_buffer_fini(&lane->executor.log_in);
-    hr_lane_drop_refusals(lane);
     hr_map_fini(&lane->in_flight);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);

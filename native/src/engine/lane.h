@@ -70,7 +70,6 @@ struct hr_executor {
     enum hr_execution state;
     int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
     int64_t confirm_ns;
-    int64_t look_ns;        /* its batch waits for copies from a GPU: when to look for a failure of them; else 0 */
     uint64_t log_position;  /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;  /* bytes of the log executed */
@@ -93,18 +92,9 @@ struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
     size_t bytes;  /* of each member */
     int count;     /* members whose data is there */
-    int is_sent;   /* not the root: the sum of it has gone to the parent, and is the first member's data now */
     uint8_t *has;  /* [members] */
-    uint8_t *data; /* [members + 1][HR_CARRIED_MAX], the last one for ahead.c */
-    const void **contributions; /* [members + 1] of it; scratch */
-};
-
-/* Between two hosts, see ahead.c. `id` and `bytes` are those of the AHEAD that this is about. */
-struct hr_ahead {
-    uint32_t id;       /* 0: none is on the way or kept */
-    size_t bytes;
-    int is_recalled;   /* the root: RECALL has been sent */
-    uint64_t last_end; /* the root: 1 + the position of the last one; 0: there was none */
+    uint8_t *data; /* [members][HR_CARRIED_MAX] */
+    const void **contributions; /* [members] of it; scratch */
 };
 
 /* Values that the root of a team is to write into the log in front of the next batch. Under the lock of submission. */
@@ -121,9 +111,7 @@ struct hr_leader {
     int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
-    uint64_t log_bytes;           /* of all records so far, those in log_out among them */
     struct hr_carry carry;
-    struct hr_ahead ahead;
     struct hr_due_tuning tuning;
     struct hr_deadlock deadlock; /* the root of all ranks */
     struct hr_buffer joined_ranks; /* the root: ints, of which no record has been written yet */
@@ -159,10 +147,9 @@ struct hr_lane {
     int is_leader, is_root; /* of the team: on this host, of all */
     int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
     _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
-    struct hr_map in_flight; /* name -> request submitted and not done; under the lock of submission */
-    _Atomic uint32_t pending; /* how many; written under that lock */
-    struct hr_map refused;    /* name -> refusals, see refusal.c, the first one; likewise */
-    _Atomic size_t refused_bytes; /* of all of them; written under that lock */
+    /* name -> request submitted and not done, the first where others are behind it; under the lock of submission */
+    struct hr_map in_flight;
+    _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */
     int is_due;   /* the driver's: a look has found something to do */
@@ -199,6 +186,14 @@ static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
     return lane->executor.place;
 }
 
+/*
+ * Whether a rank has left the job, in whose record the log of the world ends: this other team ends with it, and that a
+ * member of it is gone is no loss.
+ */
+static inline int hr_lane_is_left(const struct hr_lane *lane) {
+    return lane->team->number != 0 && atomic_load(&lane->node->arena.header->leave_at) != 0;
+}
+
 /* Its growth at the end of what is executed. */
 static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
     return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
@@ -217,25 +212,12 @@ int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_flush_requests(struct hr_lane *lane);
 /* Applies a BATCH ref to this rank's knowledge; *request is what it stands for. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-/* Asks for the LEAVE record, behind all that has been announced, because of a rank that leaves the job. */
-int hr_lane_ask_to_leave(struct hr_lane *lane, int leaver, int status, struct hr_wire_text words);
+/* In the lane of the world: asks for the LEAVE record, behind all that has been announced there. */
+int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words);
 /* The request announced by this id and not done; NULL: there is none. */
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
-
-/* ---- refusal.c ---- */
-
-/* Instead of a request. HORO_OK or a status. */
-int hr_lane_announce_refusal(struct hr_lane *lane, const struct hr_request *refusal);
-/* Whether the request has to wait for the record of a refusal. */
-int hr_lane_is_refused(struct hr_lane *lane, const struct hr_request *request);
-/*
- * The record FAIL of a name: 1 if it ends a refusal of this rank, and then announces what was held because of that; 0;
- * or a status.
- */
-int hr_lane_end_refusal(struct hr_lane *lane, struct hr_wire_text name);
-void hr_lane_drop_refusals(struct hr_lane *lane);
 
 /* ---- join.c ---- */
 
@@ -290,10 +272,8 @@ int hr_leader_flush_links(struct hr_lane *lane);
 int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_lane *lane);
-/*
- * CLOSING: whether everybody for whom this leader passes messages on has executed what stands before the LEAVE record.
- */
-int hr_leader_is_done(const struct hr_lane *lane);
+/* CLOSING: whether all of this host, and all hosts below it, have executed what stands before the LEAVE record. */
+int hr_leader_is_done(const struct hr_lane *world);
 /* The last message on every link, for ENDING after CLOSING. */
 int hr_leader_tell_done(struct hr_lane *lane);
 /* control.c; progress_links as hr_lane_lead. */
@@ -306,11 +286,6 @@ int hr_leader_progress_links(struct hr_lane *lane);
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 int hr_leader_collect(struct hr_lane *lane);
 int hr_leader_hand_down(struct hr_lane *lane, size_t mark);
-/* Likewise, where the child hosts make these records by themselves. */
-void hr_leader_note_records(struct hr_lane *lane, size_t mark);
-/* Not the root: the next record of the log, which has come or is made here, with its frame. */
-int hr_leader_take_record(struct hr_lane *lane, const struct hr_wire_message *record, const uint8_t *frame,
-                          size_t frame_bytes);
 /* Frames for all child hosts: HORO_OK or a status. */
 int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes);
 /* The next record for the log is LEAVE. */
@@ -341,45 +316,7 @@ int hr_carry_is_all(const struct hr_lane *lane);
 int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out);
 /* A record has come or been made. */
 void hr_carry_clear(struct hr_lane *lane);
-/* For ahead.c: the data of a member, or the room behind that of all of them. */
-uint8_t *hr_carry_data(const struct hr_lane *lane, int member);
-/* Whether all data but the last member's is there. */
-int hr_carry_lacks_last(const struct hr_lane *lane);
-/* Room for data of another host, where this one has carried none; HORO_OK or HORO_ERR_RESOURCE. */
-int hr_carry_reserve(struct hr_lane *lane);
-/* The sum of what the several ranks of this host have carried, into `packed`. HORO_OK or a status. */
-int hr_carry_reduce_host(struct hr_lane *lane, uint8_t *packed);
-/*
- * The sum of the first `count` contributions, each of hosts, into `packed`; is_root: with all that comes after. HORO_OK
- * or a status.
- */
-int hr_carry_reduce(struct hr_lane *lane, int count, int is_root, uint8_t *packed);
-/* Appends DATA, RESULT or AHEAD with this data, for the next place in the log, framed. HORO_OK or a status. */
-int hr_carry_put(const struct hr_lane *lane, enum hr_wire_type type, const uint8_t *data, struct hr_buffer *out);
 void hr_carry_fini(struct hr_lane *lane);
-
-/* ---- ahead.c: two hosts make the record of a small allreduce alike ---- */
-
-/* The root: sends AHEAD where only the other host's data is missing. 1 if it did, 0, or a status. */
-int hr_ahead_go(struct hr_lane *lane);
-/* The root: whether that is so. */
-int hr_ahead_may_go(const struct hr_lane *lane);
-/* The root: whether a record of its own has to wait for the other host's word. */
-static inline int hr_ahead_is_out(const struct hr_lane *lane) {
-    return lane->is_root && lane->leader.ahead.id != 0;
-}
-/* The root: asks for that word. 1 or a status. */
-int hr_ahead_recall(struct hr_lane *lane);
-/* The root: DATA of the other host has come. 1: it has been answered by AHEAD, and the record is made; 0; a status. */
-int hr_ahead_match_data(struct hr_lane *lane, const struct hr_wire_message *message);
-/* The other host: its data is complete, and its DATA is on the way. 1: AHEAD was here, and the record is made; 0. */
-int hr_ahead_match_kept(struct hr_lane *lane);
-/* The other host: gives AHEAD back before it announces something else. HORO_OK or a status. */
-int hr_ahead_release(struct hr_lane *lane);
-/* AHEAD and RECALL from the root, RELEASE from the other host. HORO_OK or a status. */
-int hr_ahead_keep(struct hr_lane *lane, const struct hr_wire_message *message);
-int hr_ahead_give_back(struct hr_lane *lane, const struct hr_wire_message *recall);
-int hr_ahead_take_back(struct hr_lane *lane, const struct hr_wire_message *release);
 
 /* ---- blocked.c ---- */
 
@@ -398,18 +335,6 @@ int hr_link_has_work(const struct hr_link *link);
 /* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
 int hr_link_progress(struct hr_lane *lane, struct hr_link *link);
 
-/* ---- flow.c ---- */
-
-/*
- * Behind a stage of the batch of these requests, some of which flow, or a look that found nothing to do (is_blocked):
- * returns what is done; and, where copies are waited for, ends the group if they have failed.
- */
-void hr_lane_follow_flows(struct hr_lane *lane, struct hr_request *const *requests, size_t count, int is_blocked);
-/* Whether the lane's batch cannot go on before values of its own have come, which shows on no other rank. */
-static inline int hr_lane_awaits_copy(const struct hr_lane *lane) {
-    return lane->executor.state == HR_EXECUTION_RUNNING && lane->executor.look_ns != 0;
-}
-
 /* ---- execute.c ---- */
 
 /* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
@@ -420,8 +345,6 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
 void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
-/* Whether no result of the current batch, or of the one that was given up, is on its way to a GPU. */
-int hr_lane_are_flows_back(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
 
 /* ---- nccl_setup.c ---- */

@@ -7,13 +7,17 @@
 #include "engine/engine.h"
 
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-enum { EVICT_ONE_IN = 32 };
+enum { EVICT_AFTER_CAPACITIES = 4 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
         return hr_agree_announce_id(&lane->leader.agree, 0, id, request->rows, request->submit_ns);
     }
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST, .rank = lane->node->rank, .rows = request->rows};
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
+                                      .rank = lane->node->rank,
+                                      .status = request->refused,
+                                      .text = hr_request_reason(request),
+                                      .rows = request->rows};
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &message.request));
     return hr_agree_announce_request(&lane->leader.agree, 0, &message, request->submit_ns);
 }
@@ -72,7 +76,7 @@ static int init_agreement(struct hr_lane *lane, uint64_t fusion_bytes) {
         .team_size = lane->team->size,
         .rank_count = node->size,
         .capacity = lane->announcer.capacity,
-        .evict_one_in = EVICT_ONE_IN,
+        .evict_after = (uint64_t)EVICT_AFTER_CAPACITIES * lane->announcer.capacity,
         .fusion_bytes = fusion_bytes,
         .recorder = lane->is_root ? &node->recorder : NULL,
         .team_number = team->number,
@@ -135,14 +139,9 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(lane, member, message, now_ns);
-    case HR_WIRE_DATA: {
-        const int is_matched = member < lane->team->local_size ? 0 : hr_ahead_match_data(lane, message);
-        if (is_matched != 0) {
-            return is_matched < 0 ? is_matched : HORO_OK;
-        }
+    case HR_WIRE_DATA:
         hr_carry_add(lane, member, message->id, message->data, message->data_bytes);
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
-    }
     case HR_WIRE_ROWS:
         return hr_agree_announce_id(&lane->leader.agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(&lane->leader.agree, member, message, now_ns);
@@ -151,7 +150,7 @@ int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_me
                                                 : HORO_ERR_INTERNAL;
     case HR_WIRE_BLOCKED: return hr_leader_note_blocked(lane, message);
     case HR_WIRE_LEAVE:
-        return message->rank < lane->node->size
+        return message->rank < lane->node->size && lane->team->number == 0
                    ? hr_leader_note_leaver(lane, message->rank, message->status, message->text)
                    : HORO_ERR_INTERNAL;
     default: return HORO_ERR_INTERNAL;
@@ -217,41 +216,27 @@ int hr_leader_send_down(struct hr_lane *lane, const void *frames, size_t bytes) 
     return HORO_OK;
 }
 
-void hr_leader_note_records(struct hr_lane *lane, size_t mark) {
-    const size_t bytes = hr_buffer_size(&lane->leader.log_out) - mark;
-    if (bytes > 0) {
-        lane->leader.log_bytes += bytes;
-        hr_carry_clear(lane);
-    }
-}
-
 /* Records (framed) at the end of log_out from `mark` on also go to the child hosts. */
 int hr_leader_hand_down(struct hr_lane *lane, size_t mark) {
     const uint8_t *front = hr_buffer_front(&lane->leader.log_out);
     const size_t bytes = hr_buffer_size(&lane->leader.log_out) - mark;
-    hr_leader_note_records(lane, mark);
-    return bytes == 0 ? HORO_OK : hr_leader_send_down(lane, front + mark, bytes);
+    if (bytes == 0) {
+        return HORO_OK;
+    }
+    hr_carry_clear(lane);
+    return hr_leader_send_down(lane, front + mark, bytes);
 }
 
 /* Behind the LEAVE record nothing is agreed on. */
 static int may_collect(const struct hr_lane *lane) {
-    return hr_agree_is_complete(&lane->leader.agree) &&
-           !(lane->is_root && (lane->leader.log_closed || hr_ahead_is_out(lane)));
+    return hr_agree_is_complete(&lane->leader.agree) && !(lane->is_root && lane->leader.log_closed);
 }
 
 /* Reports to the parent. */
 static int report(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->leader.links[0].out;
     uint32_t frames = 0;
-    const int is_carried = hr_carry_is_all(lane);
-    if (!is_carried || lane->leader.ahead.id != lane->leader.carry.id) {
-        HR_TRY(hr_ahead_release(lane));
-    }
-    if (!is_carried) {
-        return hr_agree_collect(&lane->leader.agree, out, &frames);
-    }
-    HR_TRY(hr_carry_write(lane, out));
-    return hr_ahead_match_kept(lane);
+    return hr_carry_is_all(lane) ? hr_carry_write(lane, out) : hr_agree_collect(&lane->leader.agree, out, &frames);
 }
 
 int hr_leader_collect(struct hr_lane *lane) {
@@ -316,26 +301,15 @@ static int write_batches(struct hr_lane *lane, int all) {
 }
 
 static int may_close(const struct hr_lane *lane) {
-    return lane->is_root && lane->leader.leaver != 0 && !lane->leader.log_closed && !hr_ahead_is_out(lane);
-}
-
-/* A record is due that has to wait for the answer to AHEAD, and nobody has asked for that. */
-static int may_recall(const struct hr_lane *lane) {
-    return hr_ahead_is_out(lane) && !lane->leader.ahead.is_recalled &&
-           (lane->leader.leaver != 0 || hr_agree_is_complete(&lane->leader.agree) ||
-            hr_buffer_size(&lane->leader.joined_ranks) > 0);
+    return lane->is_root && lane->leader.leaver != 0 && !lane->leader.log_closed;
 }
 
 void hr_leader_close_log(struct hr_lane *lane) {
-    const int number = lane->team->number;
     /* by me */
     const uint64_t written = atomic_load_explicit(&lane->team->partition.header->log.written, memory_order_relaxed);
-    atomic_store(&lane->node->arena.header->leave_at[number],
+    atomic_store(&lane->node->arena.header->leave_at,
                  written + hr_buffer_size(&lane->leader.log_out) + lane->lone.rounds + 1);
     lane->leader.log_closed = 1;
-    if (number == 0) {
-        hr_node_call(lane->node); /* a leader that has nothing to do closes the logs of its other teams too */
-    }
 }
 
 /* Closes the log with the LEAVE record, behind what all have announced before the leaver asked, which still runs. */
@@ -350,9 +324,6 @@ static int close_log(struct hr_lane *lane) {
 
 static int form_batches(struct hr_lane *lane) {
     int64_t due_ns;
-    if (may_recall(lane)) {
-        return hr_ahead_recall(lane);
-    }
     if (hr_leader_may_tell_joined(lane)) {
         return hr_leader_tell_joined(lane);
     }
@@ -428,7 +399,7 @@ static int send_at_once(struct hr_lane *lane) {
 }
 
 int hr_lane_lead(struct hr_lane *lane) {
-    static int (*const parts[])(struct hr_lane *) = {hr_leader_collect, hr_ahead_go, form_batches, flush_log};
+    static int (*const parts[])(struct hr_lane *) = {hr_leader_collect, form_batches, flush_log};
     int moved = collect_local(lane);
     HR_TRY(moved);
     const int linked = hr_leader_progress_links(lane);
@@ -448,8 +419,7 @@ int hr_lane_has_lead_work(struct hr_lane *lane) {
     const struct hr_partition_header *header = lane->team->partition.header;
     int64_t due_ns;
     if (atomic_load(&header->announced) != lane->leader.announced_seen || may_collect(lane) ||
-        hr_leader_may_tell_joined(lane) || may_close(lane) || may_recall(lane) || hr_ahead_may_go(lane) ||
-        may_form_batch(lane, &due_ns)) {
+        hr_leader_may_tell_joined(lane) || may_close(lane) || may_form_batch(lane, &due_ns)) {
         return 1;
     }
     if (hr_buffer_size(&lane->leader.log_out) > 0 &&

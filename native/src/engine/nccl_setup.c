@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "device/blocks.h"
+#include "device/stager.h"
 #include "engine/by_nccl.h"
 
 /* ---- What all have told ---- */
@@ -172,12 +172,12 @@ static int holds_record(const struct hr_lane *lane) {
     return team != NULL && team->holds_record;
 }
 
-int hr_engine_awaits_values(const struct hr_lane *lane) {
+static int awaits_values(const struct hr_lane *lane) {
     return holds_record(lane) && hr_nccl_team_of(lane->engine, lane)->comm.state != HR_NCCL_CONNECTING;
 }
 
 const char *hr_engine_holds_record(const struct hr_lane *lane) {
-    return hr_engine_awaits_values(lane) ? "its own GPU" : holds_record(lane) ? "NCCL to connect this rank" : NULL;
+    return awaits_values(lane) ? "its own GPU" : holds_record(lane) ? "NCCL to connect this rank" : NULL;
 }
 
 /* ---- Staging ---- */

@@ -242,7 +242,7 @@ void hr_request_destroy(struct hr_request *request) {
     if (request->new_lane != NULL) {
         hr_lane_destroy(request->new_lane);
     }
-    hr_staging_release(request->staging);
+    hr_staging_drop(request->staging);
     hr_mark_drop(request->mark);
     free(request->error_text);
     free(request);

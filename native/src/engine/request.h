@@ -3,6 +3,7 @@
 #define HR_ENGINE_REQUEST_H
 
 #include <stdatomic.h>
+#include <string.h>
 
 #include "backend/backend.h"
 #include "horo_gpu.h"
@@ -43,8 +44,9 @@ struct hr_request {
     uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
     struct hr_gathered *gathered; /* allgather, alltoall: [tensor_count] */
     int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
-    int refused;                  /* a refusal, see refusal.c: the status; its reason is error_text */
-    int is_held;                  /* driver: to be announced when a refusal of its name has been agreed on */
+    int refused;                  /* a refusal, see submit.c: the status; its reason is error_text */
+    struct hr_request *behind;    /* of a refusal: the next call of its name, which is queued when this one is done */
+    int is_behind;                /* under the lock: it is such a call */
     int is_taken;                 /* driver: it was for NCCL, which has been refused; what travels is as it was */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     int is_stand_in;              /* for one of this rank, which has joined */
@@ -53,10 +55,9 @@ struct hr_request {
     struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
     int team_added;               /* add team: its id, once done; else -1 */
     int team_size, team_rank;     /* of its own team, and of this rank there */
-    int is_queued;                /* under the lock: it has been in the queue */
+    int is_queued;                /* under the lock: it has been in the queue, or is to get there when is_behind ends */
     int awaits_values;            /* under the lock: submitted for NCCL, which is not to have it; it is being staged */
     int is_returned;              /* under the lock: results are on their way to the GPU */
-    int flows;                    /* staged, and announced before all of its values have come; see flow.c */
     struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
     /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
     struct hr_mark *mark;
@@ -81,6 +82,11 @@ int hr_request_create(const horo_request *call, struct hr_request **request, str
 void hr_request_destroy(struct hr_request *request);
 /* Before it is announced: that it is for NCCL. */
 void hr_request_set_by_nccl(struct hr_request *request);
+/* Of a refusal; empty otherwise. */
+static inline struct hr_wire_text hr_request_reason(const struct hr_request *request) {
+    return request->refused == 0 ? (struct hr_wire_text){NULL, 0}
+                                 : (struct hr_wire_text){request->error_text, strlen(request->error_text)};
+}
 static inline int hr_request_is_by_nccl(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0 && !request->is_taken;
 }

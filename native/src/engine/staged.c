@@ -2,6 +2,7 @@
  * Requests whose tensors are on a GPU. They are submitted as all others, with the memory of a staging in place of their
  * tensors', but get into the queue only when the values are there: until then the rank has not announced them.
  */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/cut.h"
@@ -10,12 +11,12 @@
 #include "device/staging.h"
 #include "engine/engine.h"
 
-enum { CLOSE_MS = 5000 };
+enum { CLOSE_MS = 2500 }; /* for what runs on a GPU; then the stager frees what it has without this thread */
 
 /* From a thread of the GPU's driver. The request may be over, but has not let go of its staging. */
-static void on_ready(void *owner, struct hr_staging *staging) {
+static void on_ready(void *owner, void *launched) {
     struct hr_engine *engine = owner;
-    struct hr_request *request = staging->request;
+    struct hr_request *request = launched;
     (void)pthread_mutex_lock(&engine->submission.lock);
     if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
         if (request->is_queued) { /* for NCCL */
@@ -26,6 +27,15 @@ static void on_ready(void *owner, struct hr_staging *staging) {
         hr_engine_kick(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
+    char words[HORO_MESSAGE_MAX];
+    const int length = snprintf(words, sizeof words,
+                                "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
+                                "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
+                                call->device - 1, hr_op_name(call->op), call->name, text);
+    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
 /*
@@ -51,9 +61,9 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
 }
 
 /* From the stager's watchdog. */
-static void on_failed(void *owner, struct hr_staging *staging, const char *text) {
+static void on_failed(void *owner, void *launched, const char *text) {
     struct hr_engine *engine = owner;
-    struct hr_request *request = staging->request;
+    struct hr_request *request = launched;
     (void)pthread_mutex_lock(&engine->submission.lock);
     fail_locked(engine, request, HORO_ERR_RESOURCE, text);
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -112,7 +122,6 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
             .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
-            .piece_bytes = request->flows ? hr_engine_piece_bytes((size_t)bytes) : 0,
         };
     }
 }
@@ -170,11 +179,14 @@ int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request,
     return hr_staging_launch(request->staging, request, error);
 }
 
-void hr_engine_disown_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count && atomic_load(&engine->node->mpi.stranded) != 0; i++) {
-        if (requests[i]->staging != NULL) {
-            hr_staging_disown(requests[i]->staging);
-        }
+static void drop(void *staging) {
+    hr_staging_drop(staging);
+}
+
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        hr_node_bury(engine->node, requests[i]->staging, drop);
+        requests[i]->staging = NULL;
     }
 }
 
@@ -251,13 +263,9 @@ static int return_results(struct hr_engine *engine, int64_t handle, void *stream
         hr_mark_drop(returning.mark);
         return status;
     }
-    if (returning.bytes == NULL) {
-        status = hr_staging_follow(returning.staging, stream, error);
-    } else {
-        status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
-        if (status != HORO_OK) {
-            take_back_return(engine, handle);
-        }
+    status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
+    if (status != HORO_OK && returning.bytes != NULL) {
+        take_back_return(engine, handle);
     }
     free(returning.bytes);
     hr_staging_drop(returning.staging);

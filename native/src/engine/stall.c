@@ -175,7 +175,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     struct hr_node *node = lane->node;
     const char *held_by = hr_engine_holds_record(lane);
     const int silent = held_by != NULL ? -1 : find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && (held_by != NULL || hr_engine_awaits_gpu(lane) || hr_lane_awaits_copy(lane));
+    const int is_late_here = silent < 0 && (held_by != NULL || hr_engine_awaits_gpu(lane));
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so

@@ -85,22 +85,6 @@ static void find_announced(const struct hr_lane *lane, int64_t now_ns, struct hr
     stalled->total = total;
 }
 
-/* A request of the leader's own behind a refused one, where nobody but those who refuse has announced the name. */
-static void find_held(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    const struct hr_request *request = NULL;
-    while ((request = hr_lane_next_pending(lane, request)) != NULL &&
-           now_ns - request->submit_ns >= lane->node->stall_warning_ns) {
-        const struct hr_wire_text name = {request->call.name, request->name_bytes};
-        const struct hr_agree_entry *entry = request->is_held ? hr_agree_find(&lane->leader.agree, name) : NULL;
-        if (entry != NULL && entry->state == HR_AGREE_REFUSED) {
-            add(stalled, (struct hr_stalled_name){.name = entry->name, .announced = entry->announced},
-                request->submit_ns);
-        }
-    }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
-}
-
 /*
  * Of all that have not submitted something: to join, or anything else. Who has not joined may wait itself for a rank
  * that is late with something else.
@@ -118,7 +102,6 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
     *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
     if (lane->is_leader) {
         find_announced(lane, now_ns, stalled);
-        find_held(lane, now_ns, stalled);
     } else {
         find_own(lane, now_ns, stalled);
     }

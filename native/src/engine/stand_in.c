@@ -231,12 +231,14 @@ void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request) {
     hr_stand_in_destroy(request);
 }
 
+static void destroy(void *request) {
+    hr_stand_in_destroy(request);
+}
+
 void hr_lane_free_stand_ins(struct hr_lane *lane) {
-    /* MPI may still touch the memory of transfers that were given up */
-    const int is_held = atomic_load(&lane->node->mpi.stranded) != 0;
-    for (size_t i = 0; i < lane->stand_ins.capacity && !is_held; i++) {
+    for (size_t i = 0; i < lane->stand_ins.capacity; i++) {
         if (lane->stand_ins.slots[i].value != NULL) {
-            hr_stand_in_destroy(lane->stand_ins.slots[i].value);
+            hr_node_bury(lane->node, lane->stand_ins.slots[i].value, destroy);
         }
     }
     hr_map_fini(&lane->stand_ins);

@@ -1,4 +1,12 @@
-/* Submitting a request: from the caller to the queue of the driver. */
+/*
+ * Submitting a request: from the caller to the queue of the driver.
+ *
+ * A call that was refused on this rank before anything of it was submitted is a request, too, without a handle. Other
+ * ranks, whose calls of that name are in order, would wait for this one; so it is announced with the status and the
+ * reason, and ends by the record FAIL that all get. Calls of one name keep their order: what is submitted under it
+ * meanwhile stands behind the refusal, and goes into the queue when that is done.
+ */
+#include <stdio.h>
 #include <string.h>
 
 #include "base/op.h"
@@ -46,11 +54,48 @@ static int find_lane(const struct hr_engine *engine, struct hr_request *request,
 }
 
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request) {
+    request->is_queued = 1;
+    if (request->is_behind) {
+        return;
+    }
     request->next = NULL;
     *engine->submission.queue_tail = request;
     engine->submission.queue_tail = &request->next;
-    request->is_queued = 1;
     atomic_fetch_add(&engine->submission.queued, 1);
+}
+
+/* With the lock held: the last one in flight of the request's name; NULL: there is none. */
+static struct hr_request *last_of_name(const struct hr_request *request) {
+    struct hr_request *last =
+        hr_map_find(&request->lane->in_flight, request->name_hash, request->call.name, request->name_bytes);
+    while (last != NULL && last->behind != NULL) {
+        last = last->behind;
+    }
+    return last;
+}
+
+/* With the lock held: whether it may be the next call of its name, behind refusals or alone. */
+static int is_next_of_name(struct hr_request *request) {
+    const struct hr_request *last = last_of_name(request);
+    request->is_behind = last != NULL;
+    return last == NULL || last->refused != 0;
+}
+
+/* With the lock held: it is in flight. HORO_OK or HORO_ERR_RESOURCE. */
+static int add_pending(struct hr_engine *engine, struct hr_request *request) {
+    struct hr_lane *lane = request->lane;
+    if (request->is_behind) {
+        last_of_name(request)->behind = request;
+    } else {
+        HR_TRY(hr_map_insert(&lane->in_flight, request->name_hash, request->call.name, request->name_bytes, request));
+    }
+    request->older = engine->submission.newest;
+    *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
+    engine->submission.newest = request;
+    atomic_fetch_add(&engine->submission.pending, 1);
+    atomic_store_explicit(&lane->pending, atomic_load_explicit(&lane->pending, memory_order_relaxed) + 1,
+                          memory_order_relaxed);
+    return HORO_OK;
 }
 
 /* With the lock held: whether it may be submitted; then it knows its lane. */
@@ -63,7 +108,7 @@ static int check(const struct hr_engine *engine, struct hr_request *request, str
     if (request->call.op == HORO_JOIN) {
         HR_TRY(hr_engine_check_join(engine, error));
     }
-    if (hr_map_find(&request->lane->in_flight, request->name_hash, name, request->name_bytes) != NULL) {
+    if (!is_next_of_name(request)) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
     }
@@ -77,7 +122,6 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     if (hr_engine_is_placed_late(engine, request)) {
         return HORO_IN_PROGRESS;
     }
-    struct hr_map *in_flight = &request->lane->in_flight;
     hr_engine_note_caller(engine);
     request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
@@ -86,21 +130,16 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
-    if (hr_map_insert(in_flight, request->name_hash, name, request->name_bytes, request) != HORO_OK) {
+    if (add_pending(engine, request) != HORO_OK) {
         (void)hr_map_remove(&engine->submission.handles, handle_hash, handle_key, sizeof request->handle);
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     engine->submission.last_handle++;
     request->lane->is_joining = request->call.op == HORO_JOIN;
-    request->older = engine->submission.newest;
-    *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
-    engine->submission.newest = request;
     if (request->staging == NULL) {
         hr_engine_queue(engine, request);
     }
     hr_engine_note_submitted(engine, request);
-    atomic_fetch_add(&engine->submission.pending, 1);
-    atomic_store_explicit(&request->lane->pending, (uint32_t)in_flight->count, memory_order_relaxed);
     atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
     _Atomic uint64_t *count = &engine->submission.count_of[request->call.op]; /* changed here alone */
     atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
@@ -113,14 +152,12 @@ static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, st
     const horo_request *call = &request->call;
     (void)pthread_mutex_lock(&engine->submission.lock);
     int status = check(engine, request, error);
-    const int may_flow = status == HORO_OK && hr_engine_may_flow(request);
     (void)pthread_mutex_unlock(&engine->submission.lock);
     HR_TRY(status);
     status = hr_engine_mark_for_nccl(engine, request, &reason);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
     }
-    request->flows = may_flow && request->mark == NULL;
     return request->mark != NULL ? HORO_OK : hr_engine_stage(engine, request, error);
 }
 
@@ -183,4 +220,56 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
                        call->name == NULL ? "" : call->name);
     }
     return hr_engine_submit_with(engine, call, NULL, handle, error);
+}
+
+/* ---- Refusals ---- */
+
+enum { REASON_MAX = 700 };
+
+/* With the lock held. 1: it is announced; 0: nobody waits for it, or a request of the name is under way here. */
+static int enqueue_refusal(struct hr_engine *engine, struct hr_request *refusal) {
+    struct hr_error unused = {0};
+    const struct hr_team_place *place = hr_engine_find_team(engine, refusal->call.team, refusal->call.name, &unused);
+    refusal->lane = place == NULL ? NULL : place->lane;
+    if (refusal->lane == NULL || refusal->lane->refuses_requests || refusal->lane->is_joining ||
+        atomic_load(&engine->driver.stop) || !is_next_of_name(refusal)) {
+        return 0;
+    }
+    HR_TRY(add_pending(engine, refusal));
+    hr_engine_queue(engine, refusal);
+    hr_engine_kick(engine);
+    return 1;
+}
+
+int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
+                            const char *reason) {
+    if (status != HORO_ERR_USAGE && status != HORO_ERR_UNSUPPORTED && status != HORO_ERR_RESOURCE) {
+        return HORO_ERR_USAGE;
+    }
+    if (hr_engine_end(engine).code != HORO_OK || strcmp(name, HR_JOIN_NAME) == 0) {
+        return 0;
+    }
+    /* The form of a request without tensors, of which there is nothing to refuse. */
+    const horo_request call = {.name = name, .op = HORO_BARRIER, .prescale = 1.0, .postscale = 1.0, .team = team};
+    struct hr_request *refusal = NULL;
+    struct hr_error error = {0};
+    HR_TRY(hr_request_create(&call, &refusal, &error));
+    char text[HORO_MESSAGE_MAX];
+    const struct hr_node *node = engine->node;
+    (void)snprintf(text, sizeof text, "rank %d (%.200s) has refused it: %.*s", node->rank,
+                   node->host_name_of_rank[node->rank], REASON_MAX, reason);
+    refusal->refused = status;
+    refusal->error_text = strdup(text);
+    const int outcome = refusal->error_text == NULL ? HORO_ERR_RESOURCE : enqueue_refusal(engine, refusal);
+    if (outcome != 1) {
+        hr_request_destroy(refusal);
+    }
+    return outcome;
+}
+
+int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int outcome = hr_engine_refuse_locked(engine, team, name, status, reason);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return outcome < 0 ? outcome : HORO_OK;
 }

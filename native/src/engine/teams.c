@@ -86,10 +86,14 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_e
     if (lane->refuses_requests) {
         return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(lane->team, name));
     }
-    if (lane->in_flight.count > 0) {
+    int pending = 0;
+    for (const struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {
+        pending += request->refused == 0;
+    }
+    if (pending > 0) {
         return hr_fail(error, HORO_ERR_USAGE,
-                       "%s cannot be removed: %zu of its operations are not done on rank %d; wait for them",
-                       hr_team_name(lane->team, name), lane->in_flight.count, engine->node->rank);
+                       "%s cannot be removed: %d of its operations are not done on rank %d; wait for them",
+                       hr_team_name(lane->team, name), pending, engine->node->rank);
     }
     lane->refuses_requests = 1;
     return HORO_OK;
@@ -230,6 +234,17 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
     }
 }
 
+/* With the lock held: nothing else is pending there. The last one first, so that none gets into the queue. */
+static void drop_refusals(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_request *older;
+    for (struct hr_request *request = engine->submission.newest; request != NULL; request = older) {
+        older = request->older;
+        if (request->lane == lane) {
+            hr_engine_complete_locked(engine, request, HORO_ERR_ABORTED, NULL);
+        }
+    }
+}
+
 static void remove_team(struct hr_engine *engine, int team) {
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = place->lane;
@@ -239,6 +254,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->lane = NULL;
     if (lane != NULL) {
+        drop_refusals(engine, lane);
         forget(engine, lane);
         choose_driver(engine);
     }

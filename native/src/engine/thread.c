@@ -1,5 +1,4 @@
-/* The background thread: it drives while it is needed, and rests otherwise. Its states are in engine.h. */
-#include <sched.h>
+/* The background thread: it drives while it is needed, and is parked otherwise. */
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -18,11 +17,6 @@ static void prepare_to_park(struct hr_engine *engine, int64_t look_ns) {
     sleep->look_ns = look_ns;
 }
 
-static void name_kick(struct hr_engine *engine) {
-    struct hr_sleep *sleep = &engine->driver.sleep;
-    sleep->fds[sleep->count++] = (struct pollfd){.fd = engine->driver.kick_fd, .events = POLLIN};
-}
-
 /* Takes what has come, if anything has; but for the driver's eventfd, which is the next driver's. */
 static void take_events(struct hr_engine *engine, int events) {
     struct hr_sleep *sleep = &engine->driver.sleep;
@@ -36,68 +30,18 @@ static void take_events(struct hr_engine *engine, int events) {
     hr_node_watch(engine->node, sleep->fds + 1, sleep->life_count);
 }
 
-/* Looks for a while whether it is needed; 1 if it is. Without the lock. */
-static int linger(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    const int64_t end_ns = hr_now_ns() + driver->thread_spin_ns;
-    while (atomic_load(&driver->thread_state) == HR_THREAD_LINGERING && hr_now_ns() < end_ns) {
-        for (int i = 0; i < HR_LOOKS_PER_YIELD && atomic_load(&driver->thread_state) == HR_THREAD_LINGERING; i++) {
-            hr_cpu_relax();
-        }
-        const int events = driver->is_watching ? poll(driver->sleep.fds, (nfds_t)driver->sleep.count, 0) : 0;
-        if (events > 0) {
-            take_events(engine, events);
-            return 1;
-        }
-        (void)sched_yield(); /* the caller may have been put on this very core */
-    }
-    return atomic_load(&driver->thread_state) != HR_THREAD_LINGERING;
-}
-
+/* Sleeps on what has been prepared, and on the kick, with the lock held, which it lets go meanwhile. */
 static void park(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
-    const int64_t begin_ns = hr_now_ns();
+    driver->sleep.fds[driver->sleep.count++] = (struct pollfd){.fd = driver->kick_fd, .events = POLLIN};
+    driver->is_parked = 1;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
     if (atomic_load(&driver->serves_hosts)) {
         atomic_fetch_add_explicit(&engine->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
     }
     take_events(engine, hr_node_sleep(&driver->sleep));
-    driver->woken_soon = hr_now_ns() - begin_ns < driver->thread_spin_ns;
-}
-
-/*
- * Until needed, with the lock held, which it lets go meanwhile. Parking costs the caller a system call that wakes a
- * thread, two microseconds and more, for each request of a stream; lingering costs time of a core that nobody else
- * wants. So it lingers only after it has been woken so soon that lingering would have caught the call, and no longer
- * than its waits spin; and not where a yield would give another program a slice of time.
- */
-static void sleep_until_needed(struct hr_engine *engine, int lingers) {
-    struct hr_driver *driver = &engine->driver;
-    if (lingers) {
-        atomic_store(&driver->thread_state, HR_THREAD_LINGERING);
-        (void)pthread_mutex_unlock(&engine->submission.lock);
-        const int is_needed = linger(engine);
-        (void)pthread_mutex_lock(&engine->submission.lock);
-        const int is_called = atomic_exchange(&driver->thread_state, HR_THREAD_AWAKE) != HR_THREAD_LINGERING;
-        if (is_needed || is_called || (driver->is_watching && driver->drives != driver->watching_since)) {
-            return;
-        }
-    }
-    atomic_store(&driver->thread_state, HR_THREAD_PARKED);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    park(engine);
     (void)pthread_mutex_lock(&engine->submission.lock);
-    atomic_store(&driver->thread_state, HR_THREAD_AWAKE);
-}
-
-static int may_linger(const struct hr_engine *engine) {
-    return engine->driver.woken_soon && !hr_node_is_contended(engine->node, hr_now_ns());
-}
-
-/* Rests, where nothing but a call or a death concerns the thread. */
-static void rest_parked(struct hr_engine *engine) {
-    prepare_to_park(engine, -1);
-    name_kick(engine);
-    sleep_until_needed(engine, may_linger(engine));
+    driver->is_parked = 0;
 }
 
 /*
@@ -106,8 +50,7 @@ static void rest_parked(struct hr_engine *engine) {
  */
 static void rest_watching(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
-    name_kick(engine);
-    sleep_until_needed(engine, may_linger(engine));
+    park(engine);
     if (driver->who == HR_DRIVER_NONE) {
         hr_node_end_sleep(engine->node, &driver->sleep);
         driver->must_look = 1;
@@ -124,8 +67,7 @@ static void rest_from_callers(struct hr_engine *engine) {
     driver->rested_at = driver->drives;
     driver->looks_soon = !is_long;
     prepare_to_park(engine, is_long ? -1 : HR_STREAM_MS * 1000000ll);
-    name_kick(engine);
-    sleep_until_needed(engine, 0);
+    park(engine);
     driver->looks_soon = 0;
     if (driver->who == HR_DRIVER_NONE && hr_now_ns() - driver->called_ns >= HR_STREAM_MS * 1000000ll) {
         driver->must_look = 1;
@@ -137,7 +79,8 @@ static void rest(struct hr_engine *engine) {
     const int is_free = driver->who == HR_DRIVER_NONE && !driver->has_yielded;
     driver->has_yielded = 0;
     if (!atomic_load(&driver->serves_hosts)) {
-        rest_parked(engine);
+        prepare_to_park(engine, -1); /* nothing but a call or a death concerns the thread */
+        park(engine);
     } else if (is_free && driver->is_watching && driver->watching_since == driver->drives) {
         rest_watching(engine);
     } else {

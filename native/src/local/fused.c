@@ -109,39 +109,3 @@ void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t i
         bytes -= part;
     }
 }
-
-/* The end of [offset, + bytes) within a piece, in bytes of its values from its front. */
-static size_t end_within(const struct hr_fused *fused, const struct hr_piece *piece, size_t offset, size_t bytes) {
-    const size_t skip = offset - piece->offset;
-    const size_t left = piece->bytes - skip;
-    const struct values values = values_of(fused->codec, piece, skip, left < bytes ? left : bytes);
-    return (values.first + values.count) * fused->codec->element_bytes;
-}
-
-/* The next piece begins there. */
-static size_t behind(const struct hr_piece *piece) {
-    return piece->offset + piece->bytes;
-}
-
-int hr_fused_has_arrived(const struct hr_fused *fused, size_t offset, size_t bytes) {
-    const size_t end = offset + bytes;
-    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); offset < end; offset = behind(&fused->pieces[i++])) {
-        const struct hr_piece *piece = &fused->pieces[i];
-        /* partner: on_copied */
-        if (piece->flow != NULL &&
-            atomic_load(&piece->flow->arrived) < end_within(fused, piece, offset, end - offset)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-void hr_fused_note_done(const struct hr_fused *fused, size_t offset, size_t bytes) {
-    const size_t end = offset + bytes;
-    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); offset < end; offset = behind(&fused->pieces[i++])) {
-        const struct hr_piece *piece = &fused->pieces[i];
-        if (piece->flow != NULL) {
-            piece->flow->done = end_within(fused, piece, offset, end - offset);
-        }
-    }
-}

@@ -4,7 +4,6 @@
 
 #include <stddef.h>
 
-#include "base/flow.h"
 #include "kernel/codec.h"
 
 /* One tensor: bytes [offset, offset + bytes) of the vector, as they travel; bytes > 0. */
@@ -14,7 +13,6 @@ struct hr_piece {
     size_t offset;
     size_t bytes;
     size_t count; /* of its values */
-    struct hr_flow *flow; /* NULL: all of its input is there */
 };
 
 /* All offsets and bytes are those of what travels, and lie between two blocks of the codec. */
@@ -23,7 +21,6 @@ struct hr_fused {
     size_t count;
     size_t bytes;
     const struct hr_codec *codec;
-    int flows; /* some pieces have a flow */
 };
 
 /* The piece that holds byte `offset` (< fused->bytes). */
@@ -51,9 +48,5 @@ void hr_fused_copy(const struct hr_fused *fused, size_t offset, size_t bytes, co
  */
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
                        const struct hr_kernel *kernel, enum hr_store store);
-
-/* Whether the inputs of [offset, + bytes) are there; and, for those who look at flows, that its outputs are final. */
-int hr_fused_has_arrived(const struct hr_fused *fused, size_t offset, size_t bytes);
-void hr_fused_note_done(const struct hr_fused *fused, size_t offset, size_t bytes);
 
 #endif

@@ -8,6 +8,12 @@
 
 #include "arena/last_words.h"
 
+void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void *memory)) {
+    if (atomic_load(&node->mpi.stranded) == 0) {
+        release(memory);
+    }
+}
+
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes) {
     if (rank < 0 || rank >= node->size) {
         (void)snprintf(out, out_bytes, "a rank");
@@ -97,7 +103,8 @@ static void close_life_line(struct hr_node *node, int local_rank, int fd) {
     }
     const uint32_t state = atomic_load(&node->arena.blocks[local_rank].state);
     /* A leader is needed to the end: through it the others hear of deaths. */
-    const int is_needed = local_rank == 0 || !hr_arena_has_closed(&node->arena, local_rank);
+    const int is_needed =
+        local_rank == 0 || state == HR_MEMBER_ABSENT || !hr_arena_has_closed(&node->arena, local_rank);
     if (state != HR_MEMBER_LEFT && is_needed) {
         hr_node_abort(node, HORO_ERR_PEER_LOST, node->rank_of_local[local_rank], HR_REASON_EXITED);
     }

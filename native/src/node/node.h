@@ -23,6 +23,7 @@
 #include "mpi/mpi.h"
 #include "node/contention.h"
 #include "node/core_choice.h"
+#include "node/sleep.h"
 #include "transport/transport.h"
 
 /* A wait that lasts so long has the links supervised meanwhile. */
@@ -30,17 +31,6 @@
 
 /* The number of looks of whoever spins before it offers its core to others. */
 enum { HR_LOOKS_PER_YIELD = 2 };
-
-/* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
-struct hr_sleep {
-    struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
-    size_t capacity, count, life_count;
-    int64_t deadline_ns; /* 0: none */
-    int64_t look_ns;     /* at most so long, for what no descriptor tells of; -1: any time */
-};
-
-/* Makes room for so many descriptors. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
 
 struct hr_node {
     int rank, size, host_count; /* of the job */
@@ -154,6 +144,12 @@ void hr_node_end(struct hr_node *node, int code, int rank, const char *words, si
 void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count);
 /* Fills fds with the life lines still open; returns how many. Any thread. */
 size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds);
+
+/*
+ * Gives memory back that a transport may have had: `release` is called with it now, or never where MPI still holds some
+ * and may touch it. It is better lost than written to when it is somebody else's.
+ */
+void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void *memory));
 
 /* "rank 3 (h2)". Returns out. */
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes);

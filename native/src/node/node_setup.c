@@ -263,10 +263,12 @@ void hr_node_close_fds(struct hr_node *node) {
     node->owned_fd_count = 0;
 }
 
+static void unmap_arena(void *arena) {
+    hr_arena_unmap(arena);
+}
+
 void hr_node_fini(struct hr_node *node) {
     hr_node_close_fds(node);
-    if (atomic_load(&node->mpi.stranded) == 0) {
-        hr_arena_unmap(&node->arena);
-    } /* else MPI may still touch it: better lost than written to when it is somebody else's */
+    hr_node_bury(node, &node->arena, unmap_arena);
     free_places(node);
 }

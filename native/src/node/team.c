@@ -173,6 +173,13 @@ void hr_team_close_links(struct hr_team *team) {
     }
 }
 
+/* The memory that its transport moves data in. */
+static void free_data(void *arg) {
+    struct hr_team *team = arg;
+    hr_partition_unmap(&team->node->arena, &team->partition);
+    free(team->cross_scratch);
+}
+
 void hr_team_fini(struct hr_team *team) {
     hr_team_close_links(team);
     free(team->job_rank);
@@ -183,10 +190,9 @@ void hr_team_fini(struct hr_team *team) {
     free(team->leader_of_host);
     free(team->host_size);
     free((void *)team->sources);
-    if (team->node != NULL && atomic_load(&team->node->mpi.stranded) == 0) {
-        hr_partition_unmap(&team->node->arena, &team->partition);
-        free(team->cross_scratch);
-    } /* else MPI may still touch it: better lost than written to when it is somebody else's */
+    if (team->node != NULL) {
+        hr_node_bury(team->node, team, free_data);
+    }
     *team = (struct hr_team){0};
 }
 

@@ -1,7 +1,6 @@
 /* The one way to wait: spin for a while, then sleep. See node.h. */
 #include <errno.h>
 #include <sched.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "node/node.h"
@@ -33,18 +32,6 @@ static int64_t until_ns(int64_t deadline_ns) {
     }
     const int64_t left_ns = deadline_ns - hr_now_ns();
     return left_ns < 0 ? 0 : left_ns;
-}
-
-int hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
-    if (count > sleep->capacity) {
-        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
-        if (fds == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        sleep->fds = fds;
-        sleep->capacity = count;
-    }
-    return HORO_OK;
 }
 
 /* With the mark set that this rank sleeps, so that whoever changes something from here on writes its eventfd. */

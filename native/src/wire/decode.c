@@ -240,7 +240,6 @@ static void read_cached_rows(struct reader *reader, struct hr_wire_message *mess
 
 static void read_data(struct reader *reader, struct hr_wire_message *message) {
     message->id = read_u32(reader);
-    message->at = read_u64(reader);
     const uint32_t bytes = read_u32(reader);
     require(reader, message->id != 0 && bytes > 0 && bytes <= HR_WIRE_DATA_MAX);
     message->data_bytes = reader->failed ? 0 : bytes;
@@ -322,10 +321,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0);
         break;
     case HR_WIRE_DATA:
-    case HR_WIRE_RESULT:
-    case HR_WIRE_AHEAD: read_data(reader, message); break;
-    case HR_WIRE_RECALL:
-    case HR_WIRE_RELEASE: message->at = read_u64(reader); break;
+    case HR_WIRE_RESULT: read_data(reader, message); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_TUNE: read_tune(reader, message); break;
     case HR_WIRE_FAIL:

@@ -272,25 +272,15 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
     return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
 }
 
-int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, uint64_t at, const void *data,
-                     size_t bytes) {
-    uint8_t *end = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 8 + 4 + bytes);
+int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes) {
+    uint8_t *end = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
     if (end == NULL) {
         return HORO_ERR_RESOURCE;
     }
     *end++ = (uint8_t)type;
-    end = hr_store_u32(hr_store_u64(hr_store_u32(end, id), at), (uint32_t)bytes);
+    end = hr_store_u32(hr_store_u32(end, id), (uint32_t)bytes);
     memcpy(end, data, bytes);
     return finish(out, end + bytes);
-}
-
-int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t at) {
-    uint8_t *end = begin(out, 1 + 8);
-    if (end == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *end++ = (uint8_t)type;
-    return finish(out, hr_store_u64(end, at));
 }
 
 static int put_rank(struct hr_buffer *out, enum hr_wire_type type, int rank) {

@@ -8,10 +8,8 @@
  *   up the tree (rank -> leader -> parent host)            down the tree (a record of the response log)
  *   IDS      u32 n, n x u32 id                             BATCH    u32 n, n x ref, rows
  *   ROWS     u32 id, rows                                  FAIL     i32 status, str16 name, str16 text
- *   DATA     u32 id, u64 at, u32 n, n bytes                RESULT   u32 id, u64 at, u32 n, n bytes
+ *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
- *   RELEASE  u64 at                                        AHEAD    u32 id, u64 at, u32 n, n bytes    (no record)
- *                                                          RECALL   u64 at                            (no record)
  *   LOST     i32 rank, i32 status, u8 reason, i32 by    (both directions; enum hr_abort_reason; by: the rank that has
  *            found it; -1: nobody knows which)
  *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
@@ -29,8 +27,6 @@
  * REQUEST is a record too, with its origin and no rows: what a BATCH behind it has by name, where a rank has joined,
  * which has not submitted it.
  *
- *   at       between leaders: bytes of the log in front of the record that the sender is waiting for, or that this is;
- *            from a rank to its leader 0
  *   ref      u32 id, str16 name; an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not
  *            cached)
  *   request  u8 op, u8 reduce_op, u8 flags (1: transient, 2: by NCCL), i32 root, f64 prescale, f64 postscale,
@@ -75,12 +71,9 @@ enum hr_wire_type {
     HR_WIRE_ENDED = 11,
     HR_WIRE_BLOCKED = 12,
     HR_WIRE_ASK = 13,
-    HR_WIRE_AHEAD = 14,
-    HR_WIRE_RECALL = 15,
-    HR_WIRE_RELEASE = 16,
-    HR_WIRE_QUERY = 17,
-    HR_WIRE_JOINED = 18,
-    HR_WIRE_TUNE = 19,
+    HR_WIRE_QUERY = 14,
+    HR_WIRE_JOINED = 15,
+    HR_WIRE_TUNE = 16,
 };
 
 enum {
@@ -149,10 +142,10 @@ struct hr_wire_message {
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     int is_final;             /* TUNE: no other follows */
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
-    uint32_t id;              /* DATA, RESULT, AHEAD, ROWS */
+    uint32_t id;              /* DATA, RESULT, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
-    uint64_t at;              /* DATA, RESULT, AHEAD, RECALL, RELEASE; JOINED: a time */
-    const uint8_t *data;      /* DATA, RESULT, AHEAD: packed values */
+    uint64_t at;              /* JOINED: a time */
+    const uint8_t *data;      /* DATA, RESULT: packed values */
     size_t data_bytes;        /* at least 1 */
     const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane;
                                * TUNE: hr_wire_knob */
@@ -208,14 +201,8 @@ int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr
                         struct hr_wire_rows rows, const void *request, size_t request_bytes);
 int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason, int by);
 int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
-/*
- * DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get; AHEAD:
- * what the root's host has of it, before the other one has announced it (engine/ahead.c).
- */
-int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, uint64_t at, const void *data,
-                     size_t bytes);
-/* RECALL or RELEASE. */
-int hr_wire_put_position(struct hr_buffer *out, enum hr_wire_type type, uint64_t at);
+/* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
+int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
 int hr_wire_put_leave(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
 int hr_wire_put_ask(struct hr_buffer *out, int rank);
 int hr_wire_put_done(struct hr_buffer *out, int rank);

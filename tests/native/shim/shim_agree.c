@@ -19,7 +19,7 @@ struct shim_agree {
 };
 
 shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member,
-                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint32_t evict_one_in,
+                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint64_t evict_after,
                               uint64_t fusion_bytes) {
     shim_agree *node = calloc(1, sizeof *node);
     if (node == NULL) {
@@ -56,7 +56,7 @@ shim_agree *shim_agree_create(int is_root, int member_count, int local_count, co
         .team_size = rank_count,
         .rank_count = rank_count,
         .capacity = capacity,
-        .evict_one_in = evict_one_in,
+        .evict_after = evict_after,
         .fusion_bytes = fusion_bytes,
     };
     return hr_agree_init(&node->agree, &config) == HORO_OK ? node : NULL;

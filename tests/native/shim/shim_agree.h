@@ -10,7 +10,7 @@
 typedef struct shim_agree shim_agree;
 
 shim_agree *shim_agree_create(int is_root, int member_count, int local_count, const int32_t *rank_of_member,
-                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint32_t evict_one_in,
+                              const int32_t *ranks_of_member, int rank_count, uint32_t capacity, uint64_t evict_after,
                               uint64_t fusion_bytes);
 void shim_agree_destroy(shim_agree *node);
 

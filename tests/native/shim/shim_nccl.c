@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/blocks.h"
+#include "device/stager.h"
 #include "device/nccl_comm.h"
 
 struct shim_nccl {
@@ -17,12 +17,12 @@ struct shim_nccl {
 
 _Static_assert(SHIM_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
 
-static void on_ready(void *owner, struct hr_staging *staging) {
-    (void)owner, (void)staging;
+static void on_ready(void *owner, void *request) {
+    (void)owner, (void)request;
 }
 
-static void on_failed(void *owner, struct hr_staging *staging, const char *text) {
-    (void)owner, (void)staging, (void)text;
+static void on_failed(void *owner, void *request, const char *text) {
+    (void)owner, (void)request, (void)text;
 }
 
 static int create_stream(struct shim_nccl *made, struct hr_error *error) {
@@ -123,7 +123,7 @@ void shim_nccl_destroy(shim_nccl *made) {
         hr_device_leave(made->device, &visit);
     }
     if (made->stager != NULL) {
-        hr_stager_close(made->stager, 1000);
+        hr_stager_close(made->stager, 20000);
     }
     free(made);
 }

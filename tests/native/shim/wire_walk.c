@@ -153,11 +153,8 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason, message->by);
     case HR_WIRE_DATA:
     case HR_WIRE_RESULT:
-    case HR_WIRE_AHEAD:
         touch((struct hr_wire_text){(const char *)message->data, message->data_bytes});
-        return hr_wire_put_data(out, message->type, message->id, message->at, message->data, message->data_bytes);
-    case HR_WIRE_RECALL:
-    case HR_WIRE_RELEASE: return hr_wire_put_position(out, message->type, message->at);
+        return hr_wire_put_data(out, message->type, message->id, message->data, message->data_bytes);
     case HR_WIRE_ENDED:
         touch(message->text);
         return hr_wire_put_ended(out, message->rank, message->status, message->text);

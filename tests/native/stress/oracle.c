@@ -33,12 +33,11 @@ void oracle_free(struct oracle *oracle) {
     free(oracle->ends);
 }
 
-/* The victim has waited for all that it did before its last bunch, so a team that it is in has agreed on that. */
+/* The victim has waited for all that it did before its last bunch: all ranks have agreed on what they did with it. */
 static int may_be_left(const struct oracle *oracle, int rank, const struct operation *operation, size_t bunch) {
     const struct schedule *schedule = oracle->schedule;
     return schedule->ending == ENDING_LEAVE &&
-           (bunch >= schedule->victim_bunch ||
-            (bunch >= oracle->safe[rank] && !team_has(&schedule->teams[operation->team], schedule->victim)));
+           (bunch >= schedule->victim_bunch || (bunch >= oracle->safe[rank] && operation->team != 0));
 }
 
 /* What the dead rank has finished, others may be about to finish. */
@@ -90,7 +89,8 @@ int64_t oracle_find_torn(struct oracle *oracle) {
         const int is_another = refuser != schedule->victim && team_has(&active, refuser);
         const int members = active.size - team_has(&active, schedule->victim) - is_another;
         const int decided = atomic_load(&oracle->decided[i]);
-        if (decided != members && (decided != 0 || schedule->ending == ENDING_TOGETHER)) {
+        const int may_be_torn = schedule->ending == ENDING_LEAVE && operation->team != 0;
+        if (decided != members && !may_be_torn && (decided != 0 || schedule->ending == ENDING_TOGETHER)) {
             return (int64_t)i;
         }
     }

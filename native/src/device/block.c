@@ -1,7 +1,8 @@
-#include "device/blocks.h"
+#include "device/block.h"
 
 #include <stdlib.h>
 
+/* The caller has entered the device. */
 static void free_parts(struct hr_block *block) {
     const struct hr_cuda *cuda = block->device->cuda;
     if (block->data != NULL) {
@@ -14,6 +15,17 @@ static void free_parts(struct hr_block *block) {
         (void)cuda->event_destroy(block->copied_out);
     }
     free(block);
+}
+
+void hr_block_destroy(struct hr_block *block) {
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    struct hr_device *device = block->device;
+    if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
+        free_parts(block);
+        atomic_fetch_sub(&device->held, 1);
+        hr_device_leave(device, &visit);
+    }
 }
 
 static int fill(struct hr_block *block, struct hr_error *error) {
@@ -43,20 +55,13 @@ int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **bl
         free_parts(made);
         return status;
     }
+    atomic_fetch_add(&device->held, 1);
     *block = made;
     return HORO_OK;
 }
 
-void hr_block_disown(struct hr_block *block) {
-    atomic_store(&block->device->is_kept, 1);
-}
-
-void hr_block_destroy(struct hr_block *block) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    const struct hr_device *device = block->device;
-    if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
-        free_parts(block);
-        hr_device_leave(device, &visit);
-    }
+int hr_block_is_done(const struct hr_block *block) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    return cuda->event_query(block->copied_in) != HR_CUDA_NOT_READY &&
+           (!block->is_out || cuda->event_query(block->copied_out) != HR_CUDA_NOT_READY);
 }

@@ -64,14 +64,6 @@ def test_a_source_folder_that_hides_an_installed_horo_says_so(source: Path, inst
     assert last_line(["-c", "import horo._core, sys; sys.exit('fine')"], source, folder=installed) == "fine"
 
 
-@pytest.mark.parametrize("words", [["-m", "horo.runner"], ["-m", "horo"], ["-c", "from horo.runner.cli import main"]])
-def test_a_launcher_that_is_not_there_says_so(source: Path, installed: Path, words: list[str]) -> None:
-    shutil.rmtree(source / "horo" / "runner")  # a link in the checkout, which not every copy keeps
-    line = last_line([*words, "--version"], folder=source)
-    assert f"{source} holds horo's source, and it has no launcher: pip install -e {source}" in line
-    assert f"installed in {installed};" in last_line([*words, "--version"], installed, folder=source)
-
-
 def test_an_installation_without_its_extension_says_so(installed: Path, tmp_path: Path) -> None:
     next((installed / "horo").glob("_native*.so")).unlink()
     line = last_line(["-c", "import horo._core"], installed, folder=tmp_path)

@@ -1,0 +1,235 @@
+"""The names of torch that it does not document, each with what is done where a torch lacks it.
+
+No other module has one of them, but for ``READ_IN_PLACE``: a call for each gradient would cost more than these do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler
+from torch.autograd.graph import increment_version
+
+__all__ = [
+    "DYNAMO_RULES",
+    "PRIVATE_NAMES",
+    "READ_IN_PLACE",
+    "BatchNorm",
+    "add_to_dynamo_rules",
+    "calls_scaled_step",
+    "change_counter",
+    "code_of_function_backward",
+    "code_of_hooked_step",
+    "has_step_hooks",
+    "is_autograd_compiled",
+    "is_step_hooked",
+    "is_unscaled",
+    "outer_node",
+    "owner_counter",
+    "profiler_state",
+    "queue_at_end",
+    "rehook_step",
+    "run_number",
+    "sparse_indices",
+    "sparse_values",
+    "storage_key",
+    "tells_end_of_backward",
+]
+
+PRIVATE_NAMES = {
+    "torch._C._current_graph_task_id": "gradients_ready='backward' is refused",
+    "torch._C._current_autograd_node": "likewise",
+    "torch.autograd.Variable._execution_engine.queue_callback": "likewise",
+    "torch.autograd.function.BackwardCFunction.apply": "a nested backward is known by torch's own entries alone",
+    "torch._C._increment_version": "tensors are marked as changed one at a time",
+    "torch._C._storage_Use_Count": "every gradient counts as shared",
+    "torch.UntypedStorage._cdata": "the address of the memory stands for it",
+    "torch.Tensor._version": "none: every torch has it",
+    "torch.Tensor._indices": "the tensor is coalesced",
+    "torch.Tensor._values": "likewise",
+    "torch.autograd.profiler._is_profiler_enabled": "the profiler shows no spans",
+    "torch.optim.Optimizer.profile_hook_step": "a step that has lost its hooks does not get them again",
+    "torch.optim.SGD.step.hooked": "each optimizer counts as one with hooks",
+    "torch.optim.SGD._optimizer_step_pre_hooks": "likewise",
+    "torch._dynamo.trace_rules.add": "torch.compile follows horo's functions, and warns",
+    "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "compiled autograd is not refused",
+    "torch.amp.GradScaler._maybe_opt_step": "a GradScaler is not seen; only an optimizer with a fused step shows it",
+    "torch.nn.modules.batchnorm._BatchNorm": "the class that BatchNorm1d is made of",
+}
+"""Each name, and what is done without it."""
+
+READ_IN_PLACE = ("_version", "_is_profiler_enabled")
+
+DYNAMO_RULES = ("torch._dynamo.trace_rules", "torch._dynamo.skipfiles")
+"""The module with the rules which functions torch.compile follows, and its name in older torch."""
+
+
+# -- autograd ------------------------------------------------------------------------------------------------------
+
+
+def tells_end_of_backward() -> bool:
+    """Whether autograd can call back at the end of a backward, and tell which run is inside which."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    has_runs = hasattr(torch._C, "_current_graph_task_id") and hasattr(torch._C, "_current_autograd_node")
+    return has_runs and hasattr(engine, "queue_callback")
+
+
+def run_number() -> Callable[[], int]:
+    """The function with the number of the autograd run that calls it; -1 outside, and where no run has one."""
+    found: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return found
+
+
+def outer_node() -> Any:
+    """At the end of a run: the node that the run around it evaluates; None in the outermost."""
+    return torch._C._current_autograd_node()
+
+
+def queue_at_end(function: Callable[[], None]) -> None:
+    """Has autograd call a function at the end of the run that calls this."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def code_of_function_backward() -> CodeType | None:
+    """The code that autograd runs for the backward of a ``torch.autograd.Function``."""
+    function = getattr(torch.autograd.function, "BackwardCFunction", None)
+    return getattr(getattr(function, "apply", None), "__code__", None)
+
+
+def is_autograd_compiled() -> bool:
+    """Whether torch's compiled autograd runs the backward that calls. It drops calls for the end of a backward."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    enabled = getattr(module, "compiled_autograd_enabled", False)  # older torch has only this one
+    return bool(getattr(module, "in_compiled_autograd_region", enabled))
+
+
+# -- tensors -------------------------------------------------------------------------------------------------------
+
+
+def change_counter() -> Callable[[Sequence[torch.Tensor]], None]:
+    """The function that marks tensors as changed for autograd.
+
+    Every torch has ``increment_version``, but not every one accepts several tensors or tensors of inference mode. If it
+    does, the internal function takes half the time.
+    """
+    beneath: Any = getattr(torch._C, "_increment_version", None)
+    try:
+        with torch.inference_mode():
+            frozen = torch.empty(0, device="cpu")
+        beneath([torch.empty(0, device="cpu"), frozen])
+    except (RuntimeError, TypeError):
+        return _count_singly
+    counter: Callable[[Sequence[torch.Tensor]], None] = beneath
+    return counter
+
+
+def _count_singly(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)
+
+
+def owner_counter() -> Callable[[torch.Tensor], int] | None:
+    """The function that counts the owners of a tensor's memory, where torch counts them."""
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None or not hasattr(torch.UntypedStorage, "_cdata"):
+        return None
+
+    def owners(tensor: torch.Tensor) -> int:
+        return int(count(tensor.untyped_storage()._cdata))
+
+    return owners
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that the storage of a tensor has as long as it lives, and no other has meanwhile."""
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", None) or storage.data_ptr())
+
+
+def sparse_indices(tensor: torch.Tensor) -> torch.Tensor:
+    """The indices of a sparse tensor, as they are: one may be there twice."""
+    return tensor._indices() if hasattr(tensor, "_indices") else tensor.coalesce().indices()
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values at ``sparse_indices``."""
+    return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
+
+
+# -- profiler ------------------------------------------------------------------------------------------------------
+
+
+def profiler_state() -> Any:
+    """A thing whose ``_is_profiler_enabled`` is true while a profiler runs in this process."""
+    return profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch calls hooks around the step of an optimizer. One that has never called torch's has none."""
+    return _has_step_hooks(optimizer) or not _has_step_hooks(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1))
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and is_step_hooked(type(optimizer))
+
+
+def is_step_hooked(kind: Any) -> bool:
+    """Whether the step of a class of optimizers is marked as one with hooks around it."""
+    return bool(getattr(kind.step, "hooked", False))
+
+
+def code_of_hooked_step() -> CodeType | None:
+    """The code that calls the hooks of a step, then the step."""
+    hook: Any = getattr(torch.optim.Optimizer, "profile_hook_step", None)
+    code: CodeType | None = None if hook is None else hook(lambda: None).__code__
+    return code
+
+
+def rehook_step(kind: Any) -> None:
+    """Puts the hooks around the step of a class of optimizers again."""
+    kind.step = torch.optim.Optimizer.profile_hook_step(kind.step)
+    kind.step.hooked = True
+
+
+def calls_scaled_step(frame: FrameType) -> bool:
+    """Whether the frame is of the method in which a GradScaler calls the step of an optimizer."""
+    return frame.f_code.co_name == "_maybe_opt_step"
+
+
+def is_unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler has told an optimizer with a fused step what it has found in the gradients."""
+    return getattr(optimizer, "found_inf", None) is not None
+
+
+# -- torch.compile and layers --------------------------------------------------------------------------------------
+
+
+def add_to_dynamo_rules(rules: Any, module: str) -> None:
+    """Has torch.compile run the functions of a module as they are.
+
+    Args:
+        rules: One of ``DYNAMO_RULES``, imported.
+        module: The name of the module.
+    """
+    if hasattr(rules, "add"):
+        rules.add(module)
+
+
+def batch_norm() -> Any:
+    """The base class of torch's layers for batch normalization."""
+    return getattr(torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d.__mro__[1])
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+else:
+    BatchNorm = batch_norm()
