@@ -12,7 +12,6 @@ from horo import _core
 from horo.errors import UnsupportedError, UsageError
 from horo.torch._devices import new_empty, place
 from horo.torch._torch_private import change_counter
-from horo.torch.compression import narrow
 
 __all__ = [
     "GATHERING",
@@ -129,7 +128,7 @@ def stage(tensors: Sequence[torch.Tensor], spec: Spec, in_place: bool, *, casts:
     if not all(tensor.is_cpu for tensor in inputs):
         device, inputs = place(inputs, describe(spec.kind, spec.name), in_place=in_place)
     if casts and device is not None and spec.wire is not None:
-        inputs = [narrow(each.detach(), spec.wire)[0] if each.dtype in _NARROWED else each for each in inputs]
+        inputs = [each.detach().to(spec.wire) if each.dtype in _NARROWED else each for each in inputs]
     if in_place or spec.collective in GATHERING:
         return StagedTensors(tensors, inputs, inputs, device)
     return StagedTensors(tensors, inputs, make_outputs(inputs, spec), device)
