@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,11 @@ from horo._answers import Answers
 from horo._blocked import describe_blocked
 from horo._core_binding import ffi, lib
 from horo._core_setup import KNOBS, Setup, close_all, native_setup, native_team
+from horo._core_timeline import CoreTimeline
 from horo._core_words import STATUS_NAMES, as_words, check, error_buffer, text_of
 from horo._event import Event, event_of
 from horo._log_lines import LogLines
-from horo._request_buffer import DTYPES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
+from horo._request_buffer import DTYPES, OP_NAMES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
 from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
 
 __all__ = [
@@ -47,8 +47,6 @@ EVENTS: dict[int, str] = {
 }
 """Name of each kind of event by its number."""
 
-_OP_NAMES = {number: name for name, number in OPS.items()}
-_OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set", lib.HORO_JOIN: "join"}
 _REFUSALS: dict[type[HoroError], int] = {
     UnsupportedError: lib.HORO_ERR_UNSUPPORTED,
     UsageError: lib.HORO_ERR_USAGE,
@@ -135,6 +133,7 @@ class Context:
         self._given_up: threading.Thread | None = None
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
+        self._timeline = CoreTimeline()
         self._answers = Answers(self._context, self.callers)
         if setup.stall_warning_ms > 0:
             self._answers.start()
@@ -440,30 +439,32 @@ class Context:
         count = lib.horo_read_events(self._context, native, lib.HORO_EVENTS_MAX)
         if count < 0:
             raise error_from_status(STATUS_NAMES[count], self._message(0))
-        return [event_of(native[i], text_of(native[i].name), EVENTS, _OP_NAMES, STATUS_NAMES) for i in range(count)]
+        return [event_of(native[i], text_of(native[i].name), EVENTS, OP_NAMES, STATUS_NAMES) for i in range(count)]
 
-    def start_timeline(self, path: str, *, about: str = "", marks_batches: bool = False) -> None:
-        """Records this rank's operations from now on in a file of Chrome's trace events; see ``horo_start_timeline``.
+    def start_timeline(self, path: str, about: Mapping[str, Any] | None = None, *, marks_batches: bool = False) -> None:
+        """Records this rank's operations from now on for a file of Chrome's trace events, which is made at the end.
+
+        Args:
+            path: of the file, which is emptied, unless it is being written already; another one ends first.
+            about: more arguments of its first event.
+            marks_batches: it has the beginning of each batch.
 
         Raises:
-            UsageError: one is being written already, or the file cannot be.
+            UsageError: the file cannot be written; what is being written goes on. Or this is a forked child.
         """
-        error = error_buffer()
-        status = lib.horo_start_timeline(
-            self._context, os.fsencode(path), about.encode(), marks_batches, error, _MESSAGE_MAX
-        )
-        check(status, error)
+        self.events()  # raises in a forked child
+        self._timeline.start(self._context, path, {"rank": self.rank, **(about or {})}, marks_batches=marks_batches)
 
     def stop_timeline(self) -> None:
-        """Writes the last events and closes the file. Does nothing where no timeline is written."""
-        status = lib.horo_stop_timeline(self._context)
-        if status != _OK:
+        """Makes the file of the timeline. Does nothing where none is written."""
+        if (status := self._timeline.stop(self._context)) != _OK:
             raise error_from_status(STATUS_NAMES[status], self._message(0))
 
     def after_fork(self) -> None:
         """Closes the parent's descriptors in a forked child; every later call raises UsageError."""
         if self._context != ffi.NULL:
             lib.horo_after_fork(self._context)
+            self._timeline.after_fork()
 
     def end(self, words: str, *, has_failed: bool = True) -> None:
         """Leaves the group behind what all ranks have agreed on; other ranks get an error with ``words`` for the rest.
@@ -483,6 +484,7 @@ class Context:
         self._answers.stop()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
+        self._timeline.finish()
         self.log_lines.close()
         self._kept.clear()
 

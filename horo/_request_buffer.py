@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from horo._core_binding import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words"]
+__all__ = ["DTYPES", "OPS", "OP_NAMES", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words"]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -57,6 +57,10 @@ OPS: dict[str, int] = {
     "alltoall": lib.HORO_ALLTOALL,
 }
 """Number of each operation on tensors by its name."""
+
+OP_NAMES: dict[int, str] = {number: name for name, number in OPS.items()}
+OP_NAMES |= {lib.HORO_ADD_TEAM: "add_process_set", lib.HORO_REMOVE_TEAM: "remove_process_set", lib.HORO_JOIN: "join"}
+"""Name of each operation by its number."""
 
 REDUCE_OPS: dict[str, int] = {
     "average": lib.HORO_AVERAGE,

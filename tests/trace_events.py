@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_events", "names_of_rows", "parse_timeline", "rows_of"]
+from horo.timeline.recording import finish
+
+__all__ = ["check_events", "look_at", "names_of_rows", "parse_timeline", "rows_of"]
 
 _NUMBER = (int, float)
 _ANY = {"ph": str, "pid": int, "tid": int}
@@ -37,6 +39,12 @@ _OF_THREADS = ("thread_name", "thread_sort_index")
 def parse_timeline(path: Path, *, is_ended: bool = True) -> list[dict[str, Any]]:
     """The events of a file, checked."""
     return check_events(path.read_bytes(), is_ended=is_ended)
+
+
+def look_at(path: Path) -> dict[str, list[str]]:
+    """What is begun in a timeline that is being written, as ``rows_of``."""
+    finish(str(path), shows_now=True)
+    return rows_of(parse_timeline(path, is_ended=False))
 
 
 def check_events(text: bytes, *, is_ended: bool = True) -> list[dict[str, Any]]:

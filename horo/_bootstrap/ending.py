@@ -91,6 +91,10 @@ class EndReporter:
         if culprit is not None:
             self._write({"points_at": self._number(culprit)})
 
+    def writes_timeline(self, path: str) -> None:
+        """Reports the file of a timeline that is to be made of its rows if this rank cannot do so at its end."""
+        self._write({"timeline": path})
+
     def _number(self, rank: int | None) -> int | None:
         return rank if rank is None or self._ranks is None else self._ranks[rank]
 

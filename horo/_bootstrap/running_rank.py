@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -20,12 +21,15 @@ from horo._bootstrap.tuning import tuned_overlap, tuned_settings
 from horo._core import Context
 from horo._core_setup import Setup
 from horo._settings import Settings
-from horo.errors import AbortedError, GroupError, HoroError, NotInitializedError
+from horo.errors import AbortedError, GroupError, HoroError, NotInitializedError, PeerLostError
+from horo.timeline import TimelineError
+from horo.timeline.recording import finish
 
 __all__ = ["Connection", "RunningRank", "watch"]
 
 _IN_THREAD = " (in a thread)"
 """The end of the words of a rank that has left in order, but for an error in one of its threads."""
+_PROCESS_ENDS_S = 1.0
 _losses: list[HoroError] = []
 """Of peers, under MPI."""
 
@@ -71,6 +75,8 @@ class RunningRank:
         gradients_ready: ``HORO_GRADIENTS_READY``, or its default.
         directory: addresses of all ranks and the job's secret; ``team_links`` needs them to make more links.
         mpi: the MPI world of the job; None if the ranks did not start through MPI.
+        reporter: reports to hororun, if there is one.
+        timelines: files that ranks of this host have been asked for, each with its rank.
         settings: those in force at the start; see ``settings_now``.
         thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
         gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
@@ -99,10 +105,11 @@ class RunningRank:
             watch_loss(_find_loss)
             watch_end(self.mpi.mpi, _close_all)
         self.host_names = tuple(setup.host_name_of_rank)
-        self._reporter = reporter or EndReporter(None)
+        self.reporter = reporter or EndReporter(None)
         self._pid = os.getpid()
         self._closed = False
         self.thread_error = ""
+        self.timelines: set[tuple[int, str]] = set()
         self._teams_begun = 0
         _ranks.add(self)
 
@@ -142,15 +149,26 @@ class RunningRank:
         if not self._closed and os.getpid() == self._pid:
             _ranks.discard(self)
             self.note_loss()
-            self._reporter.lost(culprit_of(self.context.health()))
+            health = self.context.health()
+            self.reporter.lost(lost := culprit_of(health))
             if words or self.thread_error:
                 self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
             self.context.destroy()
             if self._tuner is not None:
                 self._tuner.close()
+            if isinstance(health, PeerLostError):
+                self._finish_timelines(lost)
             if not _ranks:
                 ending.unwatch_exceptions()
             self._closed = True  # last: a signal handler may raise before, or come here, too
+
+    def _finish_timelines(self, lost: int | None) -> None:
+        """Makes the files of ranks of this host that have ended without doing so; the process of ``lost`` ends now."""
+        for rank, path in self.timelines:
+            try:
+                finish(path, wait_s=_PROCESS_ENDS_S if rank == lost else 0.0)
+            except TimelineError as error:
+                logging.getLogger("horo").warning("%s", error)
 
     def add_team(self, ranks: Sequence[int]) -> int:
         """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,14 @@ from horo.errors import HoroError
 if TYPE_CHECKING:
     from horo._bootstrap.running_rank import RunningRank
 
-__all__ = ["DYNAMIC", "RANK_MARK", "begin_timeline", "file_of_rank", "file_of_start", "start_timeline"]
+__all__ = [
+    "DYNAMIC",
+    "RANK_MARK",
+    "begin_timeline",
+    "file_of_rank",
+    "file_of_start",
+    "start_timeline",
+]
 
 DYNAMIC = "DYNAMIC"
 """Horovod's word instead of a path: nothing is written before ``start_timeline()``."""
@@ -47,10 +54,14 @@ def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
+    path = os.path.abspath(path)  # noqa: PTH100 - links stay as they are
     file = file_of_rank(path, job.rank)
     if file is not None:
-        job.context.start_timeline(file, about=_describe(job), marks_batches=marks_cycles)
+        job.context.start_timeline(file, _describe(job), marks_batches=marks_cycles)
+        job.reporter.writes_timeline(file)
         logging.getLogger("horo").info("writes a timeline to %s", file)
+    host = next(ranks for ranks in job.hosts if job.rank in ranks)
+    job.timelines |= {(rank, each) for rank in host if (each := file_of_rank(path, rank)) is not None}
 
 
 def begin_timeline(job: RunningRank, config: Config) -> None:
@@ -74,15 +85,9 @@ def begin_timeline(job: RunningRank, config: Config) -> None:
         raise
 
 
-def _describe(job: RunningRank) -> str:
-    """Members of a JSON object, which ``python -m horo.timeline merge`` reads."""
-    about: dict[str, Any] = {
-        "rank": job.rank,
-        "size": job.size,
-        "host": job.host_names[job.rank],
-        "clock": _clock(),
-    }
-    return json.dumps(about)[1:-1]
+def _describe(job: RunningRank) -> dict[str, Any]:
+    """Facts about the rank that ``python -m horo.timeline merge`` reads."""
+    return {"size": job.size, "host": job.host_names[job.rank], "clock": _clock()}
 
 
 def _clock() -> str:

@@ -1,4 +1,4 @@
-"""Timelines of several ranks in one file: ``python -m horo.timeline merge``. Needs neither torch nor the core."""
+"""Timelines: those of ranks, and several in one file, ``python -m horo.timeline``. Needs neither torch nor the core."""
 
 from __future__ import annotations
 

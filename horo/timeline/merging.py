@@ -12,6 +12,7 @@ from typing import Any
 from horo._own_file import open_own_file
 from horo.timeline.clocks import Alignment, align
 from horo.timeline.reading import Timeline, TimelineError, read_timeline
+from horo.timeline.recording import finish
 
 __all__ = ["merge"]
 
@@ -21,7 +22,8 @@ def merge(out: str, paths: Sequence[str]) -> list[str]:
 
     Args:
         out: the file to write; it is overwritten, unless it is a timeline of a rank.
-        paths: of files of different ranks of one job, each written with ``{rank}`` in its path.
+        paths: of files of different ranks of one job, each written with ``{rank}`` in its path. What a rank has not
+            ended is made first.
 
     Returns:
         Sentences for the user: the file that was written, and how exactly the clocks are aligned.
@@ -31,6 +33,8 @@ def merge(out: str, paths: Sequence[str]) -> list[str]:
     """
     if any(Path(out).resolve() == Path(path).resolve() for path in paths):
         raise TimelineError(f"{out}: is among the files to be merged; name another one for the result")
+    for path in paths:
+        finish(path, shows_now=True)
     _keep_timeline(out)
     timelines = sorted((read_timeline(path) for path in paths), key=lambda timeline: timeline.rank)
     _check(timelines)

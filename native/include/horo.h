@@ -468,15 +468,14 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity);
 
 /*
- * Starts to write what this rank does from now on into a file, as Chrome's trace events, a JSON array that is whole
- * after each write; a thread of horo's own does that every 50 ms. `about` is put into the arguments of its first event:
- * members of a JSON object, or empty. marks_batches: an event also for each batch that begins. What was in the file is
- * lost, but where it is being written already it goes on, and only marks_batches changes; another file is closed first.
- * HORO_ERR_USAGE with a sentence: the file cannot be written; what is being written goes on. stop: writes what is left;
- * nothing where there is none. horo_destroy does that as well. Neither waits for other ranks.
+ * Starts to write what this rank does from now on to a descriptor, each event as a horo_event; a thread of horo's own
+ * does that every 50 ms. marks_batches: BEGUN is among them. The descriptor stays the caller's, open until stop or
+ * horo_destroy, which write what is left; so does start where one is written already. A negative descriptor: that goes
+ * on, and only marks_batches changes. None of them waits for other ranks. Kinds of events that are for timelines alone
+ * stand in native/src/base/recorder.h.
  */
-HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
-                                 char *error, size_t error_bytes);
+HORO_API int horo_start_timeline(horo_context *context, int descriptor, int32_t marks_batches, char *error,
+                                 size_t error_bytes);
 HORO_API int horo_stop_timeline(horo_context *context);
 
 #endif

@@ -133,7 +133,6 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
-    hr_timeline_after_fork(&context->timeline);
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
     /* else this child's own parent was forked too: the number is another file's by now */
@@ -422,12 +421,12 @@ HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int
     return capacity < 0 ? HORO_ERR_USAGE : (int32_t)hr_recorder_read(&context->node.recorder, events, (size_t)capacity);
 }
 
-HORO_API int horo_start_timeline(horo_context *context, const char *path, const char *about, int32_t marks_batches,
-                                 char *error, size_t error_bytes) {
+HORO_API int horo_start_timeline(horo_context *context, int descriptor, int32_t marks_batches, char *error,
+                                 size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
     if (status == HORO_OK) {
-        status = hr_timeline_start(&context->timeline, path, about, marks_batches, &failure);
+        status = hr_timeline_start(&context->timeline, descriptor, marks_batches, &failure);
     }
     if (status != HORO_OK) {
         copy_error(&failure, error, error_bytes);

@@ -28,6 +28,7 @@ class Note:
         where: the line of the script, ``train.py, line 7``.
         points_at: the rank that ended its group; None: none did.
         status: what it exits with by that exception, if it comes to its end.
+        timelines: files whose rows it has begun to write.
     """
 
     joined: bool = False
@@ -36,6 +37,7 @@ class Note:
     where: str = ""
     points_at: int | None = None
     status: int = 1
+    timelines: frozenset[str] = frozenset()
 
 
 class NoteReader:
@@ -58,6 +60,7 @@ class NoteReader:
                 self._take(values)
 
     def _take(self, values: dict[str, object]) -> None:
+        timeline = values.get("timeline")
         points_at, status = values.get("points_at"), values.get("status")
         self.note = replace(
             self.note,
@@ -67,11 +70,16 @@ class NoteReader:
             where=_text(values.get("where")) or self.note.where,
             points_at=points_at if _is_rank(points_at) else self.note.points_at,
             status=status if _is_rank(status) and status <= _STATUS_MAX else self.note.status,
+            timelines=self.note.timelines.union([timeline] if _is_path(timeline) else ()),
         )
 
 
 def _is_rank(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _RANK_MAX
+
+
+def _is_path(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and value.startswith("/") and "\0" not in value
 
 
 def _text(value: object) -> str:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import EXIT_NOT_EXECUTABLE, StartError, explain_failure
@@ -23,10 +25,11 @@ from horo.runner.agent.machine import (
     threads,
     visible_gpus,
 )
-from horo.runner.agent.notes import PIPE_NAME, open_pipe
+from horo.runner.agent.notes import PIPE_NAME, NoteReader, open_pipe
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn
+from horo.timeline.recording import rows_of
 
 __all__ = ["Event", "Exited", "HostRanks", "Noted", "Remained", "Started", "Wrote", "reap"]
 
@@ -131,6 +134,8 @@ class HostRanks:
         self._told: set[int] = set()  # processes that ranks left behind and that have had their SIGTERM
         self._next_look: Timer | None = None
         self._host = ""
+        self._notes: dict[int, NoteReader] = {}
+        self._timelines: subprocess.Popen[bytes] | None = None
         self.finished = False
 
     def start(
@@ -184,6 +189,10 @@ class HostRanks:
 
     def on_child(self, pid: int, status: int) -> None:
         """A child of this process was reaped; it may be a rank."""
+        if self._timelines is not None and pid == self._timelines.pid:
+            self._timelines.returncode = os.waitstatus_to_exitcode(status)
+            self.finished = True
+            return
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
@@ -231,12 +240,16 @@ class HostRanks:
         self._end_remaining_processes()
 
     def _kill_overdue(self) -> None:
-        self._overdue.update(self._ranks)
-        self.kill()
+        if self._timelines is None:
+            self._overdue.update(self._ranks)
+            self.kill()
 
     def kill(self) -> None:
         """SIGKILL to all that is left."""
         if self.finished:
+            return
+        if self._timelines is not None:
+            self._timelines.terminate()
             return
         self._asked = True
         self._kill_at_s = min(self._kill_at_s, self._loop.now_s)
@@ -285,6 +298,8 @@ class HostRanks:
             self._close(fd)
             return 0
         rank, stream = self._streams[fd]
+        if stream == _NOTES:
+            self._notes.setdefault(rank, NoteReader()).feed(data)
         self._emit(Noted(rank, data) if stream == _NOTES else Wrote(rank, stream, data))
         return len(data)
 
@@ -311,7 +326,7 @@ class HostRanks:
         Where ranks are to be killed, they are among them.
         """
         now_s = self._loop.now_s
-        if self.finished or (self._ranks and now_s < self._kill_at_s):
+        if self.finished or self._timelines is not None or (self._ranks and now_s < self._kill_at_s):
             return
         found = self._tree.find()
         if not found and not self._ranks:
@@ -343,8 +358,19 @@ class HostRanks:
         self._finish()
 
     def _finish(self) -> None:
+        """The end, once another process has made the timelines that ranks have left: that may take longer than a round
+        of the loop."""
         self.close()
-        self.finished = True
+        noted = {path for reader in self._notes.values() for path in reader.note.timelines}
+        left = sorted(path for path in noted if Path(rows_of(path)).exists())
+        if not left or self._timelines is not None:
+            self.finished = True
+            return
+        command = [sys.executable, "-m", "horo.timeline", *left]
+        try:
+            self._timelines = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        except OSError:
+            self.finished = True
 
 
 def _share_cpus(how: str, ranks: Sequence[int]) -> dict[int, frozenset[int]]:

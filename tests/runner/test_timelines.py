@@ -100,6 +100,33 @@ def test_the_timelines_of_all_ranks_are_merged_at_the_end(hororun: Hororun, wher
         (tmp_path / "all.json").unlink()
 
 
+ENDS = {
+    "one is killed": (-9, "if rank.job.rank == 0:\n    os.kill(os.getpid(), 9)\nrank.allreduce('late')"),
+    "all are killed": (-9, "os.kill(os.getpid(), 9)"),
+    "one raises": (1, "if rank.job.rank == 0:\n    raise ValueError\nrank.allreduce('late')"),
+    "all leave": (7, "sys.exit(7)"),
+    "all leave at once": (7, "os._exit(7)"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_files_are_there_however_the_job_ends(hororun: Hororun, where: str, tmp_path: Path, end: str) -> None:
+    code, script = ENDS[end]
+    wait = (
+        "import os, time\nfrom horo.timeline.recording import rows_of\n"
+        "while os.stat(rows_of(f't-{rank.job.rank}.json')).st_size < 200 * 72:\n    time.sleep(0.001)\n"
+        "rank.allreduce('all are here')\n"
+    )
+    (tmp_path / "train.py").write_text(TRAIN.replace("rank.close()\n", wait + script))
+    words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "train.py"]
+    done = hororun.start(*words, where=where, cwd=tmp_path).finish()
+    assert done.returncode == (code if code > 0 else 128 - code)
+    assert sorted(path.name for path in tmp_path.iterdir() if "json" in path.name) == ["t-0.json", "t-1.json"]
+    for rank in range(2):
+        rows = rows_of(parse_timeline(tmp_path / f"t-{rank}.json", is_ended=False))
+        assert rows["allreduce.t1"][:3] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
+
+
 def a_timeline(path: Path, rank: int) -> None:
     head = {"rank": rank, "size": 4, "host": "h", "clock": "c", "monotonic_ns": 0}
     head["start_time_since_epoch_in_micros"] = 10**15

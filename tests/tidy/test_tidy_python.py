@@ -99,13 +99,15 @@ BAD: list[tuple[Check, str, str, str]] = [
         tidy_python.check_imports,
         "horo/torch/ops.py",
         "from horo._native import lib",
-        "only _answers.py, _core.py, _core_libraries.py, _core_words.py, _log_lines.py and _request_buffer.py",
+        "only _answers.py, _core.py, _core_libraries.py, _core_timeline.py, _core_words.py, _log_lines.py and "
+        "_request_buffer.py",
     ),
     (
         tidy_python.check_imports,
         "horo/torch/ops.py",
         "def f():\n    import cffi",
-        "only _answers.py, _core.py, _core_libraries.py, _core_words.py, _log_lines.py and _request_buffer.py",
+        "only _answers.py, _core.py, _core_libraries.py, _core_timeline.py, _core_words.py, _log_lines.py and "
+        "_request_buffer.py",
     ),
     (tidy_python.check_imports, "horo/_bootstrap/a.py", "from ..torch import x", "arrows point down"),
     (tidy_python.check_imports, "horo/torch/ops.py", "import horo.runner.cli", "does not know its launcher"),

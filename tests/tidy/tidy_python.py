@@ -32,6 +32,7 @@ CORE = (
         "horo._answers",
         "horo._core",
         "horo._core_libraries",
+        "horo._core_timeline",
         "horo._core_words",
         "horo._log_lines",
         "horo._request_buffer",
@@ -45,7 +46,8 @@ IMPORT_RULES = (
     ImportRule(
         "horo",
         ("cffi", "horo._native", "horo._core_binding"),
-        "only _answers.py, _core.py, _core_libraries.py, _core_words.py, _log_lines.py and _request_buffer.py "
+        "only _answers.py, _core.py, _core_libraries.py, _core_timeline.py, _core_words.py, _log_lines.py and "
+        "_request_buffer.py "
         "touch cffi",
         unless=tuple(f"{module.replace('.', '/')}.py" for module in CORE if module.startswith("horo._")),
     ),

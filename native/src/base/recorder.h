@@ -22,7 +22,10 @@ enum {
     HR_RECORDER_NAME_WORDS = HR_RECORDER_NAME_BYTES / 8,
 };
 
-/* For timelines alone, behind those of enum horo_event_kind. Requests are told apart by the lower half of a hash. */
+/*
+ * For timelines alone, behind those of enum horo_event_kind; horo/timeline/rows.py has both in this order. Requests are
+ * told apart by the lower half of a hash.
+ */
 enum hr_traced_kind {
     /* coordinator: a rank, in bytes, is ready for a request; number: hash */
     HR_EVENT_ANNOUNCED = HORO_EVENT_LOST + 1,
@@ -32,6 +35,10 @@ enum hr_traced_kind {
     HR_EVENT_RECORD,
     /* of the batch of a team that moves data: its next phase begins; number: enum hr_adasum_phase */
     HR_EVENT_PHASE,
+    /* in a timeline's file alone; bytes: so many events are missing, which came faster than they could be written */
+    HR_EVENT_GAP,
+    /* likewise: the end of a timeline that was stopped */
+    HR_EVENT_STOPPED,
 };
 
 /* Of an Adasum, see backend/adasum.h. */

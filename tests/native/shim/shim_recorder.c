@@ -93,12 +93,12 @@ void shim_recorder_forward(shim_recorder *recorder, uint64_t by) {
     atomic_fetch_add(&recorder->recorder.next, by);
 }
 
-int shim_recorder_write_timeline(shim_recorder *recorder, const char *path, int32_t count) {
+int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count) {
     const struct hr_log log = {0};
     struct hr_error error = {0};
     struct hr_timeline timeline;
     hr_timeline_init(&timeline, &recorder->recorder, &log);
-    const int status = hr_timeline_start(&timeline, path, "", 0, &error);
+    const int status = hr_timeline_start(&timeline, descriptor, 0, &error);
     for (int32_t k = 0; status == HORO_OK && k < count; k++) {
         shim_recorder_add(recorder, HORO_EVENT_SUBMITTED, HORO_ALLREDUCE, HORO_OK, 0, 1, 4, "x");
         shim_recorder_add(recorder, HORO_EVENT_ENDED, HORO_ALLREDUCE, HORO_OK, 0, 1, 4, "x");

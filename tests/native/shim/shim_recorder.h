@@ -26,6 +26,6 @@ void shim_recorder_hold(shim_recorder *recorder, uint64_t place);
 void shim_recorder_rewind(shim_recorder *recorder, uint64_t by);
 void shim_recorder_forward(shim_recorder *recorder, uint64_t by);
 /* A timeline while `count` requests are submitted and end, as fast as one thread can note that; the status of start. */
-int shim_recorder_write_timeline(shim_recorder *recorder, const char *path, int32_t count);
+int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count);
 
 #endif
