@@ -7,7 +7,7 @@
 #include "engine/engine.h"
 
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-enum { EVICT_AFTER_CAPACITIES = 4 };
+enum { EVICT_AFTER_CAPACITIES = 16 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     if (id != 0) {
