@@ -225,7 +225,7 @@ class Tuner:
         self._samples = self._steps = 0
         self._bytes = context.counters()["bytes"]
         self._bytes_per_step = 0.0
-        self._log_path = plan.log
+        self._log_path = plan.log and os.path.abspath(plan.log)  # noqa: PTH100 - the script may change its folder
         self._log: int | None = None
 
     def end_step(self, optimizer: object, now_s: float | None = None) -> bool:

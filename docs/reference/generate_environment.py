@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from horo._bootstrap.peer_info import SHARED_SETTINGS
 from horo._config import (
     CallVariables,
     Config,
@@ -54,8 +55,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     (
         Config,
         "Settings",
-        "Fusion threshold, cache capacity, segment size, CPU operations, transport, sockets per peer, autotuning and "
-        "when gradients are ready must be equal on all ranks.",
+        f"These must be equal on all ranks: `{'`, `'.join(SHARED_SETTINGS)}`.",
     ),
     (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
     (CallVariables, "Set by `horo.run`", "For the ranks that it starts."),

@@ -23,6 +23,7 @@ from horo._config import Config
 from horo.errors import MismatchError
 
 __all__ = [
+    "SHARED_SETTINGS",
     "PeerInfo",
     "check_agreement",
     "core_count",
@@ -34,7 +35,7 @@ __all__ = [
 
 _TOPIC = "peer info"
 
-_SHARED_SETTINGS = (
+SHARED_SETTINGS = (
     "segment_bytes",
     "fusion_threshold",
     "cache_capacity",
@@ -82,10 +83,10 @@ class PeerInfo:
     @classmethod
     def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> PeerInfo:
         """The peer info of this process."""
-        sources = {name: config.source(name) for name in _SHARED_SETTINGS}
+        sources = {name: config.source(name) for name in SHARED_SETTINGS}
         if config.gradients_ready is None and config.horovod:
             sources["gradients_ready"] = config.source("horovod")
-        settings = {name: getattr(config, name) for name in _SHARED_SETTINGS}
+        settings = {name: getattr(config, name) for name in SHARED_SETTINGS}
         return cls(
             horo=__version__,
             core=core,

@@ -68,7 +68,7 @@ class Recording:
                 file.write(b"[\n]\n")
             rows = _create(rows_of(path), like=path)
         except OSError as error:
-            raise TimelineError(f"the timeline '{path}' cannot be written: {error.strerror}") from None
+            raise _unwritable(path, error) from None
         head = {
             **about,
             "start_time_since_epoch_in_micros": time.time_ns() // 1000,
@@ -77,7 +77,7 @@ class Recording:
         }
         try:
             _lock(rows)
-            os.write(rows, MAGIC + json.dumps(head).encode() + b"\n")
+            _write_head(rows, path, MAGIC + json.dumps(head).encode() + b"\n")
             write_rows(rows)
         except BaseException:
             Path(rows_of(path)).unlink(missing_ok=True)
@@ -148,6 +148,18 @@ def _create(path: str, *, like: str) -> int:
     with contextlib.suppress(OSError):
         os.fchmod(descriptor, stat.S_IMODE(os.stat(like).st_mode))  # noqa: PTH116 - as above
     return descriptor
+
+
+def _write_head(rows: int, path: str, head: bytes) -> None:
+    try:
+        if os.write(rows, head) < len(head):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: str, error: OSError) -> TimelineError:
+    return TimelineError(f"the timeline '{path}' cannot be written: {error.strerror}")
 
 
 def _lock(rows: int) -> bool:

@@ -359,7 +359,7 @@ class HostRanks:
 
     def _finish(self) -> None:
         """The end, once another process has made the timelines that ranks have left: that may take longer than a round
-        of the loop."""
+        of the loop. It starts in ``/``, as an agent: the user's folder may have modules of names that it imports."""
         self.close()
         noted = {path for reader in self._notes.values() for path in reader.note.timelines}
         left = sorted(path for path in noted if Path(rows_of(path)).exists())
@@ -368,7 +368,7 @@ class HostRanks:
             return
         command = [sys.executable, "-m", "horo.timeline", *left]
         try:
-            self._timelines = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            self._timelines = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/")
         except OSError:
             self.finished = True
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from jobs import wait_until
 from trace_events import parse_timeline, rows_of
 
 from horo.timeline import TimelineError
@@ -51,6 +55,45 @@ def test_the_command_makes_the_file_and_removes_the_rows(tmp_path: Path, capsys:
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"{path}: made of {path}.rows", f"{path}: is whole; there is no {path}.rows"]
     assert said.err == f"horo.timeline: {tmp_path}/none: there is neither this file nor {tmp_path}/none.rows\n"
+
+
+def test_one_that_cannot_be_made_does_not_keep_others_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "t-0.json", tmp_path / "t-1.json"
+    Path(f"{first}.rows").write_bytes(b"no rows")
+    left_behind(second, WHOLE)
+    assert main([str(first), str(second)]) == 1
+    assert list(rows_of(parse_timeline(second))) == ["x"]
+    assert capsys.readouterr().err == f"horo.timeline: {first}.rows: has no rows of a timeline of horo\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_the_rows_and_how_to_go_on(tmp_path: Path, number: int) -> None:
+    path, part = tmp_path / "t.json", tmp_path / "t.json.part"
+    left_behind(path, WHOLE)
+    os.truncate(f"{path}.rows", 1 << 27)
+    command = [sys.executable, "-m", "horo.timeline", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(part.exists, "the file is being made")
+        process.send_signal(number)
+        _, said = process.communicate()
+    assert said.splitlines() == [
+        f"horo.timeline: makes {path} of 128 MiB of rows, which takes a while",
+        f"horo.timeline: interrupted; later: python -m horo.timeline {path}",
+    ]
+    assert process.returncode == 130
+    assert sorted(tmp_path.iterdir()) == [path, Path(f"{path}.rows")]
+
+
+def test_a_disk_that_is_full_before_the_first_row_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.json"
+    monkeypatch.setattr(os, "write", lambda _, data: len(data) - 1)
+    with pytest.raises(TimelineError, match=f"'{path}' cannot be written: No space left on device"):
+        left_behind(path, WHOLE)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("bytes_left", range(1, ROW.size, 10))

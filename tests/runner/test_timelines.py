@@ -127,6 +127,22 @@ def test_the_files_are_there_however_the_job_ends(hororun: Hororun, where: str, 
         assert rows["allreduce.t1"][:3] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
 
 
+def test_a_folder_of_the_users_does_not_stand_for_a_module_of_horos(tmp_path: Path) -> None:
+    """As the installed hororun: ``python -m`` would look for modules where it is called."""
+    folders = [tmp_path / name for name in ("here", "here/horo", "scripts")]
+    for folder in folders:
+        folder.mkdir()
+    here, stray, scripts = folders
+    (stray / "__init__.py").write_text("raise SystemExit('this is not horo')")
+    (scripts / "hororun").write_text("import sys\nfrom horo.runner.cli import main\nsys.exit(main())\n")
+    (scripts / "train.py").write_text(TRAIN.replace("rank.close()", "os._exit(7)").replace("sys\n", "os, sys\n", 1))
+    command = [sys.executable, str(scripts / "hororun"), "-np", "2", "--oversubscribe", "--timeline-filename", "t.json"]
+    done = subprocess.run([*command, str(scripts / "train.py")], cwd=here, capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert "this is not horo" not in done.stderr
+    assert sorted(path.name for path in here.iterdir()) == ["horo", "t.json"]
+
+
 def a_timeline(path: Path, rank: int) -> None:
     head = {"rank": rank, "size": 4, "host": "h", "clock": "c", "monotonic_ns": 0}
     head["start_time_since_epoch_in_micros"] = 10**15
