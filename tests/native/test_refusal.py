@@ -10,7 +10,7 @@ import pytest
 from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
 from horo import _core
-from horo.errors import StalledError, UnsupportedError, UsageError
+from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 ADASUM = _core.REDUCE_OPS["adasum"]
@@ -176,3 +176,15 @@ def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) ->
             rank.barrier("late")
 
     run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=200)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        rank.barrier("before")
+        if rank.rank == 0:
+            refused(rank, "x", 0)
+        with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
+            call(rank, "x" if rank.rank == 0 else "y")
+
+    run_ranks(body, hosts)
