@@ -188,3 +188,17 @@ def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(hosts: list[int])
             call(rank, "x" if rank.rank == 0 else "y")
 
     run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+def test_ranks_that_have_refused_one_name_twice_can_join(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            for _ in range(3):
+                refused(rank, f"of rank {rank.rank}", rank.rank)
+            handle = rank.context.start_join(0)
+            rank.context.wait(handle)
+            rank.context.release(handle)
+            assert call(rank, "y").tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts)
