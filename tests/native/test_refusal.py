@@ -10,7 +10,7 @@ import pytest
 from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
 from horo import _core
-from horo.errors import StalledError, UnsupportedError, UsageError
+from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 ADASUM = _core.REDUCE_OPS["adasum"]
@@ -148,3 +148,57 @@ def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order() -> None:
 
     run_ranks(body, [2])
     run_ranks(body, [1, 1])
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) -> None:
+    """More names than a report lists; the rank that is late with another one is named nevertheless."""
+    is_old = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == (0 if who == "first" else rank.size - 1):
+            with recorded_stderr() as text:
+                for number in range(7):
+                    refused(rank, f"odd{number}", rank.rank)
+                rank.barrier("refused")
+                wait_for(lambda: any(float(s) > 0.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
+                is_old.set()
+        else:
+            rank.barrier("refused")
+            assert is_old.wait(60)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        late = 0 if who == "last" else rank.size - 1
+        if rank.rank == late:
+            wait_for(lambda: rank.context.health() is not None)
+            return
+        with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
+            rank.barrier("late")
+
+    run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=200)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        rank.barrier("before")
+        if rank.rank == 0:
+            refused(rank, "x", 0)
+        with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
+            call(rank, "x" if rank.rank == 0 else "y")
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
+def test_ranks_that_have_refused_one_name_twice_can_join(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            for _ in range(3):
+                refused(rank, f"of rank {rank.rank}", rank.rank)
+            handle = rank.context.start_join(0)
+            rank.context.wait(handle)
+            rank.context.release(handle)
+            assert call(rank, "y").tolist() == [rank.size] * 2
+
+    run_ranks(body, hosts)

@@ -124,6 +124,7 @@ static void clear_round(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->failure = 0;
     entry->id_rank = -1;
     entry->reported_full = 0;
+    entry->is_awaited = 0;
     entry->announced_count = 0;
     hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
     memset(entry->announced, 0, word_count(agree) * sizeof *entry->announced);
@@ -284,6 +285,7 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct
     if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
         return HORO_OK; /* stale */
     }
+    entry->is_awaited = 1;
     HR_TRY(hr_agree_note_rows(agree, entry, member, entry->known.gathers, rows));
     const int rank = agree->config.rank_of_member[member];
     if (entry->id_rank < 0) {
@@ -345,6 +347,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (!count_in(agree, entry, member, 0, now_ns)) {
         return HORO_OK;
     }
+    entry->is_awaited |= message->status == HORO_OK || message->request.op != HORO_BARRIER;
     const uint64_t gathers = hr_agree_rows_told(agree, &message->request);
     const struct hr_agree_copy request = {(uint8_t *)(uintptr_t)message->request.bytes, message->request.byte_count,
                                           message->rank, gathers};
@@ -362,16 +365,20 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
 int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
                           int capacity) {
     int count = 0;
-    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL;
-         entry = entry->next) {
-        if (now_ns - entry->first_ns < age_ns) {
-            continue;
+    for (int is_awaited = 1; is_awaited >= 0; is_awaited--) {
+        for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_WAITING].first; entry != NULL;
+             entry = entry->next) {
+            if (entry->is_awaited != is_awaited || now_ns - entry->first_ns < age_ns) {
+                continue;
+            }
+            if (count < capacity) {
+                out[count] = (struct hr_agree_waiting){.name = entry->name,
+                                                       .since_ns = entry->first_ns,
+                                                       .is_awaited = is_awaited,
+                                                       .announced = entry->announced};
+            }
+            count++;
         }
-        if (count < capacity) {
-            out[count] = (struct hr_agree_waiting){
-                .name = entry->name, .since_ns = entry->first_ns, .announced = entry->announced};
-        }
-        count++;
     }
     return count;
 }

@@ -138,6 +138,7 @@ void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
 struct hr_agree_waiting {
     const char *name;
     int64_t since_ns;          /* its first announcement */
+    int is_awaited;            /* by a member that has not refused it */
     const uint64_t *announced; /* bit per member, see hr_agree_has */
 };
 

@@ -52,6 +52,7 @@ struct hr_agree_entry {
     struct hr_buffer rows;                /* of all members that have announced it, as they did */
     struct hr_agree_rows *rows_of_member; /* [member_count]; NULL: it never was one */
     int64_t first_ns;                /* first announcement of this round */
+    int is_awaited;                  /* a member that has announced it this round has not refused it */
     uint64_t last_round;             /* agree->rounds when its last one ended */
     struct hr_agree_kind kind; /* set when it becomes READY */
 };

@@ -140,17 +140,29 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
 
 /* ---- The message to rank 0, which the driver writes ---- */
 
+/* The next one but for those behind a refusal, which are not announced: a rank has each name once. */
+static const struct hr_request *next_announced(const struct hr_lane *lane, const struct hr_request *request) {
+    do {
+        request = hr_lane_next_pending(lane, request);
+    } while (request != NULL && request->is_behind);
+    return request;
+}
+
 static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
+    uint32_t count = 0;
+    for (const struct hr_request *request = NULL; (request = next_announced(lane, request)) != NULL;) {
+        count++;
+    }
     const struct hr_wire_lane head = {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = hr_lane_place(lane),
-        .count = lane->pending + (lane->is_joining != 0),
+        .count = count + (lane->is_joining != 0),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
     HR_TRY(lane->is_joining ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
-    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+    while ((request = next_announced(lane, request)) != NULL) {
         HR_TRY(hr_wire_put_hash(out, request->pending_hash));
     }
     return HORO_OK;

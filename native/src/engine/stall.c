@@ -46,7 +46,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
             continue;
         }
         stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-        if (request->call.op != HORO_JOIN && since_ns < stalled->blocked_ns) {
+        if (!hr_stall_is_excused(request) && since_ns < stalled->blocked_ns) {
             stalled->blocked_ns = since_ns;
         }
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {

@@ -38,13 +38,9 @@ static int rank_of_member(const struct hr_lane *lane, int member) {
 
 /* ---- Names that have waited too long ---- */
 
-static int is_join(const struct hr_stalled_name *name) {
-    return strcmp(name->name, HR_JOIN_NAME) == 0;
-}
-
 static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t since_ns) {
     stalled->oldest_ns = stalled->total == 0 || since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-    if (!is_join(&name) && since_ns < stalled->blocked_ns) {
+    if (!name.is_excused && since_ns < stalled->blocked_ns) {
         stalled->blocked_ns = since_ns;
     }
     if (stalled->total++ < HR_NAMES_IN_TEXT) {
@@ -61,38 +57,65 @@ static int first_missing(const struct hr_lane *lane, const struct hr_stalled_nam
     return -1;
 }
 
+/* The requests of this rank. Excused ones come last, for there may be more than are kept. */
 static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    const struct hr_request *request = NULL;
-    while ((request = hr_lane_next_pending(lane, request)) != NULL &&
-           now_ns - hr_stall_waits_since(lane, request) >= lane->node->stall_warning_ns) {
-        const struct hr_stalled_name name = {.name = request->call.name, .pending_hash = request->pending_hash};
-        if (first_missing(lane, &name) >= 0) {
-            add(stalled, name, hr_stall_waits_since(lane, request));
+    for (int is_excused = 0; is_excused <= 1; is_excused++) {
+        const struct hr_request *request = NULL;
+        while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+            const int64_t since_ns = hr_stall_waits_since(lane, request);
+            const struct hr_stalled_name name = {
+                .name = request->call.name, .is_excused = is_excused, .pending_hash = request->pending_hash};
+            if (hr_stall_is_excused(request) == is_excused && now_ns - since_ns >= lane->node->stall_warning_ns &&
+                first_missing(lane, &name) >= 0) {
+                add(stalled, name, since_ns);
+            }
         }
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
 }
 
-static void find_announced(const struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+/* Calls that this leader waits for behind a refusal of its own, which is all that has been announced. */
+static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+        if (!request->is_behind || request->refused != 0 ||
+            now_ns - request->submit_ns < lane->node->stall_warning_ns) {
+            continue;
+        }
+        stalled->blocked_ns = request->submit_ns < stalled->blocked_ns ? request->submit_ns : stalled->blocked_ns;
+        for (int i = 0; i < stalled->count; i++) {
+            stalled->names[i].is_excused &= strcmp(stalled->names[i].name, request->call.name) != 0;
+        }
+    }
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+}
+
+static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
     const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
                                             HR_NAMES_IN_TEXT);
     for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
-        add(stalled, (struct hr_stalled_name){.name = waiting[i].name, .announced = waiting[i].announced},
+        add(stalled,
+            (struct hr_stalled_name){
+                .name = waiting[i].name,
+                .is_excused = !waiting[i].is_awaited || strcmp(waiting[i].name, HR_JOIN_NAME) == 0,
+                .announced = waiting[i].announced},
             waiting[i].since_ns);
     }
     stalled->total = total;
+    find_behind(lane, now_ns, stalled);
 }
 
 /*
- * Of all that have not submitted something: to join, or anything else. Who has not joined may wait itself for a rank
- * that is late with something else.
+ * Of all that have not submitted something: what is excused, or anything else. Who has not joined may wait itself for a
+ * rank that is late with something else.
  */
-static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int joins) {
+static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int is_excused) {
     int missing = -1; /* local ranks come first, and are known better */
     for (int i = 0; i < stalled->count; i++) {
-        const int member = is_join(&stalled->names[i]) == joins ? first_missing(lane, &stalled->names[i]) : -1;
+        const int member = stalled->names[i].is_excused == is_excused ? first_missing(lane, &stalled->names[i]) : -1;
         missing = member >= 0 && (missing < 0 || member < missing) ? member : missing;
     }
     return missing;
@@ -129,19 +152,19 @@ static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
     return (submitted & ~HAS_JOINED) == (1u << stalled->count) - 1;
 }
 
-static uint32_t joins_of(const struct hr_stalled *stalled) {
-    uint32_t joins = 0;
+static uint32_t excused_of(const struct hr_stalled *stalled) {
+    uint32_t excused = 0;
     for (int i = 0; i < stalled->count; i++) {
-        joins |= (uint32_t)is_join(&stalled->names[i]) << i;
+        excused |= (uint32_t)stalled->names[i].is_excused << i;
     }
-    return joins;
+    return excused;
 }
 
 int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     const uint32_t submitted = submitted_by(lane, stalled, member);
-    const uint32_t joins = joins_of(stalled);
-    if (!is_whole(stalled, joins)) {
-        return !is_whole(stalled, submitted | joins);
+    const uint32_t excused = excused_of(stalled);
+    if (!is_whole(stalled, excused)) {
+        return !is_whole(stalled, submitted | excused);
     }
     return !is_whole(stalled, submitted) &&
            (member >= lane->team->local_size ||
