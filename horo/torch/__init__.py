@@ -21,9 +21,11 @@ from horo.errors import (
     UsageError,
 )
 from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
+from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
+
+# isort: split
 from horo.torch._lifecycle import config, init, is_initialized, shutdown
 from horo.torch._missing import raise_missing as _raise_missing
-from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
 from horo.torch._topology import (
     cross_rank,
     cross_size,

@@ -15,7 +15,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Records this rank's operations from now on in a file of Chrome's trace events.
 
     The file is empty until the timeline ends, by ``stop_timeline()`` or in any other way; ``python -m horo.timeline``
-    with its path shows before what happened up to a tenth of a second ago. Does not wait for other ranks: each starts
+    with its path shows before what happened up to a tenth of a second ago. Does not block: each rank starts
     with its own call. A timeline that is being written to another file ends first. Where it is the same file, the
     timeline goes on, and only ``mark_cycles`` changes.
 

@@ -45,10 +45,11 @@ def _call_at_once(calls: list[Callable[[], None]]) -> list[BaseException]:
     return errors
 
 
-def _backward_in_two_threads(groups: int | None, ends: list[Callable[[], None]]) -> None:
+def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[], None]]) -> None:
     """Calls the first two hooks of a backward at once, then what autograd calls at its end."""
     leaves = [torch.zeros(2, requires_grad=True) for _ in range(2)]
-    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(leaves, lr=1.0), groups=groups)
+    named = [(f"hooks {groups} {run}.{i}", leaf) for i, leaf in enumerate(leaves)]  # no other optimizer has the names
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(leaves, lr=1.0), named, groups=groups)
     reducer = optimizer._reducer
     submitted: list[None] = []
     submit = reducer._submit
@@ -68,6 +69,7 @@ def _backward_in_two_threads(groups: int | None, ends: list[Callable[[], None]])
     while ends:
         ends.pop()()
     optimizer.step()
+    assert {state.kind for state in reducer.states.values()} == {"gradient"}  # named once
     assert all(leaf.eq(-1).all() for leaf in leaves)
 
 
@@ -88,7 +90,7 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(ranks1: R
                     patch.setattr(_backward, "current_run", lambda run=run: run)
                     patch.setattr(_backward_reducer, "current_run", lambda run=run: run)
                     patch.setattr(_backward_reducer, "_refuse_in_backward", lambda what: None)
-                    _backward_in_two_threads(groups, ends)
+                    _backward_in_two_threads(run, groups, ends)
         finally:
             sys.setswitchinterval(turn_s)
 

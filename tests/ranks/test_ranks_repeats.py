@@ -278,7 +278,11 @@ def test_a_full_cache_loses_one_request_at_a_time_and_none_of_an_optimizer(ranks
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
             create = _request_cache.CachedRequest.__init__
-            patch.setattr(_request_cache.CachedRequest, "__init__", lambda *each: (create(*each), made.append(None))[0])
+            patch.setattr(
+                _request_cache.CachedRequest,
+                "__init__",
+                lambda *each, **named: (create(*each, **named), made.append(None))[0],
+            )
             gc.collect()  # optimizers of other tests
             _runtime.current().request_cache.clear()
             for name in "abcdefghi":
