@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import report
+from trees import add_two_trees, check_built, run_in
 
 SCRIPT = Path(__file__).resolve().parent / "builds_rank.py"
 TURN_LIMIT_S = 300
@@ -27,8 +27,7 @@ TITLES = "{:<12} {:>8} {:>12} {:>12} {:>8} {:>15}"
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Two builds of horo, in turn.")
-    parser.add_argument("before", type=Path, help="a tree after `make build`")
-    parser.add_argument("after", type=Path, help="another")
+    add_two_trees(parser)
     parser.add_argument("--layouts", default="2;4;1,1;1,1,1,1", help="ranks of each host, layouts apart by ';'")
     parser.add_argument("--sizes", default="4,4K,64K,4M,64M", help="bytes of the tensor (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each tree (default: %(default)s)")
@@ -37,25 +36,15 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--step-turn-ms", type=float, default=1000, help="about, per model (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the result here too")
     chosen = parser.parse_args(words)
-    for tree in (chosen.before, chosen.after):
-        if not (tree / ".venv/bin/python").exists():
-            parser.error(f"{tree} has no .venv: run `make build` there")
+    check_built(parser, chosen.before, chosen.after)
     return chosen
 
 
 def turn(tree: Path, layout: str, sizes: list[int], turn_ms: float) -> dict[int, float]:
     """Microseconds by size, of one job of this tree."""
-    words = [str(tree.resolve()), layout, ",".join(map(str, sizes)), str(turn_ms / 1000)]
-    done = subprocess.run(
-        [str(tree.resolve() / ".venv/bin/python"), str(SCRIPT), *words],
-        capture_output=True,
-        text=True,
-        timeout=TURN_LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"builds.py: {tree} failed with layout {layout}:\n{done.stderr}")
-    return {int(size): micros for size, micros in json.loads(done.stdout).items()}
+    words = [layout, ",".join(map(str, sizes)), str(turn_ms / 1000)]
+    found = json.loads(run_in(tree, SCRIPT, *words, limit_s=TURN_LIMIT_S))
+    return {int(size): micros for size, micros in found.items()}
 
 
 def compare_steps(chosen: argparse.Namespace) -> list[dict[str, Any]]:

@@ -31,10 +31,7 @@ WARM_SHARE = 4
 
 def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, float]:
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
-    rank = forks.fork_ranks(len(setups))
-    for index, setup in enumerate(setups):
-        if index != rank:
-            close_setup(setup)
+    rank = forks.fork_ranks(setups, close_setup)
     context = Context(setups[rank])
     found = {}
     for size in sizes:

@@ -19,6 +19,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from trees import check_built, run_in
+
 SCRIPT = Path(__file__).resolve().parent / "call_trace_rank.py"
 LIMIT_S = 300
 PATHS = {
@@ -69,23 +71,8 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the result here too")
     chosen = parser.parse_args(words)
     chosen.tree = chosen.tree.resolve()
-    if not (chosen.tree / ".venv/bin/python").exists():
-        parser.error(f"{chosen.tree} has no .venv: run `make build` there")
+    check_built(parser, chosen.tree)
     return chosen
-
-
-def run(tree: Path, *words: str) -> str:
-    """What call_trace_rank.py prints, by the tree's Python."""
-    done = subprocess.run(
-        [str(tree / ".venv/bin/python"), str(SCRIPT), str(tree), *words],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"call_trace.py: {words} failed in {tree}:\n{done.stderr}")
-    return done.stdout
 
 
 def names_of(library: Path, addresses: set[int], tree: Path) -> dict[int, tuple[str, str]]:
@@ -111,14 +98,14 @@ def names_of(library: Path, addresses: set[int], tree: Path) -> dict[int, tuple[
 
 def trace(tree: Path, library: Path, path: str, calls: int) -> Trace:
     """The shortest of so many calls on this path."""
-    addresses = json.loads(run(tree, str(library), path, str(calls)))
+    addresses = json.loads(run_in(tree, SCRIPT, str(library), path, str(calls), limit_s=LIMIT_S))
     names = names_of(library, set(addresses), tree)
     return Trace(tuple(names[address] for address in addresses if address in names))
 
 
 def main(words: list[str]) -> None:
     chosen = parse_arguments(words)
-    library = Path(run(chosen.tree).splitlines()[-1])
+    library = Path(run_in(chosen.tree, SCRIPT, limit_s=LIMIT_S).splitlines()[-1])
     print(FORM.format("4-byte allreduce", "calls", "functions", "files", "changes of file"))
     rows = []
     for path in chosen.path or PATHS:

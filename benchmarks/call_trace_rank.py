@@ -116,10 +116,7 @@ def trace(native: Any, path: str, calls: int) -> list[int]:
 
     hosts = [1, 1] if path == "carried" else [2]
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
-    rank = forks.fork_ranks(len(setups))
-    for index, setup in enumerate(setups):
-        if index != rank:
-            close_setup(setup)
+    rank = forks.fork_ranks(setups, close_setup)
     context = Context(setups[rank])
     data = np.ones(1, np.float32)
     tensor = Tensor(data.ctypes.data, data.ctypes.data, data.shape, DTYPES["float32"])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["end_ranks", "fork_ranks", "segment_bytes"]
 
 
-def fork_ranks(count: int) -> int:
-    """Forks ranks 1 to ``count - 1``; which one this process is. Each then gives up what is the others'."""
-    for rank in range(1, count):
-        if os.fork() == 0:
-            return rank
-    return 0
+def fork_ranks(setups: Sequence[Any], close_setup: Callable[[Any], None]) -> int:
+    """Forks all ranks but 0; which one this process is. Each gives up the set-ups of the others."""
+    own = next((rank for rank in range(1, len(setups)) if os.fork() == 0), 0)
+    for rank, setup in enumerate(setups):
+        if rank != own:
+            close_setup(setup)
+    return own
 
 
 def end_ranks(rank: int, count: int) -> None:

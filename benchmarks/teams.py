@@ -112,10 +112,9 @@ def run_layout(layout: str, sizes: list[int], rounds: int, turn_s: float) -> dic
     hosts = [int(count) for count in layout.split(",")]
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     links = [make_team_links(setups[0].host_of_rank, range(len(setups)), tcp=True) for _ in range(2)]
-    rank = forks.fork_ranks(len(setups))
-    for index, setup in enumerate(setups):
+    rank = forks.fork_ranks(setups, close_setup)
+    for index in range(len(setups)):
         if index != rank:
-            close_setup(setup)
             for made in links:
                 for descriptors in made[index].values():
                     for descriptor in descriptors:

@@ -14,13 +14,13 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import report
+from trees import add_two_trees, check_built, run_in
 
 SCRIPT = Path(__file__).resolve().parent / "wakes_rank.py"
 TURN_LIMIT_S = 300
@@ -53,28 +53,21 @@ SITUATIONS = (
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Two builds of horo, in turn: wake-ups and system calls.")
-    parser.add_argument("before", type=Path, help="a tree after `make build`")
-    parser.add_argument("after", type=Path, help="another")
+    add_two_trees(parser)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each tree (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=2000, help="of a turn (default: %(default)s)")
     parser.add_argument("--traced-calls", type=int, default=200, help="under strace; 0: none (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn that is idle (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the result here too")
     chosen = parser.parse_args(words)
-    for tree in (chosen.before, chosen.after):
-        if not (tree / ".venv/bin/python").exists():
-            parser.error(f"{tree} has no .venv: run `make build` there")
+    check_built(parser, chosen.before, chosen.after)
     return chosen
 
 
 def run(tree: Path, situation: Situation, amount: int, *before: str) -> dict[str, Any]:
     """What wakes_rank.py says; ``before``: words in front of its command line."""
-    folder = tree.resolve()
-    words = [str(folder / ".venv/bin/python"), str(SCRIPT), str(folder), situation.layout, situation.kind, str(amount)]
-    done = subprocess.run([*before, *words], capture_output=True, text=True, timeout=TURN_LIMIT_S, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"wakes.py: {tree} failed with {situation.name}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    words = [situation.layout, situation.kind, str(amount)]
+    found: dict[str, Any] = json.loads(run_in(tree, SCRIPT, *words, limit_s=TURN_LIMIT_S, before=before))
     return found
 
 

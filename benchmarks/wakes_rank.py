@@ -81,10 +81,7 @@ def measure(hosts: list[int], kind: str, amount: int) -> dict[str, Any]:
     """The sums over ranks, and the numbers of the threads of each, on rank 0."""
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     answers, tell = os.pipe()
-    rank = forks.fork_ranks(len(setups))
-    for index, setup in enumerate(setups):
-        if index != rank:
-            close_setup(setup)
+    rank = forks.fork_ranks(setups, close_setup)
     context = Context(setups[rank])
     call = make_calls(context, kind)
     call(WARM_CALLS)

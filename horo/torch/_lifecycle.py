@@ -147,7 +147,7 @@ def shutdown() -> None:
     """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
 
     Does not block: it does not wait for the other ranks. In a job that has ended, operations of other threads get their
-    errors first, which takes a moment; a GPU that still works for horo is waited for, up to about half a minute if it
+    errors first, which takes a moment; a GPU that still works for horo is waited for, up to about ten seconds if it
     hangs. A second call does nothing; ``init()`` may follow. It happens by itself when the process ends.
 
     Raises:

@@ -97,3 +97,11 @@ def test_circles_of_modules_have_imports_for_types_and_in_functions() -> None:
     assert tidy_graph.python_graph(modules).circles() == []
     modules["horo.p.inner"] = "from . import y\n"
     assert tidy_graph.python_graph(modules).circles() == [["horo.p", "horo.p.inner"]]
+    modules = {
+        "horo.a": "from horo import b",
+        "horo.b": "def f():\n    from horo.c.d import x",
+        "horo.c": "",
+        "horo.c.d": "if TYPE_CHECKING:\n    import horo.b",
+        "horo.c.e": "from .d import y",
+    }
+    assert tidy_graph.python_graph(modules).circles() == [["horo.b", "horo.c.d"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -101,8 +101,8 @@ def check_sizes(path: Path, text: str) -> list[str]:
     return found
 
 
-def imports(tree: ast.Module, package: str, for_types: bool = False) -> Iterator[tuple[str, int, bool]]:
-    """Every import as (absolute module, line, at module level). ``for_types``: also in ``if TYPE_CHECKING:`` blocks."""
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
+    """Every import at run time as (absolute module, line, at module level)."""
 
     def visit(node: ast.AST, is_top: bool) -> Iterator[tuple[str, int, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -114,7 +114,7 @@ def imports(tree: ast.Module, package: str, for_types: bool = False) -> Iterator
                     parents = package.split(".")[: len(package.split(".")) - child.level + 1]
                     base = ".".join([*parents, base]).rstrip(".")
                 yield from ((f"{base}.{alias.name}", child.lineno, is_top) for alias in child.names)
-            elif for_types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
                 is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 yield from visit(child, is_top and not is_function)
 
@@ -147,27 +147,6 @@ def check_rooms(path: Path, text: str) -> list[str]:
             if _is_within(module, package) and not any(_is_within(module, name) for name in allowed):
                 found.append(finding(path, line, f"imports {module}: {room} may import {', '.join(others) or 'none'}"))
     return found
-
-
-def find_circle(texts: Mapping[Path, str]) -> list[str]:
-    """Modules of which each imports the next one and the last one the first, for types or in a function even."""
-    modules = {_dotted(path.with_suffix("")).removesuffix(".__init__"): path for path in texts}
-    modules.pop("horo", None)  # its version is for all
-    imported: dict[str, list[str]] = {}
-    for module, path in modules.items():
-        names = {name for name, _, _ in imports(ast.parse(texts[path]), _dotted(path.parent), for_types=True)}
-        found = {name if name in modules else name.rpartition(".")[0] for name in names}
-        imported[module] = sorted(found & modules.keys() - {module})
-    while leaves := {module for module, others in imported.items() if not others}:
-        imported = {
-            module: [other for other in others if other not in leaves]
-            for module, others in imported.items()
-            if module not in leaves
-        }
-    way = list(imported)[:1]
-    while way and (following := imported[way[-1]][0]) not in way:
-        way.append(following)
-    return way[way.index(following) :] if way else []
 
 
 def _dotted(path: Path) -> str:

@@ -64,6 +64,17 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     atomic_store(&request->status, status); /* last: from here on the caller may release it */
 }
 
+void hr_engine_drop_refusals(const struct hr_lane *lane, int only_behind) {
+    struct hr_request *older;
+    for (struct hr_request *request = lane->engine->submission.newest; request != NULL; request = older) {
+        older = request->older;
+        if (request->lane == lane && request->refused != 0 && request->behind == NULL &&
+            (request->is_behind || !only_behind)) {
+            hr_engine_complete_locked(lane->engine, request, HORO_ERR_ABORTED, NULL);
+        }
+    }
+}
+
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
     hr_engine_note_done(engine, requests, count, status);

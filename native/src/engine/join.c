@@ -106,25 +106,11 @@ static int has_to_announce(const struct hr_lane *lane) {
     return found;
 }
 
-/*
- * Refusals behind others, the last one first. Each would be announced when the one before it is over, for which ranks
- * that do likewise would wait.
- */
-static void drop_refusals(const struct hr_lane *lane) {
-    struct hr_engine *engine = lane->engine;
-    struct hr_request *older;
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    for (struct hr_request *request = engine->submission.newest; request != NULL; request = older) {
-        older = request->older;
-        if (request->lane == lane && request->is_behind && request->refused != 0 && request->behind == NULL) {
-            hr_engine_complete_locked(engine, request, HORO_ERR_ABORTED, NULL);
-        }
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-}
-
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
-    drop_refusals(lane);
+    /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_engine_drop_refusals(lane, 1);
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     HR_TRY(hr_lone_give_up(lane)); /* requests from before the call are announced before */
     HR_TRY(hr_lane_write_ids(lane));
     lane->announcer.join = (struct hr_joining){.held = request};

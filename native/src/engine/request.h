@@ -91,4 +91,10 @@ static inline int hr_request_is_by_nccl(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0 && !request->is_taken;
 }
 
+/*
+ * complete.c, with the lock held: ends the refusals of the lane behind which no call of this rank stands, only those
+ * behind others or all. The last one goes first, so that none gets into the queue.
+ */
+void hr_engine_drop_refusals(const struct hr_lane *lane, int only_behind);
+
 #endif

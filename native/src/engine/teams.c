@@ -234,17 +234,6 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
     }
 }
 
-/* With the lock held: nothing else is pending there. The last one first, so that none gets into the queue. */
-static void drop_refusals(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_request *older;
-    for (struct hr_request *request = engine->submission.newest; request != NULL; request = older) {
-        older = request->older;
-        if (request->lane == lane) {
-            hr_engine_complete_locked(engine, request, HORO_ERR_ABORTED, NULL);
-        }
-    }
-}
-
 static void remove_team(struct hr_engine *engine, int team) {
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = place->lane;
@@ -254,7 +243,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->lane = NULL;
     if (lane != NULL) {
-        drop_refusals(engine, lane);
+        hr_engine_drop_refusals(lane, 0); /* nothing else is pending there */
         forget(engine, lane);
         choose_driver(engine);
     }
