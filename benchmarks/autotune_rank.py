@@ -13,7 +13,7 @@ import time
 import torch
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 COUNTS = [1 << 12] * 32 + [1 << 15] * 9 + [1 << 18] * 2
 """Values of each tensor of the model: 0.5, 1.1 and 2 MiB in all."""
@@ -31,7 +31,7 @@ def step(optimizer: torch.optim.Optimizer) -> float:
 def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     hvd.init()
-    context = _runtime.current().job.context
+    context = runtime.current().job.context
     is_tuned = os.environ.get("HORO_AUTOTUNE") == "1"
     parameters = [torch.zeros(count) for count in COUNTS]
     for parameter in parameters:

@@ -112,7 +112,7 @@ def trace(native: Any, path: str, calls: int) -> list[int]:
     import numpy as np  # noqa: PLC0415
     from fabric import close_setup, make_setups  # noqa: PLC0415  (tests/fabric.py of the tree)
 
-    from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: PLC0415
+    from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: PLC0415
 
     hosts = [1, 1] if path == "carried" else [2]
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)

@@ -25,7 +25,7 @@ from report import CheckRow
 from rounds import Case, Plan, Result, play
 
 from horo.runner.agent.machine import visible_gpus
-from horo.runner.job.environment import KEEP_MEMORY
+from horo.runner.job.forwarded_variables import KEEP_MEMORY
 
 __all__ = [
     "BASE",

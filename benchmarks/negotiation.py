@@ -28,8 +28,8 @@ import report
 from contest import ContestError, exit_code
 from relay import Relay, cut_in
 
-from horo._core import OPS, Context, RequestBuffer
-from horo._core_setup import Setup
+from horo.core.context import OPS, Context, RequestBuffer
+from horo.core.setup import Setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from fabric import make_setups  # tests/fabric.py: groups of ranks without a bootstrap

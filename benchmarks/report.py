@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import horo
-from horo import _core
-from horo._config import Config, variables_of
+from horo.config.table import Config, variables_of
+from horo.core import context
 
 ROOT = Path(__file__).resolve().parent.parent
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -79,7 +79,7 @@ def document(
         "commit": _commit(),
         "versions": {
             "horo": horo.__version__,
-            "core": _core.version(),
+            "core": context.version(),
             "torch": metadata.version("torch"),
             "python": platform.python_version(),
         },
@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory": _memory(),
         "system": platform.platform(),
-        "simd": _core.simd_name(),
+        "simd": context.simd_name(),
     }
 
 

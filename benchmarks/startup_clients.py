@@ -11,17 +11,17 @@ from typing import Any
 
 from contest import ContestError
 
-from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.launchers.environment import Launch
-from horo._bootstrap.net.open_files import make_room
-from horo._bootstrap.packed import pack
-from horo._bootstrap.peer_info import PeerInfo, exchange_peer_info
-from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.protocol import prefixed
-from horo._bootstrap.store.server import StoreServer
-from horo._config import Config
+from horo.bootstrap.host.grouping import group_ranks
+from horo.bootstrap.host.identity import read_identity
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.net.open_files import make_room
+from horo.bootstrap.packed import pack
+from horo.bootstrap.peer_info import PeerInfo, exchange_peer_info
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import prefixed
+from horo.bootstrap.store.server import StoreServer
+from horo.config.table import Config
 
 __all__ = ["measure_clients"]
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from fabric import close_setup, make_setups, make_team_links  # noqa: E402
 
-from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: E402
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: E402
 
 TITLES = "{:<8} {:>8} {:>14} {:>12} {:>7} {:>14} {:>10} {:>7}"
 SMALL_COUNT = 1024

@@ -23,7 +23,7 @@ import spaces
 from contest import Contest, ContestError, exit_code
 from rounds import Case, Plan, Result, describe_probe, play, probe_values
 
-from horo.runner.job.environment import KEEP_MEMORY
+from horo.runner.job.forwarded_variables import KEEP_MEMORY
 
 CEILING = peers.ALONE.name
 KEPT = ", memory kept"

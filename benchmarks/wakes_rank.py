@@ -25,8 +25,8 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is looked at
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-from horo import _core  # noqa: E402
-from horo._core import DTYPES, OPS, REDUCE_OPS, Context, Tensor  # noqa: E402
+from horo.core import context as _core  # noqa: E402
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, Tensor  # noqa: E402
 
 REQUEST: Any = getattr(_core, "RequestBuffer", None) or _core.Slip  # type: ignore[attr-defined]  # in older trees
 

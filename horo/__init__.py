@@ -1,6 +1,6 @@
 """horo: distributed data-parallel training for PyTorch. Import ``horo.torch`` in a training script."""
 
-from horo._own_modules import leave_out_current_directory
+from horo.import_path import leave_out_current_directory
 
 leave_out_current_directory()  # before anything else is imported
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from horo._hostlist import parse_host_list, split_host_list
+from horo.config.hosts import parse_host_list, split_host_list
 
 __all__ = ["HostSpec", "HostsError", "is_host_name", "parse_host_file", "parse_hosts", "written"]
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.net.interfaces import connect_source, select_addresses
-from horo._bootstrap.net.interfaces import interface_addresses as addresses_by_interface
+from horo.bootstrap.host.identity import read_identity
+from horo.bootstrap.net.interfaces import connect_source, select_addresses
+from horo.bootstrap.net.interfaces import interface_addresses as addresses_by_interface
 from horo.errors import UsageError
 from horo.runner.hosts import HostSpec
 

@@ -11,8 +11,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from horo._bootstrap import job as bootstrap
-from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from horo.bootstrap import job as bootstrap
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HorovodInternalError
 
 __all__ = ["CODES", "EXCEPTIONS", "Plan"]

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import pytest
 
-from horo._bootstrap.job import connect
-from horo._bootstrap.launchers import torch_store
-from horo._bootstrap.launchers.environment import read_launch
-from horo._bootstrap.running_rank import Connection
-from horo._bootstrap.store.server import StoreServer
-from horo._config import read_config
+from horo.bootstrap.job import connect
+from horo.bootstrap.launchers import torch_store
+from horo.bootstrap.launchers.variables import read_launch
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.store.server import StoreServer
+from horo.config.table import read_config
 
 __all__ = ["SECRET", "environments", "join_all", "run_threads", "serving", "wait_until"]
 

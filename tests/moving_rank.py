@@ -14,8 +14,8 @@ import threading
 
 import numpy as np
 
-from horo._bootstrap import job as bootstrap
-from horo._core import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor
+from horo.bootstrap import job as bootstrap
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor
 
 CALLS_BEFORE = 12
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from horo._bootstrap import job as bootstrap
-from horo._bootstrap.running_rank import RunningRank
-from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from horo.bootstrap import job as bootstrap
+from horo.bootstrap.running_rank import RunningRank
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HoroError, HorovodInternalError
 
 __all__ = ["Rank", "main"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from jobs import marked_processes, wait_until
 
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.store.server import StoreServer
 
 __all__ = ["ANSWER_S", "PlainRanks"]
 
@@ -28,7 +28,7 @@ _SECRET = "5a" * 32
 _PROGRAM = Path(__file__).with_name("plain_rank.py")
 _SERVE = """
 import sys
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.store.server import StoreServer
 with StoreServer(sys.argv[1:], bytes.fromhex(sys.stdin.readline().strip())) as server:
     print(",".join(map(str, server.endpoints)), flush=True)
     sys.stdin.read()

@@ -20,7 +20,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 from rank_worker import STACKS_END, serve
 
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.store.server import StoreServer
 
 __all__ = ["RankError", "RankPool", "one_of"]
 
@@ -36,7 +36,7 @@ _context.set_forkserver_preload(
         "rank_worker",
         "torch._dynamo",
         "torch._inductor.compile_fx",
-        "horo._bootstrap.job",
+        "horo.bootstrap.job",
     ]
 )
 _START_S = 60.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from horo._bootstrap.auth.handshake import Purpose
+from horo.bootstrap.auth.handshake import Purpose
 
 __all__ = ["Relay", "Relays"]
 

@@ -7,9 +7,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from horo._bootstrap.host.grouping import Grouping
-from horo._core import arena_bytes
-from horo._core_setup import Setup, setup_descriptors
+from horo.bootstrap.host.grouping import Grouping
+from horo.core.context import arena_bytes
+from horo.core.setup import Setup, setup_descriptors
 
 __all__ = ["check_links", "check_wiring"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 import horo.torch as hvd
-from horo import __version__, _core
+from horo import __version__
+from horo.core import context
 from libraries import Exchange, check_place
 
 
@@ -24,7 +25,7 @@ class Opened:
         hvd.barrier()
 
     def versions(self) -> dict[str, str]:
-        return {"horo": __version__, "core": _core.version(), "torch": str(torch.__version__)}
+        return {"horo": __version__, "core": context.version(), "torch": str(torch.__version__)}
 
     def close(self) -> None:
         hvd.shutdown()

@@ -32,28 +32,36 @@ functions of the same names.
 """
 
 SECTIONS = (
-    ("Start, end, and who is who", ("horo.torch._lifecycle", "horo.torch._topology")),
+    ("Start, end, and who is who", ("horo.torch.lifecycle", "horo.torch.engine.topology")),
     (
         "Operations on tensors",
         (
-            "horo.torch.reductions",
-            "horo.torch.ops",
-            "horo.torch.scatter",
-            "horo.torch.sparse",
-            "horo.torch.collectives",
-            "horo.torch.exchange",
-            "horo.torch._handles",
+            "horo.torch.ops.reduce_op",
+            "horo.torch.ops.allreduce",
+            "horo.torch.ops.reducescatter",
+            "horo.torch.ops.sparse",
+            "horo.torch.ops.allgather",
+            "horo.torch.ops.broadcast",
+            "horo.torch.ops.barrier",
+            "horo.torch.ops.join",
+            "horo.torch.ops.alltoall",
+            "horo.torch.engine.handles",
         ),
     ),
     (
         "Training",
-        ("horo.torch.optimizer", "horo.torch.sync_batch_norm", "horo.torch.metrics", "horo.torch.schedules"),
+        (
+            "horo.torch.optimizer.distributed",
+            "horo.torch.nn.sync_batch_norm",
+            "horo.torch.functions.metrics",
+            "horo.torch.functions.schedules",
+        ),
     ),
-    ("Equal models, optimizers and objects", ("horo.torch.functions",)),
-    ("Compression", ("horo.torch.compression",)),
-    ("Sets of ranks", ("horo.torch.process_sets",)),
+    ("Equal models, optimizers and objects", ("horo.torch.functions.broadcast_state", "horo.torch.functions.objects")),
+    ("Compression", ("horo.torch.ops.compression",)),
+    ("Sets of ranks", ("horo.torch.ops.process_set",)),
     ("Timeline", ("horo.torch.timeline",)),
-    ("What this installation can do", ("horo.torch.info",)),
+    ("What this installation can do", ("horo.torch.horovod_names.info",)),
 )
 """Title, and the modules that define what it lists."""
 _MODULES = [module for _, modules in SECTIONS for module in modules]
@@ -71,9 +79,9 @@ def page() -> str:
         names = [name for name in hvd.__all__ if _home(name) in modules]
         left -= set(names)
         parts.append(f"\n## {title}\n")
-        if "horo.torch.ops" in modules:
-            parts.append("\n" + _markdown(_module_text("horo.torch.ops")) + "\n" + _reductions(names))
-            parts.append("\n**Gradients.** " + _markdown(_module_text("horo.torch.autograd")) + "\n")
+        if "horo.torch.ops.allreduce" in modules:
+            parts.append("\n" + _markdown(_module_text("horo.torch.ops.allreduce")) + "\n" + _reductions(names))
+            parts.append("\n**Gradients.** " + _markdown(_module_text("horo.torch.ops.autograd")) + "\n")
             names = [name for name in names if not isinstance(getattr(hvd, name), int)]
         parts += [_entry(name) for name in sorted(names, key=_position)]
     left -= {name for name in left if _home(name) == "horo.errors"}
@@ -86,7 +94,7 @@ def _home(name: str) -> str:
     """The module that defines a public name."""
     value = getattr(hvd, name)
     if isinstance(value, int):
-        return "horo.torch.ops"
+        return "horo.torch.ops.allreduce"
     return str(getattr(value, "__module__", None) or type(value).__module__)
 
 
@@ -104,7 +112,7 @@ def _module_text(module: str) -> str:
 
 
 def _reductions(names: list[str]) -> str:
-    said = {name: _beside_constant("horo.torch.ops", name) for name in names if _is_reduction(name)}
+    said = {name: _beside_constant("horo.torch.ops.allreduce", name) for name in names if _is_reduction(name)}
     rows = [f"| `{name}` | {text.replace('|', _BAR)} |\n" for name, text in said.items()]
     return "\nReductions, for `op=`:\n\n| name | result |\n|---|---|\n" + "".join(rows)
 

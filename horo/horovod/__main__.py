@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from horo._config import environment
+from horo.config.table import environment
 from horo.horovod.environment import with_horovod
 
 __all__ = ["main"]

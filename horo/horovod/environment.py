@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from horo._config import Config, variables_of
+from horo.config.table import Config, variables_of
 from horo.errors import UsageError
 
 __all__ = ["is_switched_on", "with_horovod"]

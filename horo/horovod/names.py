@@ -14,7 +14,7 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from horo._config import environment, set_variables
+from horo.config.table import environment, set_variables
 from horo.horovod.environment import with_horovod
 
 __all__ = ["HOROVOD_VERSION", "install", "is_installed"]
@@ -24,7 +24,7 @@ HOROVOD_VERSION = "0.28.1"
 
 _MODULES = {
     "horovod.common.exceptions": "horo.horovod.exceptions",
-    "horovod.common.process_sets": "horo.torch.process_sets",
+    "horovod.common.process_sets": "horo.torch.ops.process_set",
     "horovod.common.util": "horo.horovod.util",
     "horovod.runner": "horo.runner.call",
 }

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from horo._config import drop_variables, environment, set_variables
-from horo.torch.info import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
+from horo.config.table import drop_variables, environment, set_variables
+from horo.torch.horovod_names.info import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+    rocm_built,
+)
 from horo.torch.mpi_ops import handle_average_backwards_compatibility
 
 __all__ = [

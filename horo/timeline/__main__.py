@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from horo.runner.printable import printable
+from horo.runner.text import printable
 from horo.timeline.merging import merge
 from horo.timeline.reading import TimelineError
 from horo.timeline.recording import finish, rows_of

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from horo._own_file import open_own_file
+from horo.own_file import open_own_file
 from horo.timeline.clocks import Alignment, align
 from horo.timeline.reading import Timeline, TimelineError, read_timeline
 from horo.timeline.recording import finish

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from horo._own_file import open_own_file
+from horo.own_file import open_own_file
 from horo.timeline.reading import TimelineError
 from horo.timeline.rows import MAGIC, ROW, events_of
 

@@ -21,42 +21,15 @@ from horo.errors import (
     UsageError,
 )
 from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python has an error of this name
-from horo.torch._require import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
+from horo.torch.compat.torch_version import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
 
 # isort: split
-from horo.torch._lifecycle import config, init, is_initialized, shutdown
-from horo.torch._missing import raise_missing as _raise_missing
-from horo.torch._topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
-from horo.torch.collectives import (
-    allgather,
-    allgather_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from horo.torch.compression import Compression
-from horo.torch.exchange import alltoall, alltoall_async
-from horo.torch.functions import (
-    allgather_object,
-    average_buffers,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from horo.torch.info import (
+from horo.torch.engine.topology import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from horo.torch.functions.broadcast_state import average_buffers, broadcast_optimizer_state, broadcast_parameters
+from horo.torch.functions.metrics import MetricAverage
+from horo.torch.functions.objects import allgather_object, broadcast_object
+from horo.torch.functions.schedules import LearningRateWarmup
+from horo.torch.horovod_names.info import (
     _check_has_gpu,  # noqa: F401 - scripts of Horovod call it
     ccl_built,
     cuda_built,
@@ -69,8 +42,11 @@ from horo.torch.info import (
     nccl_built,
     rocm_built,
 )
-from horo.torch.metrics import MetricAverage
-from horo.torch.ops import (
+from horo.torch.horovod_names.missing import raise_missing as _raise_missing
+from horo.torch.lifecycle import config, init, is_initialized, shutdown
+from horo.torch.nn.sync_batch_norm import SyncBatchNorm
+from horo.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from horo.torch.ops.allreduce import (
     Adasum,
     Average,
     Max,
@@ -88,18 +64,21 @@ from horo.torch.ops import (
     poll,
     synchronize,
 )
-from horo.torch.optimizer import DistributedOptimizer
-from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from horo.torch.reductions import ReduceOp
-from horo.torch.scatter import (
+from horo.torch.ops.alltoall import alltoall, alltoall_async
+from horo.torch.ops.barrier import barrier
+from horo.torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from horo.torch.ops.compression import Compression
+from horo.torch.ops.join import join
+from horo.torch.ops.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horo.torch.ops.reduce_op import ReduceOp
+from horo.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from horo.torch.schedules import LearningRateWarmup
-from horo.torch.sparse import sparse_allreduce_async
-from horo.torch.sync_batch_norm import SyncBatchNorm
+from horo.torch.ops.sparse import sparse_allreduce_async
+from horo.torch.optimizer.distributed import DistributedOptimizer
 from horo.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horo.torch._missing import sentence
+from horo.torch.horovod_names.missing import sentence
 
 __all__: list[str] = []
 

@@ -9,34 +9,10 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from horo.errors import HorovodInternalError
-from horo.torch import _basics  # noqa: F401 - scripts of Horovod ask it
-from horo.torch._basics import handle_map as _handle_map  # noqa: F401
-from horo.torch._lifecycle import init, is_initialized, shutdown
-from horo.torch._missing import raise_missing
-from horo.torch._topology import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
-from horo.torch.collectives import (
-    allgather,
-    allgather_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from horo.torch.compression import Compression
-from horo.torch.exchange import alltoall, alltoall_async
-from horo.torch.info import (
+from horo.torch.engine.topology import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
+from horo.torch.horovod_names import basics as _basics  # noqa: F401 - scripts of Horovod ask it
+from horo.torch.horovod_names.basics import handle_map as _handle_map  # noqa: F401
+from horo.torch.horovod_names.info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -48,7 +24,10 @@ from horo.torch.info import (
     nccl_built,
     rocm_built,
 )
-from horo.torch.ops import (
+from horo.torch.horovod_names.missing import raise_missing
+from horo.torch.lifecycle import init, is_initialized, shutdown
+from horo.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from horo.torch.ops.allreduce import (
     Adasum,
     Average,
     Max,
@@ -66,15 +45,20 @@ from horo.torch.ops import (
     poll,
     synchronize,
 )
-from horo.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from horo.torch.reductions import resolve_op as handle_average_backwards_compatibility
-from horo.torch.scatter import (
+from horo.torch.ops.alltoall import alltoall, alltoall_async
+from horo.torch.ops.barrier import barrier
+from horo.torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from horo.torch.ops.compression import Compression
+from horo.torch.ops.join import join
+from horo.torch.ops.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horo.torch.ops.reduce_op import resolve_op as handle_average_backwards_compatibility
+from horo.torch.ops.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from horo.torch.sparse import sparse_allreduce_async
+from horo.torch.ops.sparse import sparse_allreduce_async
 from horo.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from horo._bootstrap.timeline import start_timeline as _start
+from horo.bootstrap.timeline_file import start_timeline as _start
 from horo.errors import UsageError
-from horo.torch._runtime import current
+from horo.torch.engine.runtime import current
 
 __all__ = ["start_timeline", "stop_timeline"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import Binding, host_facts
-from horo.runner.agent.messages import MAGIC, PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import MAGIC, PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Started, Wrote, reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer

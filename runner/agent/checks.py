@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from reprlib import repr as repr_shortened
 from typing import Any
 
-from horo.runner.agent.messages import Message, MessageError
+from horo.runner.agent.protocol import Message, MessageError
 from horo.runner.agent.ranks import Exited, Started
-from horo.runner.printable import printable
 from horo.runner.processes import PASSED_ON_BY_AGENTS
+from horo.runner.text import printable
 
 __all__ = [
     "exited",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horo import __version__
-from horo._hostlist import ranges
+from horo.config.hosts import ranges
 
 __all__ = [
     "Binding",

@@ -25,7 +25,7 @@ from horo.runner.agent.machine import (
     threads,
     visible_gpus,
 )
-from horo.runner.agent.notes import PIPE_NAME, NoteReader, open_pipe
+from horo.runner.agent.rank_reports import PIPE_NAME, NoteReader, open_pipe
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn

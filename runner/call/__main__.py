@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from horo._bootstrap.ending import describe_exception
-from horo._config import CallVariables, MpiVariables, drop_variables, environment, read_variables
+from horo.bootstrap.ending import describe_exception
+from horo.config.table import CallVariables, MpiVariables, drop_variables, environment, read_variables
 from horo.errors import HoroError, UnsupportedError
 from horo.runner.call.pickling import Pickler, dumps
 from horo.runner.call.values import CALL, FAILURES, Call, Outcome, connect, get, outcome_key, put, result_key
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.client import StoreClient
+    from horo.bootstrap.store.client import StoreClient
 
 __all__ = ["main"]
 

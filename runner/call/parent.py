@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from horo._bootstrap.store.protocol import StoreTimeoutError
+from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
 from horo.runner.call.values import CALL, Call, Outcome, connect, get, outcome_key, put, result_key
 from horo.runner.config import EXIT_USAGE
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.client import StoreClient
-    from horo._bootstrap.store.server import StoreServer
+    from horo.bootstrap.store.client import StoreClient
+    from horo.bootstrap.store.server import StoreServer
     from horo.runner.config import Job
 
 __all__ = ["check_outcomes", "run"]
@@ -239,8 +239,8 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
 
 
 def _serve(job: Job, secret: bytes) -> StoreServer:
-    from horo._bootstrap.store.served import choose_server_addresses  # noqa: PLC0415
-    from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415
+    from horo.bootstrap.store.served import choose_server_addresses  # noqa: PLC0415
+    from horo.bootstrap.store.server import StoreServer  # noqa: PLC0415
     from horo.runner.network import is_local  # noqa: PLC0415
 
     far = not all(is_local(host) for host in job.hosts)

@@ -9,8 +9,8 @@ import io
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.client import StoreClient
+from horo.bootstrap.net.addresses import parse_endpoints
+from horo.bootstrap.store.client import StoreClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable

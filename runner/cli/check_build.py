@@ -19,7 +19,7 @@ from horo.horovod import HOROVOD_VERSION
 from horo.runner.stdout import show
 
 if TYPE_CHECKING:
-    from horo._core_libraries import Library
+    from horo.core.libraries import Library
 
 __all__ = ["check_build", "why_not"]
 
@@ -39,7 +39,7 @@ def check_build(for_horovod: bool = False) -> int:
     Raises:
         JobError: stdout cannot be written.
     """
-    core = _core()
+    core = context()
     no_memory = _memory() if core.present else "needs the core"
     sections = {
         "Available frameworks": [_torch()],
@@ -86,8 +86,8 @@ def _horovods_table(has_core: bool) -> list[str]:
 
 def _settings() -> list[_Part]:
     """The settings that environment variables have changed here; a wrong value is said by ``_init``."""
-    from horo._config import environment, read_config  # noqa: PLC0415 - for this option only
-    from horo._settings import settings_of  # noqa: PLC0415
+    from horo.config.settings import settings_of  # noqa: PLC0415
+    from horo.config.table import environment, read_config  # noqa: PLC0415 - for this option only
 
     try:
         settings = settings_of(read_config(environment()))
@@ -102,8 +102,8 @@ def _init() -> str:
     if find_spec("torch") is None:
         return "horo.torch needs PyTorch, which is not installed: pip install torch"
     try:
-        from horo._bootstrap.job import start  # noqa: PLC0415 - the launcher must run without the core
-        from horo._config import LaunchVariables, environment, names_of  # noqa: PLC0415
+        from horo.bootstrap.job import start  # noqa: PLC0415 - the launcher must run without the core
+        from horo.config.table import LaunchVariables, environment, names_of  # noqa: PLC0415
 
         launch = names_of(LaunchVariables)
         kept = {name: value for name, value in environment().items() if name.startswith("HORO") and name not in launch}
@@ -118,11 +118,12 @@ def _program(name: str) -> _Part:
     return _Part(path is not None, name, path or "not found in PATH")
 
 
-def _core() -> _Part:
+def context() -> _Part:
     try:
-        from horo import _core, _native  # noqa: PLC0415 - the launcher must run without it
+        from horo import _native  # noqa: PLC0415 - the launcher must run without it
+        from horo.core import context  # noqa: PLC0415 - the launcher must run without it
 
-        what = f"{_core.version()}, SIMD {_core.simd_name()}"
+        what = f"{context.version()}, SIMD {context.simd_name()}"
     except (ImportError, OSError) as error:
         return _Part(False, "cannot be loaded", str(error))
     return _Part(True, what, str(_native.__file__))
@@ -130,7 +131,7 @@ def _core() -> _Part:
 
 def _memory() -> str:
     """The reason why this kernel gives no memory that ranks can share; empty: it does."""
-    from horo._core import create_memory  # noqa: PLC0415 - the launcher must run without the core
+    from horo.core.context import create_memory  # noqa: PLC0415 - the launcher must run without the core
 
     try:
         os.close(create_memory(1))
@@ -154,7 +155,7 @@ def _mpi() -> _Part:
     except metadata.PackageNotFoundError:
         return _Part(False, "MPI", "needs mpi4py: pip install mpi4py")
     try:
-        from horo._bootstrap.mpi.world import why_no_mpi  # noqa: PLC0415 - as _core
+        from horo.bootstrap.mpi.world import why_no_mpi  # noqa: PLC0415 - as context
     except (ImportError, OSError):
         return _Part(False, what, "needs the core")
     reason = why_no_mpi()
@@ -164,7 +165,7 @@ def _mpi() -> _Part:
 def _gpu_libraries() -> list[_Part]:
     """Initializes the CUDA driver, if there is one: this process ends soon."""
     try:
-        from horo._bootstrap.gpu_libraries import find_cuda, find_nccl  # noqa: PLC0415 - as _core
+        from horo.bootstrap.gpu_libraries import find_cuda, find_nccl  # noqa: PLC0415 - as context
     except (ImportError, OSError):
         return [_Part(False, name, "needs the core") for name in ("CUDA driver", "NCCL")]
     finders: dict[str, Callable[[], Library]] = {"CUDA driver": partial(find_cuda, initializes=True), "NCCL": find_nccl}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horo.runner.agent.machine import host_facts
-from horo.runner.agent.messages import Kind
+from horo.runner.agent.protocol import Kind
 from horo.runner.agent.ranks import reap
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import HostSpec
@@ -21,10 +21,10 @@ from horo.runner.job.placement import remote_launcher_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.loop import Loop
 from horo.runner.network import NetworkError, interface_addresses, is_local, listen, unreachable
-from horo.runner.printable import printable
 from horo.runner.processes import occupy_standard_streams
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import show
+from horo.runner.text import printable
 
 __all__ = ["check_hosts"]
 

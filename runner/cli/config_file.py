@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horo._config import Config, Option, variables_of
+from horo.config.table import Config, Option, variables_of
 from horo.runner.cli.combinations import excluded_by
 from horo.runner.config import JobError
 

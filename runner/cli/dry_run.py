@@ -7,17 +7,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horo._hostlist import ranges
+from horo.config.hosts import ranges
 from horo.runner.agent.command import StartError, is_for_python, with_python
-from horo.runner.agent.machine import (
-    BindingError,
-    bind,
-    bind_gpus,
-    read_topology,
-    spelled,
-    spelled_gpus,
-    visible_gpus,
-)
+from horo.runner.agent.machine import BindingError, bind, bind_gpus, read_topology, spelled, spelled_gpus, visible_gpus
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place, remote_launcher_of

@@ -16,8 +16,8 @@ from horo.runner.cli.combinations import check_combinations, check_launcher, che
 from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
 from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
-from horo.runner.printable import printable_lines
 from horo.runner.stdout import show
+from horo.runner.text import printable_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str] | None, *, for_horovod: bool) -> int:
             _say(f"warning: {sentence}")
         if job.timelines is None or job.dry_run:
             return _run(job)
-        from horo.runner.job.timelines import run_and_merge  # noqa: PLC0415 - --help does without
+        from horo.runner.job.merge_timelines import run_and_merge  # noqa: PLC0415 - --help does without
 
         return run_and_merge(job.timelines, job.size, lambda: _run(job), _say)
     except JobError as error:
@@ -93,7 +93,7 @@ def parse(
         JobError: a value is wrong; names it.
         SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
     """
-    from horo.runner.cli.tuning import port_range, start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
+    from horo.runner.cli.autotune_options import port_range, start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
     given, line, passed_over = _read(arguments, for_horovod, raising)
@@ -300,7 +300,7 @@ def _exports(
     given: argparse.Namespace, line: CommandLine, environment: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for all ranks, and sentences about options that do nothing, as they may for Horovod's scripts."""
-    from horo.runner.cli.tuning import (  # noqa: PLC0415 - --help does without
+    from horo.runner.cli.autotune_options import (  # noqa: PLC0415 - --help does without
         check_environment,
         check_exports,
         drop_replaced,
@@ -308,7 +308,7 @@ def _exports(
         tuning_variables,
         useless_marks,
     )
-    from horo.runner.job.environment import parse_exports  # noqa: PLC0415 - needs what --help does not
+    from horo.runner.job.forwarded_variables import parse_exports  # noqa: PLC0415 - needs what --help does not
 
     try:
         exports = parse_exports(given.exports, environment)

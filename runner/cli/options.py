@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import horo
 from horo import __version__
-from horo._config import Config, Option, Variable, variables_of
+from horo.config.table import Config, Option, Variable, variables_of
 from horo.horovod import HOROVOD_VERSION
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show

@@ -10,7 +10,7 @@ from horo.runner.config import OutputOptions
 from horo.runner.job.output import Printer, Writer, colour_wanted, redraw_possible
 from horo.runner.job.rank_files import RankFiles, explained, make_folder
 from horo.runner.loop import Loop
-from horo.runner.printable import printable_lines
+from horo.runner.text import printable_lines
 
 __all__ = ["Console"]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from horo._config import LaunchVariables, TorchrunVariables, names_of
-from horo._sources import encode_sources
+from horo.config.sources import encode_sources
+from horo.config.table import LaunchVariables, TorchrunVariables, names_of
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import core_count
@@ -26,7 +26,7 @@ from horo.runner.agent.ranks import Event, Exited, HostRanks, Remained, Wrote, r
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.hosts import written
 from horo.runner.job.console import Console
-from horo.runner.job.environment import FORWARDED, default_variables
+from horo.runner.job.forwarded_variables import FORWARDED, default_variables
 from horo.runner.job.host_addresses import check_interfaces
 from horo.runner.job.placement import candidates, place
 from horo.runner.job.rank_files import make_folder
@@ -43,14 +43,7 @@ from horo.runner.processes import (
     children_of_this_process,
     occupy_standard_streams,
 )
-from horo.runner.start.mpirun import (
-    Mpirun,
-    family_of,
-    forwarded_names,
-    jsrun_command,
-    mpirun_command,
-    mpirun_variables,
-)
+from horo.runner.start.mpirun import Mpirun, family_of, forwarded_names, jsrun_command, mpirun_command, mpirun_variables
 from horo.runner.stdout import explain_stdout, show
 
 __all__ = ["run_external"]

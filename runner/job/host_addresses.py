@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from horo._bootstrap.net.interfaces import LOOPBACK
+from horo.bootstrap.net.interfaces import LOOPBACK
 from horo.runner.config import EXIT_SETUP, Job, JobError
 from horo.runner.network import (
     NetworkError,
@@ -20,7 +20,7 @@ from horo.runner.network import (
 __all__ = ["HostAddresses", "check_interfaces", "find_addresses", "open_store", "store_addresses"]
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.server import StoreServer
+    from horo.bootstrap.store.server import StoreServer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def open_store(job: Job, addresses: Sequence[str], secret: bytes, report: Callab
     Raises:
         JobError: this process may not open enough files for the connections of all ranks.
     """
-    from horo._bootstrap.store.server import StoreServer  # noqa: PLC0415 - --help does without
+    from horo.bootstrap.store.server import StoreServer  # noqa: PLC0415 - --help does without
 
     store = StoreServer(addresses, secret, job.store_port, report, ports=job.ports, clients=job.size)
     if store.shortage:

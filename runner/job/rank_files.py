@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from horo._own_file import check_owner, open_own_file, refusal
+from horo.own_file import check_owner, open_own_file, refusal
 from horo.runner.config import EXIT_USAGE, JobError
 
 __all__ = ["RankFiles", "explained", "make_folder"]

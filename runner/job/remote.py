@@ -11,7 +11,7 @@ from typing import Any
 
 from horo import __version__
 from horo.runner.agent import checks
-from horo.runner.agent.messages import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
 from horo.runner.hosts import HostSpec

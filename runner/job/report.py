@@ -7,10 +7,10 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horo._hostlist import ranges
-from horo.runner.agent.notes import Note
+from horo.config.hosts import ranges
+from horo.runner.agent.rank_reports import Note
 from horo.runner.config import EXIT_UNREACHABLE
-from horo.runner.printable import printable
+from horo.runner.text import printable
 
 __all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
 

@@ -12,18 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horo._hostlist import ranges
-from horo._sources import encode_sources
+from horo.config.hosts import ranges
+from horo.config.sources import encode_sources
 from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import Binding, core_count
-from horo.runner.agent.notes import Note, NoteReader
+from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
-from horo.runner.job.arrivals import Arrivals, side_by_side
 from horo.runner.job.console import Console
-from horo.runner.job.environment import (
+from horo.runner.job.forwarded_variables import (
     common_variables,
     default_variables,
     forwarded,
@@ -32,6 +31,7 @@ from horo.runner.job.environment import (
     rank_variables,
 )
 from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, open_store, store_addresses
+from horo.runner.job.init_tracker import Arrivals, side_by_side
 from horo.runner.job.placement import (
     Placement,
     PlacementError,
@@ -59,7 +59,7 @@ from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import explain_stdout
 
 if TYPE_CHECKING:
-    from horo._bootstrap.store.server import StoreServer
+    from horo.bootstrap.store.server import StoreServer
 
 __all__ = ["run_job"]
 
@@ -247,7 +247,7 @@ class _Supervisor:
         self, hosts: Sequence[HostSpec], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
     ) -> dict[int, dict[str, str]]:
         """Opens the key-value server and computes the variables of every rank."""
-        from horo._bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
+        from horo.bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
 
         addresses, by_host = store_addresses(list(routes.values()))
         secret = secrets.token_bytes(SECRET_BYTES)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from horo._hostlist import SPECIAL_STEPS, parse_counts, parse_host_list
+from horo.config.hosts import SPECIAL_STEPS, parse_counts, parse_host_list
 from horo.runner.hosts import HostSpec, is_host_name
 
 __all__ = ["Allocation", "AllocationError", "find_allocation"]

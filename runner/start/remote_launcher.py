@@ -9,7 +9,7 @@ from typing import Protocol
 
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, JobError
 from horo.runner.hosts import HostSpec
-from horo.runner.printable import printable
+from horo.runner.text import printable
 
 __all__ = ["RemoteLauncher", "agent_command", "explain_agent", "lines_of"]
 

@@ -306,7 +306,7 @@ BREAKS = (
     # ---- Python ----
     Break(
         "torch-sparse-average",
-        "horo/torch/_gradients.py",
+        "horo/torch/optimizer/parameter_state.py",
         "values.mul_(self.scale)",
         "values",
         "The average of a sparse gradient is its sum.",
@@ -314,7 +314,7 @@ BREAKS = (
     ),
     Break(
         "torch-summed-twice",
-        "horo/torch/_backward_reducer.py",
+        "horo/torch/optimizer/at_backward.py",
         "state.summed = None if grad is None else (weakref.ref(grad), self.size)",
         "state.summed = None",
         "With op=Sum, a backward onto gradients that are summed already counts those of other ranks twice.",
@@ -322,7 +322,7 @@ BREAKS = (
     ),
     Break(
         "torch-postscale",
-        "horo/torch/ops.py",
+        "horo/torch/ops/allreduce.py",
         'postscale=factor_of(postscale_factor, kind, "postscale_factor")',
         'postscale=factor_of(prescale_factor, kind, "postscale_factor")',
         "postscale_factor has no effect, and prescale_factor counts twice.",
@@ -330,7 +330,7 @@ BREAKS = (
     ),
     Break(
         "torch-buffers-after-join",
-        "horo/torch/functions.py",
+        "horo/torch/functions/broadcast_state.py",
         "postscale=scale, team=team), in_place=True)",
         "team=team), in_place=True)",
         "average_buffers() beside a rank that has joined gives means that are too small.",
@@ -338,7 +338,7 @@ BREAKS = (
     ),
     Break(
         "torch-cache-dtype",
-        "horo/torch/_request_cache.py",
+        "horo/torch/engine/request_cache.py",
         "            and tensor.dtype is dtype\n",
         "",
         "A call that repeats another with a tensor of another dtype sends its bytes as the first one's dtype.",
@@ -346,7 +346,7 @@ BREAKS = (
     ),
     Break(
         "torch-batch-norm-unbiased",
-        "horo/torch/sync_batch_norm.py",
+        "horo/torch/nn/sync_batch_norm.py",
         "unbiased = whole.variance * (whole.values / (whole.values - 1))",
         "unbiased = whole.variance",
         "Running variances of SyncBatchNorm are too small, and evaluation is off.",
@@ -354,7 +354,7 @@ BREAKS = (
     ),
     Break(
         "bootstrap-links",
-        "horo/_bootstrap/host/grouping.py",
+        "horo/bootstrap/host/grouping.py",
         "for distance in distances for sign in (1, -1)",
         "for distance in distances for sign in (1,)",
         "init() on three hosts and more ends with a missing connection.",
@@ -362,7 +362,7 @@ BREAKS = (
     ),
     Break(
         "bootstrap-relayed",
-        "horo/_bootstrap/auth/handshake.py",
+        "horo/bootstrap/auth/handshake.py",
         "if (address, port) != self._reached:",
         "if address != self._reached[0]:",
         "A process of another user on this host can pass a rank's connection on through a port of its own.",
@@ -370,7 +370,7 @@ BREAKS = (
     ),
     Break(
         "bootstrap-store-unless",
-        "horo/_bootstrap/store/server.py",
+        "horo/bootstrap/store/server.py",
         "if waiter.unless in self._values:",
         "if waiter.unless and waiter.unless in self._values and waiter.position == len(waiter.keys):",
         "Where a rank fails while the job starts, the others wait for the whole start timeout.",
@@ -378,7 +378,7 @@ BREAKS = (
     ),
     Break(
         "bootstrap-secret-shown",
-        "horo/_variable.py",
+        "horo/config/variable.py",
         'shown = f" ({len(text)} characters)" if self.secret else f"={text!r}"',
         'shown = f"={text!r}"',
         "A message about a secret that is too short has the secret in it.",

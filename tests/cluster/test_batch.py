@@ -54,8 +54,8 @@ def test_slurm_says_that_a_job_has_failed(slurm: Slurm, tmp_path: Path) -> None:
 
 ASKS_FOR_A_REQUEUE = """
 import sys
-from horo._bootstrap.job import start
-from horo._core import OPS, RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import OPS, RequestBuffer
 job = start()
 job.context.finish(job.context.submit(RequestBuffer.of(OPS["barrier"], "last")))
 sys.exit(75)

@@ -16,8 +16,8 @@ from namespaces import Cluster
 
 EXCHANGE = """
 import os
-from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.client import StoreClient
+from horo.bootstrap.net.addresses import parse_endpoints
+from horo.bootstrap.store.client import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 client = StoreClient(first.address, first.port, bytes.fromhex(os.environ["HORO_SECRET"]), 20, others)
@@ -58,7 +58,7 @@ def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
 def test_a_script_runs_on_two_hosts_as_the_readme_says(cluster: Cluster, tmp_path: Path) -> None:
     a, b = cluster.hosts
     (tmp_path / "train.py").write_text(
-        "import os\nfrom horo._bootstrap.job import start\n"
+        "import os\nfrom horo.bootstrap.job import start\n"
         "start().close()\nprint(os.environ['HOROVOD_RANK'], os.environ['HOROVOD_HOSTNAME'])\n"
     )
     job = cluster.start("-np", "8", "--no-prefix", "train.py", where=f"{a.name}:4,{b.name}:4", cwd=tmp_path)

@@ -27,7 +27,7 @@ while not (folder / f"go.{rank}").exists():
     assert time.monotonic() < deadline
     time.sleep(0.01)
 
-from horo._bootstrap.job import start
+from horo.bootstrap.job import start
 
 job = start()
 (folder / f"secret.{rank}").write_text(job.directory.secret.hex())

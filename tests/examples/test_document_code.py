@@ -12,7 +12,7 @@ from document_blocks import PAGES, Block, blocks_of, python_blocks, runs_here
 from example_runs import ROOT, launcher, start
 
 import horo.torch as hvd
-from horo._config import GROUPS, names_of
+from horo.config.table import GROUPS, names_of
 from horo.runner.cli import parse
 from horo.runner.cli.options import build_parser
 from horo.runner.config import JobError

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from horo._bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.auth.handshake import _HELLO, Acceptor, HandshakeError
-from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.launchers import slurm_store
-from horo._bootstrap.launchers.environment import Launch
-from horo._bootstrap.net.addresses import Endpoint, parse_endpoints
-from horo._bootstrap.peer_info import PeerInfo, check_agreement
-from horo._config import Config
+from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
+from horo.bootstrap.auth.handshake import _HELLO, Acceptor, HandshakeError
+from horo.bootstrap.host.identity import read_identity
+from horo.bootstrap.launchers import slurm_store
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.net.addresses import Endpoint, parse_endpoints
+from horo.bootstrap.peer_info import PeerInfo, check_agreement
+from horo.config.table import Config
 from horo.errors import HoroError
-from horo.runner.agent.messages import MAGIC, Kind, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import MAGIC, Kind, MessageError, MessageReader, encode, encode_json
 
 SECRET = bytes(range(32))
 MUTANTS = 400

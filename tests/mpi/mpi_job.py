@@ -10,13 +10,13 @@ from typing import Any
 
 from ranks import Rank
 
-from horo._bootstrap.job import connect
-from horo._bootstrap.launchers.environment import read_launch
-from horo._bootstrap.mpi.calls import mpi_calls
-from horo._bootstrap.running_rank import RunningRank
-from horo._bootstrap.store.server import StoreServer
-from horo._config import read_config
-from horo._core_setup import MpiUse, Setup
+from horo.bootstrap.job import connect
+from horo.bootstrap.launchers.variables import read_launch
+from horo.bootstrap.mpi.calls import mpi_calls
+from horo.bootstrap.running_rank import RunningRank
+from horo.bootstrap.store.server import StoreServer
+from horo.config.table import read_config
+from horo.core.setup import MpiUse, Setup
 
 __all__ = ["MODES", "SEGMENT_BYTES", "WHOLE", "Mode", "MpiRank", "join"]
 

@@ -11,8 +11,8 @@ from adasum_oracle import adasum, tolerance
 from mpi_job import MpiRank
 from ranks import NUMPY_OF_DTYPE
 
-from horo import _core
-from horo._core import RequestBuffer, Tensor
+from horo.core import context
+from horo.core.context import RequestBuffer, Tensor
 from horo.errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -50,7 +50,7 @@ def test_allreduce(rank: MpiRank, dtype: str) -> None:
 def test_a_group_of_mixed_tensors_small_and_large(rank: MpiRank) -> None:
     kinds = [("float32", 3), ("int64", 10), ("float32", 300_000), ("float32", 0), ("float16", 11), ("float32", 5)]
     arrays = [values(rank.rank, count, dtype) for dtype, count in kinds]
-    rank.finish(rank.submit("allreduce", "mixed", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
+    rank.finish(rank.submit("allreduce", "mixed", arrays, reduce_op=context.REDUCE_OPS["sum"]))
     for array, (dtype, count) in zip(arrays, kinds, strict=True):
         assert np.array_equal(array, expected(rank.size, count, dtype) if count else array)
 
@@ -68,7 +68,7 @@ def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -
 
 def test_many_tensors_at_once_are_fused(rank: MpiRank) -> None:
     arrays = [values(rank.rank, 1 + 37 * i, "float32") for i in range(60)]
-    sum_op = _core.REDUCE_OPS["sum"]
+    sum_op = context.REDUCE_OPS["sum"]
     handles = [rank.submit("allreduce", f"many {i}", [array], reduce_op=sum_op) for i, array in enumerate(arrays)]
     for handle, array in zip(handles, arrays, strict=True):
         rank.finish(handle)
@@ -81,7 +81,7 @@ def test_adasum_of_each_tensor(rank: MpiRank, dtype: str, digits: int) -> None:
     seeds = [[[r, n] for n in counts] for r in range(rank.size)]
     inputs = [[np.random.default_rng(seed).standard_normal(seed[1]).astype(dtype) for seed in row] for row in seeds]
     arrays = [array.copy() for array in inputs[rank.rank]]
-    rank.finish(rank.submit("allreduce", f"adasum {dtype}", arrays, reduce_op=_core.REDUCE_OPS["adasum"]))
+    rank.finish(rank.submit("allreduce", f"adasum {dtype}", arrays, reduce_op=context.REDUCE_OPS["adasum"]))
     for i, array in enumerate(arrays):
         vectors = [mine[i] for mine in inputs]
         assert np.abs(array - adasum(vectors)).max(initial=0) <= tolerance(vectors, digits)
@@ -102,7 +102,7 @@ def test_reducescatter(rank: MpiRank, dtype: str) -> None:
         array = values(rank.rank, count, dtype)
         wanted = scattered(rank, expected(rank.size, count, dtype))
         output = np.zeros_like(wanted)
-        reduce_op = _core.REDUCE_OPS["sum"]
+        reduce_op = context.REDUCE_OPS["sum"]
         rank.finish(rank.submit("reducescatter", f"s {dtype} {count}", [array], outputs=[output], reduce_op=reduce_op))
         assert np.array_equal(output, wanted)
         assert np.array_equal(array, values(rank.rank, count, dtype))
@@ -117,7 +117,7 @@ def test_reducescatter_of_a_group_with_factors(rank: MpiRank, wire: str | None) 
         for array in arrays
     ]
     outputs = [np.zeros(part.shape, array.dtype) for part, array in zip(wanted, arrays, strict=True)]
-    options = {"reduce_op": _core.REDUCE_OPS["average"], "prescale": 2.0, "postscale": 3.0}
+    options = {"reduce_op": context.REDUCE_OPS["average"], "prescale": 2.0, "postscale": 3.0}
     wires = [wire] * len(arrays)
     rank.finish(rank.submit("reducescatter", f"group {wire}", arrays, outputs=outputs, wires=wires, **options))
     for output, part in zip(outputs, wanted, strict=True):
@@ -128,9 +128,9 @@ def test_reducescatter_of_a_group_with_factors(rank: MpiRank, wire: str | None) 
 def test_alltoall_of_unequal_splits(rank: MpiRank, rows: int) -> None:
     splits = [[rows * ((s + 2 * d) % 3) for d in range(rank.size)] for s in range(rank.size)]
     array = np.concatenate([np.full((n, 3), 10 * rank.rank + d, np.int16) for d, n in enumerate(splits[rank.rank])])
-    tensor = Tensor(array.ctypes.data, 0, array.shape, _core.DTYPES["int16"], splits=tuple(splits[rank.rank]))
+    tensor = Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["int16"], splits=tuple(splits[rank.rank]))
     for _ in range(2):
-        handle = rank.context.submit(RequestBuffer.of(_core.OPS["alltoall"], f"exchange {rows}", [tensor]))
+        handle = rank.context.submit(RequestBuffer.of(context.OPS["alltoall"], f"exchange {rows}", [tensor]))
         rank.context.wait(handle)
         data, received = rank.context.take_result(handle, 0)
         rank.context.release(handle)

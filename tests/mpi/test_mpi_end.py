@@ -44,8 +44,8 @@ if mode == "lost and caught":
         print("caught", flush=True)
         sys.exit(0)
 if mode == "stalled":
-    from horo.torch import _runtime
-    while hvd.rank() == 1 and _runtime.current().core.health() is None:
+    from horo.torch.engine import runtime
+    while hvd.rank() == 1 and runtime.current().core.health() is None:
         time.sleep(0.01)
     try:
         hvd.allreduce(torch.ones(4), name="y")

@@ -15,8 +15,8 @@ from doubles import CUDA, build_double
 from mpi_job import MODES, MpiRank, join
 from ranks import describe
 
-from horo import _core
-from horo._core import RequestBuffer
+from horo.core import context
+from horo.core.context import RequestBuffer
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -60,7 +60,9 @@ def run(request: pytest.FixtureRequest, gpu: Gpu, rank: MpiRank) -> Iterator[Any
             return own.gathered(handle, array)
         (tensor,) = describe([array], [result])
         options.pop("splits", None)
-        handle = rank.context.submit(RequestBuffer.of(_core.OPS[op], name, [tensor._replace(splits=splits)], **options))
+        handle = rank.context.submit(
+            RequestBuffer.of(context.OPS[op], name, [tensor._replace(splits=splits)], **options)
+        )
         rank.context.wait(handle)
         if op in ("allgather", "alltoall"):
             result = np.frombuffer(rank.context.take_result(handle, 0)[0], array.dtype)
@@ -86,7 +88,7 @@ def test_allreduce_and_reducescatter(rank: MpiRank, run: Any, count: int, dtype:
 @pytest.mark.parametrize("count", COUNTS)
 def test_adasum_of_equal_tensors_is_each_of_them(run: Any, count: int) -> None:
     own = np.arange(1.0, count + 1)
-    np.testing.assert_allclose(run("allreduce", "x", own.copy(), reduce_op=_core.REDUCE_OPS["adasum"]), own)
+    np.testing.assert_allclose(run("allreduce", "x", own.copy(), reduce_op=context.REDUCE_OPS["adasum"]), own)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -17,8 +17,8 @@ def mpi_jobs(tmp_path: Path) -> MpiJobs:
 
 HEAD = """
 import os, sys
-from horo._bootstrap.job import start
-from horo._core import RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import RequestBuffer
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
@@ -131,7 +131,7 @@ mpi4py.rc.thread_level = sys.argv[1]
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 os.environ["HORO_HOST_ID"] = str(rank % 2)
-from horo._bootstrap import job as job_module
+from horo.bootstrap import job as job_module
 data_links = []
 build = job_module.setup_of
 def watched(*arguments, **named):
@@ -139,7 +139,7 @@ def watched(*arguments, **named):
     return build(*arguments, **named)
 job_module.setup_of = watched
 import torch, horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 hvd.init()
 total = hvd.allreduce(torch.ones(100_000), op=hvd.Sum, name="x").sum().item()
 print(rank, hvd.local_rank(), hvd.cross_rank(), hvd.cross_size(), total, data_links[0])

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from ranks import Rank, describe, wait_for
 
-from horo import _core
-from horo._core_libraries import copy_back, use_cuda, use_nccl
+from horo.core import context as _core
+from horo.core.libraries import copy_back, use_cuda, use_nccl
 
 __all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
 

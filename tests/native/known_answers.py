@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from horo import _core
+from horo.core import context
 
 SIZES = [1, 3, 100, 2000, 4096, 10_000, 70_000]
 _LEVEL = ["    ADASUM_DOT_PRODUCTS", "    ADASUM_SUM_OF_PRODUCTS", "    ADASUM_COMBINE"]
@@ -19,7 +19,7 @@ def collectives(rank: Any, step: int) -> None:
     sizes = [chance.choice(SIZES) for _ in range(4)]
     arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k, size in enumerate(sizes)]
     handles = [
-        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=_core.REDUCE_OPS["sum"])
+        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=context.REDUCE_OPS["sum"])
         for k, (size, array) in enumerate(zip(sizes, arrays, strict=True))
     ]
     for handle in handles:
@@ -59,7 +59,7 @@ class Proposals:
 
 def adasums(rank: Any) -> None:
     """Adasums named ``alone``, ``two`` (packed) and ``mixed`` (of two dtypes), then an allreduce named ``alone``."""
-    op = _core.REDUCE_OPS["adasum"]
+    op = context.REDUCE_OPS["adasum"]
     ones, one = np.ones((50, 1000), np.float32), np.ones(1, np.float16)
     rank.finish(rank.submit("allreduce", "alone", [ones], outputs=[np.empty_like(ones)], reduce_op=op))
     rank.finish(rank.submit("allreduce", "two", [ones, ones], outputs=[ones * 0, ones * 0], reduce_op=op))

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import native_build
 import pytest
 
-from horo._bootstrap.mpi.calls import mpi_calls
-from horo._core_setup import MpiUse, native_mpi
+from horo.bootstrap.mpi.calls import mpi_calls
+from horo.core.setup import MpiUse, native_mpi
 
 __all__ = [
     "CLOSED",

@@ -23,9 +23,9 @@ import pytest
 from fabric import make_setups
 from slow_links import Relay, Relays
 
-from horo import _core
-from horo._core import Context, Tensor
-from horo._core_setup import Setup
+from horo.core import context as _core
+from horo.core.context import Context, Tensor
+from horo.core.setup import Setup
 from horo.errors import HoroError, PeerLostError
 
 __all__ = [

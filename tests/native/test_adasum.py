@@ -12,8 +12,8 @@ from adasum_oracle import adasum, tolerance
 from ranks import Rank, dies_in_the_middle, run_ranks
 from test_teams import run_in_teams
 
-from horo import _core
-from horo._core import RequestBuffer, Tensor
+from horo.core import context
+from horo.core.context import RequestBuffer, Tensor
 from horo.errors import MismatchError, UnsupportedError
 
 LAYOUTS = {
@@ -33,7 +33,7 @@ LAYOUTS = {
 over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 52}
 COUNTS = [0, 1, 2, 7, 64, 1001, 30_011]
-OP = _core.REDUCE_OPS["adasum"]
+OP = context.REDUCE_OPS["adasum"]
 
 
 def values_of(rank: int, count: int, dtype: Any = np.float64, seed: int = 0) -> np.ndarray:
@@ -97,8 +97,8 @@ def test_bfloat16(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
         inputs = [oracle.narrow_bfloat16(values_of(r, 3001, np.float32)) for r in range(rank.size)]
         bits = inputs[rank.rank].copy()
-        tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, _core.DTYPES["bfloat16"])
-        request = RequestBuffer.of(_core.OPS["allreduce"], "b", [tensor], reduce_op=OP, sync=True)
+        tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, context.DTYPES["bfloat16"])
+        request = RequestBuffer.of(context.OPS["allreduce"], "b", [tensor], reduce_op=OP, sync=True)
         rank.context.run(request)
         check(oracle.widen_bfloat16(bits), [oracle.widen_bfloat16(i) for i in inputs], "bfloat16")
 

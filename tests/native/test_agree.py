@@ -16,10 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from wire_oracle import Request, Tensor
 
-from horo import _core
+from horo.core import context
 
 USAGE, MISMATCH = -1, -3
-ADD_TEAM, INT32, FLOAT32 = 4, _core.DTYPES["int32"], _core.DTYPES["float32"]
+ADD_TEAM, INT32, FLOAT32 = 4, context.DTYPES["int32"], context.DTYPES["float32"]
 # Shrinking a schedule takes minutes and helps little: the seed in the report replays it.
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 

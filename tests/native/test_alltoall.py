@@ -13,7 +13,7 @@ from ranks import Rank, describe, dies_in_the_middle, run_ranks
 from test_gather import LAYOUTS
 from test_teams import run_in_teams
 
-from horo import _core
+from horo.core import context
 from horo.errors import MismatchError, UsageError
 
 ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
@@ -48,7 +48,7 @@ def submit(rank: Rank, plans: Sequence[Plan], number: int, name: str, **options:
         tensor._replace(splits=tuple(plan.rows[number]))
         for tensor, plan in zip(describe(inputs, inputs), plans, strict=True)
     ]
-    handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], name, tensors, **options))
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], name, tensors, **options))
     rank._kept[handle] = inputs, inputs
     return handle
 
@@ -147,7 +147,7 @@ def test_results_go_into_memory_that_the_caller_gives() -> None:
         given, output = plan.given(rank.rank), np.full_like(plan.wanted(rank.rank), 99)
         (tensor,) = describe([given], [output])
         tensor = tensor._replace(splits=tuple(plan.rows[rank.rank]))
-        rank.context.run(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor], sync=True, into=True))
+        rank.context.run(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor], sync=True, into=True))
         assert np.array_equal(output, plan.wanted(rank.rank))
 
     run_ranks(body, [2, 1])
@@ -169,7 +169,9 @@ def test_wrong_splits_are_refused_where_they_are_submitted(splits: tuple[int, ..
         array = np.ones((sum(splits) if len(splits) in (2, 4) else 3, 2), np.float32)
         (tensor,) = describe([array], [array])
         with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
-            rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor._replace(splits=splits)]))
+            rank.context.submit(
+                context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor._replace(splits=splits)])
+            )
         check(rank, [random_plan(3, 1)])
 
     run_ranks(body, [3])
@@ -194,8 +196,8 @@ def test_different_rows_and_operations_are_named_on_all_ranks(hosts: list[int]) 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
-        tensor = _core.Tensor(64, 64, (1 << 62, 1), _core.DTYPES["uint8"], splits=(0, 1 << 62))
-        handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "huge", [tensor]))
+        tensor = context.Tensor(64, 64, (1 << 62, 1), context.DTYPES["uint8"], splits=(0, 1 << 62))
+        handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "huge", [tensor]))
         with pytest.raises(UsageError, match=r"alltoall 'huge': the rows of all 2 ranks .* larger than"):
             rank.context.wait(handle)
         rank.context.release(handle)

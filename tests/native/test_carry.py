@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, run_ranks
 
-from horo import _core
+from horo.core import context
 from horo.errors import MismatchError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
 SEGMENT_BYTES = 1 << 16
 LIMIT = 1 << 14
@@ -100,7 +100,7 @@ def test_factors_and_narrow_travel_count_and_all_ranks_get_the_same_bits(hosts: 
         out = np.zeros_like(inputs)
         rank.finish(
             rank.submit(
-                "allreduce", "x", [inputs], outputs=[out], reduce_op=_core.REDUCE_OPS["average"],
+                "allreduce", "x", [inputs], outputs=[out], reduce_op=context.REDUCE_OPS["average"],
                 prescale=0.5, postscale=4.0, wires=[wire],
             )
         )  # fmt: skip

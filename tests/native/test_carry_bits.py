@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo import _core
+from horo.core import context
 
 COUNT = 300
 SCALED = {"prescale": 0.3, "postscale": 0.7}
@@ -83,4 +83,4 @@ def test_the_bits_do_not_depend_on_the_path(
     dtype, wire = form
     random = np.random.default_rng(7)
     inputs = [(random.standard_normal(COUNT) * spread).astype(dtype) for _ in range(sum(hosts))]
-    check_paths(hosts, inputs, {"wires": [wire], "reduce_op": _core.REDUCE_OPS[op], **options})
+    check_paths(hosts, inputs, {"wires": [wire], "reduce_op": context.REDUCE_OPS[op], **options})

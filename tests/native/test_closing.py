@@ -12,10 +12,10 @@ import pytest
 from ranks import Group, Rank, wait_for
 from slow_links import Relay
 
-from horo import _core
+from horo.core import context
 from horo.errors import AbortedError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 MIB = 1 << 20
 
 # Five hosts of one rank; a broadcast goes down the chain 0-1-2-3-4. Rank 1 is stopped before the data comes. Rank 0
@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from fabric import close_setup, make_setups
 from ranks import Rank
-from horo._core import Context
+from horo.core.context import Context
 
 SIZE = 5
 setups = make_setups([1] * SIZE, log_level=5, tcp=True)

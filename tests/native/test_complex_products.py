@@ -13,10 +13,10 @@ from test_join import join
 from test_reducescatter import LAYOUTS, rows_of, scatter
 from test_teams import run_in_teams
 
-from horo import _core
+from horo.core import context
 from horo.errors import UnsupportedError
 
-PRODUCT = _core.REDUCE_OPS["product"]
+PRODUCT = context.REDUCE_OPS["product"]
 COUNTS = [0, 1, 3, 255, 512, 1025, 40_003]
 
 over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -230,6 +230,6 @@ def test_what_has_no_meaning_is_refused(dtype: str, kind: str) -> None:
                 match=f"{kind} 'x': this op is not offered for {dtype}; complex numbers can be reduced with Sum, "
                 "Average or Product",
             ):
-                rank.submit(kind, "x", [mine], outputs=[mine.copy()], reduce_op=_core.REDUCE_OPS[op])
+                rank.submit(kind, "x", [mine], outputs=[mine.copy()], reduce_op=context.REDUCE_OPS[op])
 
     run_ranks(body, [2])

@@ -17,19 +17,19 @@ import pytest
 import slow_links
 from ranks import Group, Rank, describe, wait_for
 
-from horo import _core
-from horo._core import RequestBuffer
-from horo._core_setup import Setup, close_all
+from horo.core import context
+from horo.core.context import RequestBuffer
+from horo.core.setup import Setup, close_all
 from horo.errors import MismatchError, PeerLostError
 
 ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "2000"))
 """How often what goes wrong once in thousands of times is tried."""
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 
 
 def reduction(name: str, array: np.ndarray) -> RequestBuffer:
-    return RequestBuffer.of(_core.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
+    return RequestBuffer.of(context.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
 
 
 # ---- A record that moves no data, directly followed by one that does ----
@@ -38,7 +38,7 @@ def reduction(name: str, array: np.ndarray) -> RequestBuffer:
 def immediate(kind: str, rank: int) -> RequestBuffer:
     """What is over as soon as all agree: nothing to reduce, nothing at all, or a mismatch."""
     if kind == "barrier":
-        return RequestBuffer.of(_core.OPS["barrier"], "now")
+        return RequestBuffer.of(context.OPS["barrier"], "now")
     count = rank + 1 if kind == "mismatch" else 0
     return reduction("now", np.zeros(count, np.float32))
 

@@ -12,7 +12,7 @@ import pytest
 from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_teams import Links
 
-from horo import _core
+from horo.core import context as _core
 from horo.errors import DeadlockError, PeerLostError
 
 LAYOUTS = [[2], [3], [1, 1], [2, 2], [1, 1, 1], [1, 2, 1, 1]]

@@ -67,10 +67,10 @@ def test_more_memory_than_a_file_may_have_is_an_error_that_says_how_much(
 def test_without_a_free_descriptor_both_say_so() -> None:
     code = f"""
 import resource
-from horo import _core
+from horo.core import context
 from horo.errors import ResourceError
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}))
-for make, words in ((_core.create_memory, (10,)), (_core.create_wake, ())):
+for make, words in ((context.create_memory, (10,)), (context.create_wake, ())):
     try:
         make(*words)
     except ResourceError as error:

@@ -9,7 +9,7 @@ import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank
 
-from horo._core_libraries import copy_back
+from horo.core.libraries import copy_back
 from horo.errors import UsageError
 
 REFUSED = "the current stream is being captured into a CUDA graph"

@@ -9,9 +9,9 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import NUMPY_OF_COMPLEX, Group, Rank
 from test_reducescatter import rows_of
 
-from horo import _core
+from horo.core import context
 
-PRODUCT = _core.REDUCE_OPS["product"]
+PRODUCT = context.REDUCE_OPS["product"]
 LENGTHS = [0, 1, 1000]
 
 

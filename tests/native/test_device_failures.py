@@ -12,7 +12,7 @@ from device_group import SUM, Gpu, OnGpu
 from ranks import Group, Rank, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
-from horo import _core
+from horo.core import context as _core
 from horo.errors import GroupError, HoroError, ResourceError
 
 REASON = "the copy from the GPU failed with code 719: unspecified launch failure"

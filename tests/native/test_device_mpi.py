@@ -14,7 +14,7 @@ import pytest
 from device_group import SUM, Gpu, OnGpu
 from ranks import Group, Rank, recorded_stderr, wait_for
 
-from horo._core_setup import MpiCalls, MpiUse, Setup
+from horo.core.setup import MpiCalls, MpiUse, Setup
 from horo.errors import GroupError
 
 MANY = np.ones(100_000, np.float32)

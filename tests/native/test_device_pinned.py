@@ -13,8 +13,8 @@ from device_group import SUM, Gpu, Nccl, OnGpu
 from ranks import Group, Rank, describe, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
-from horo import _core
-from horo._core_libraries import copy_back
+from horo.core import context
+from horo.core.libraries import copy_back
 from horo.errors import GroupError
 
 IDLE = 2  # of enum hr_nccl_state
@@ -72,7 +72,7 @@ def submit_broadcasts(own: OnGpu, root: int) -> list[int]:
     tensor = tensor._replace(input=address, output=address)
     options = {"device": own.device + 1, "stream": own.stream, "root_rank": root}
     return [
-        own.context.submit(_core.RequestBuffer.of(_core.OPS["broadcast"], f"x{i}", [tensor], **options))
+        own.context.submit(context.RequestBuffer.of(context.OPS["broadcast"], f"x{i}", [tensor], **options))
         for i in range(4)
     ]
 

@@ -10,8 +10,8 @@ import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank
 
-from horo import _core
-from horo._core_libraries import copy_back
+from horo.core import context
+from horo.core.libraries import copy_back
 from horo.errors import ResourceError, UsageError
 
 THOUSAND = np.arange(1000, dtype=np.float32)
@@ -128,7 +128,9 @@ def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_c
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
         other = gpu.stream()
-        handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=_core.REDUCE_OPS["average"], postscale=2.0)
+        handle, _, target = own.submit(
+            "allreduce", "x", THOUSAND, reduce_op=context.REDUCE_OPS["average"], postscale=2.0
+        )
         own.context.wait(handle)
         found = []
 

@@ -14,8 +14,8 @@ from device_group import Gpu, OnGpu, captured_by_rank_0
 from doubles import CUDA, build_double
 from ranks import Group, Rank, describe, wait_for
 
-from horo import _core
-from horo._core_libraries import copy_back, use_cuda
+from horo.core import context
+from horo.core.libraries import copy_back, use_cuda
 from horo.errors import GroupError, ResourceError, UsageError
 
 HOSTS = [(2,), (1, 1), (2, 1)]
@@ -30,7 +30,7 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
         own = OnGpu(rank, gpu)
         array = np.full(length, rank.rank, np.float32)
         gate = gpu.hold(own.stream)
-        handle, source, target = own.submit("allreduce", "x", array, reduce_op=_core.REDUCE_OPS["sum"])
+        handle, source, target = own.submit("allreduce", "x", array, reduce_op=context.REDUCE_OPS["sum"])
         assert not rank.context.poll(handle)
         gpu.open(gate)
         own.finish(handle)
@@ -60,10 +60,10 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
         splits = {"splits": (1,) * size}
         own_rows = len(np.array_split(np.arange(7), size)[mine])
         calls: list[tuple[str, np.ndarray, np.ndarray | None, dict[str, Any]]] = [
-            ("allreduce", shared[mine].copy(), None, {"reduce_op": _core.REDUCE_OPS["average"], "prescale": 2.0}),
-            ("allreduce", shared[mine].copy(), None, {"reduce_op": _core.REDUCE_OPS["adasum"]}),
+            ("allreduce", shared[mine].copy(), None, {"reduce_op": context.REDUCE_OPS["average"], "prescale": 2.0}),
+            ("allreduce", shared[mine].copy(), None, {"reduce_op": context.REDUCE_OPS["adasum"]}),
             ("broadcast", shared[mine].copy(), None, {"root_rank": size - 1}),
-            ("reducescatter", shared[mine].copy(), np.zeros(own_rows), {"reduce_op": _core.REDUCE_OPS["sum"]}),
+            ("reducescatter", shared[mine].copy(), np.zeros(own_rows), {"reduce_op": context.REDUCE_OPS["sum"]}),
             ("allgather", rows[mine], None, {}),
             ("alltoall", np.array([10 * mine + other for other in all_ranks]), None, splits),
         ]
@@ -82,7 +82,9 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
                 continue
             (tensor,) = describe([array], [result])
             tensor = tensor._replace(splits=options.pop("splits", ()))
-            handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS[op], f"{op} {number}", [tensor], **options))
+            handle = rank.context.submit(
+                context.RequestBuffer.of(context.OPS[op], f"{op} {number}", [tensor], **options)
+            )
             rank.context.wait(handle)
             found.append(np.frombuffer(rank.context.take_result(handle, 0)[0], array.dtype) if gathers else result)
             rank.context.release(handle)
@@ -133,7 +135,7 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> N
     def body(rank: Rank) -> None:
         array = np.ones(4, np.float32)
         (tensor,) = describe([array], [array])
-        request = _core.RequestBuffer.of(_core.OPS["allreduce"], "x", [tensor], reduce_op=1, device=1)
+        request = context.RequestBuffer.of(context.OPS["allreduce"], "x", [tensor], reduce_op=1, device=1)
         with pytest.raises(UsageError, match="horo_use_cuda has not been called"):
             rank.context.submit(request)
         own = OnGpu(rank, gpu)

@@ -15,10 +15,10 @@ from fabric import close_setup, make_setups
 from ranks import Group, Rank, wait_for
 from test_link import framed
 
-from horo import _core
-from horo._core import Context
+from horo.core import context
+from horo.core.context import Context
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 CALLS, TURNS, LIMIT_S = 20, 15, 30
 
 
@@ -77,7 +77,7 @@ def test_who_only_asks_by_waits_of_no_time_gets_an_answer(hosts: list[int]) -> N
             handle = rank.submit("barrier", "x", [], sync=True)
             wait_for(
                 lambda handle=handle: (
-                    _core.lib.horo_wait(rank.context._context, handle, 0, _core.ffi.NULL, 0) == _core.lib.HORO_OK
+                    context.lib.horo_wait(rank.context._context, handle, 0, context.ffi.NULL, 0) == context.lib.HORO_OK
                 )
             )
             rank.finish(handle)

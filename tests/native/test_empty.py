@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import Rank, run_ranks
 
-from horo import _core
+from horo.core import context
 from horo.errors import UsageError
 
 HUGE = 1 << 31
@@ -15,13 +15,13 @@ LAYOUTS = [[1], [2], [1, 1], [2, 1]]
 
 def run(rank: Rank, op: str, name: str, shape: tuple[int, ...], **options: int) -> None:
     """On memory that nobody may touch."""
-    tensor = _core.Tensor(64, 64, shape, _core.DTYPES["float32"])
-    rank.context.run(_core.RequestBuffer.of(_core.OPS[op], name, [tensor], sync=True, **options))
+    tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])
+    rank.context.run(context.RequestBuffer.of(context.OPS[op], name, [tensor], sync=True, **options))
 
 
 def gather(rank: Rank, name: str, shape: tuple[int, ...]) -> list[int]:
-    tensor = _core.Tensor(64, 64, shape, _core.DTYPES["float32"])
-    handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["allgather"], name, [tensor]))
+    tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], name, [tensor]))
     try:
         rank.context.wait(handle)
         data, first_dims = rank.context.take_result(handle, 0)
@@ -74,7 +74,9 @@ def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(
     def body(rank: Rank) -> None:
         with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
             rank.context.submit(
-                _core.RequestBuffer.of(_core.OPS[op], "x", [_core.Tensor(64, 64, shape, _core.DTYPES["float32"])])
+                context.RequestBuffer.of(
+                    context.OPS[op], "x", [context.Tensor(64, 64, shape, context.DTYPES["float32"])]
+                )
             )
         rank.barrier()
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 WORDS = "ValueError: bad sample in shard 7"
 ENDS = [(hosts, ender) for hosts in ([2], [2, 2], [1, 1, 1]) for ender in range(sum(hosts))]
 

@@ -15,15 +15,8 @@ import pytest
 from descriptors import open_descriptors
 from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
 
-from horo import _core
-from horo.errors import (
-    AbortedError,
-    GroupError,
-    MismatchError,
-    PeerLostError,
-    UnsupportedError,
-    UsageError,
-)
+from horo.core import context as _core
+from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
 

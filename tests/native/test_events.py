@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 
-from horo._core import Event
+from horo.core.context import Event
 from horo.errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
 
 HEADING = "the last events on this rank, the oldest first:"

@@ -10,7 +10,7 @@ import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
 from test_teams import run_in_teams
 
-from horo import _core
+from horo.core import context
 from horo.errors import MismatchError, PeerLostError, UsageError
 
 LAYOUTS = {
@@ -179,8 +179,8 @@ def test_ranks_that_differ_in_more_than_rows_are_told_and_go_on(hosts: list[int]
 
 def gather(rank: Rank, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[int]:
     """On memory that nobody may touch; the first extents of the last tensor."""
-    tensors = [_core.Tensor(64, 64, shape, _core.DTYPES[dtype]) for shape in shapes]
-    handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["allgather"], "huge", tensors))
+    tensors = [context.Tensor(64, 64, shape, context.DTYPES[dtype]) for shape in shapes]
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], "huge", tensors))
     try:
         rank.context.wait(handle)
         return list(rank.context.take_result(handle, len(shapes) - 1)[1])
@@ -288,7 +288,7 @@ def test_the_input_may_be_its_own_place_in_the_result(hosts: list[int], rows: in
 def run_into(rank: Rank, name: str, mine: np.ndarray, output: np.ndarray) -> None:
     """Submits, waits and releases in one call."""
     (tensor,) = describe([mine], [output])
-    request = _core.RequestBuffer.of(_core.OPS["allgather"], name, [tensor], sync=True, into=True)
+    request = context.RequestBuffer.of(context.OPS["allgather"], name, [tensor], sync=True, into=True)
     rank.context.run(request)
 
 

@@ -18,7 +18,7 @@ import pytest
 import wire_oracle
 from ranks import Group, Rank
 
-from horo._core_setup import Setup
+from horo.core.setup import Setup
 from horo.errors import HoroError
 
 LENGTH_BYTES = 4

@@ -13,7 +13,7 @@ import os, signal, sys, threading, time
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
-from horo._core import Context
+from horo.core.context import Context
 
 setups = make_setups([2], segment_bytes=1 << 16, spin_us=0)
 child = os.fork()

@@ -11,7 +11,7 @@ import os, signal, sys, threading, time
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
-from horo._core import Context
+from horo.core.context import Context
 from horo.errors import HoroError
 
 def make_rank(**options):

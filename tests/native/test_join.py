@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, UsageError
 
 LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
-SUM, ADASUM = _core.REDUCE_OPS["sum"], _core.REDUCE_OPS["adasum"]
+SUM, ADASUM = context.REDUCE_OPS["sum"], context.REDUCE_OPS["adasum"]
 
 
 def join(rank: Rank, team: int = 0) -> int:
@@ -117,7 +117,7 @@ def test_neutral_values_are_so_in_the_form_in_which_they_travel(hosts: list[int]
         handle = joins_first(rank, 1)
         for op in ("sum", "min", "max", "product") if handle is None else ():
             array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
-            rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=_core.REDUCE_OPS[op]))
+            rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
             left = rank.size - 1
             assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
         end_join(rank, handle)
@@ -326,7 +326,7 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
                     refuse(
                         rank,
                         lambda op=op: rank.submit(  # type: ignore[misc]
-                            "allreduce", op, [np.zeros(3)], reduce_op=_core.REDUCE_OPS[op], prescale=0.5
+                            "allreduce", op, [np.zeros(3)], reduce_op=context.REDUCE_OPS[op], prescale=0.5
                         ),
                         f"allreduce '{op}': rank 0 has joined",
                         "0.5",
@@ -345,8 +345,8 @@ def test_an_alltoall_is_refused() -> None:
         handle = joins_first(rank, 1)
         if handle is None:
             array = np.zeros(2)
-            tensor = _core.Tensor(array.ctypes.data, 0, (2,), _core.DTYPES["float64"])._replace(splits=(1, 1))
-            request = rank.context.submit(_core.RequestBuffer.of(_core.OPS["alltoall"], "a", [tensor]))
+            tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
+            request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
             with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
                 rank.context.wait(request)
             rank.context.release(request)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ranks import Rank, recorded_stderr, run_ranks
 
-from horo import _core
+from horo.core import context
 from horo.errors import StalledError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 WARNING_MS, SHUTDOWN_MS = 400, 3000
 """The second is far longer than a busy machine holds up a rank between two steps."""
 

@@ -10,9 +10,9 @@ import pytest
 from fabric import make_team_links
 from ranks import Group, Rank, wait_for
 
-from horo import _core
+from horo.core import context
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT = 5000
 
 FOUR = [[0, 1, 2, 3], [1, 2, 3, 0], [3, 2, 1, 0], [0, 1, 3, 2], [0, 3, 1, 2], [2, 3, 0, 1], [3, 0, 2, 1], [1, 0, 2, 3]]

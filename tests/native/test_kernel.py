@@ -17,7 +17,7 @@ from kernel_oracle import DTYPES, OPS, Dtype
 from native_build import ROOT, native_build
 from skips import apt_install
 
-from horo import _core
+from horo.core import context
 
 Array = npt.NDArray[Any]
 
@@ -170,7 +170,7 @@ def test_dtypes_have_their_names_and_sizes(native: ModuleType) -> None:
     for name, dtype in DTYPES.items():
         assert native.lib.horo_dtype_bytes(dtype.code) == dtype.storage.itemsize
         assert native.ffi.string(native.lib.shim_dtype_name(dtype.code)) == name.encode()
-    for unknown in (-1, max(_core.DTYPES.values()) + 1, 1000):
+    for unknown in (-1, max(context.DTYPES.values()) + 1, 1000):
         assert native.lib.horo_dtype_bytes(unknown) == 0
         assert native.ffi.string(native.lib.shim_dtype_name(unknown)) == b"unknown"
 

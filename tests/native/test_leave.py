@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo import _answers, _core
+from horo.core import context as _core
+from horo.core import stack_dump
 from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
@@ -183,7 +184,7 @@ class LateToLeave:
     """The core, in which the thread for answers is held up on its way out, as on a busy machine."""
 
     def __init__(self) -> None:
-        self._lib = _answers.lib
+        self._lib = stack_dump.lib
         self._is_freed = threading.Event()
         self.seen: list[str] = []
 
@@ -204,9 +205,9 @@ class LateToLeave:
 
 def test_nothing_is_freed_before_the_thread_for_answers_has_left_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     core = LateToLeave()
-    monkeypatch.setattr(_answers, "lib", core)
+    monkeypatch.setattr(stack_dump, "lib", core)
     monkeypatch.setattr(_core, "lib", core)
-    monkeypatch.setattr(_answers, "_END_S", 0.0)
+    monkeypatch.setattr(stack_dump, "_END_S", 0.0)
     with Group((1,)) as group:
         group.run(lambda rank: rank.barrier())
     assert core.seen == ["left the core", "freed"]

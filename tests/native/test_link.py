@@ -11,7 +11,7 @@ import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
-from horo._core import Context
+from horo.core.context import Context
 from horo.errors import InternalError, PeerLostError
 
 FRAME_MAX = 64 << 20

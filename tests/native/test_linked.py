@@ -17,9 +17,9 @@ from links import CONTROL, DATA, create_tcp, socket_pair
 from ranks import Rank, run_ranks
 from test_cross import BROADCASTS, CHAIN, GATHERS, INTERNAL, OK, REDUCTIONS, TREE, call_of, gather_of, run
 
-from horo._bootstrap.host.grouping import control_peers, data_peers
-from horo._core import Context
-from horo._core_setup import Setup
+from horo.bootstrap.host.grouping import control_peers, data_peers
+from horo.core.context import Context
+from horo.core.setup import Setup
 from horo.errors import HoroError, UsageError
 
 HOSTS = range(2, 18)

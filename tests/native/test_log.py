@@ -15,8 +15,8 @@ import pytest
 import ranks
 from ranks import Group, Rank, recorded_stderr, wait_for
 
-from horo import _log_lines
-from horo._core import Context
+from horo.core import log_lines
+from horo.core.context import Context
 from horo.errors import PeerLostError
 
 INFO, WARNING, ERROR = 2, 3, 4
@@ -194,15 +194,15 @@ def test_a_call_fails_behind_the_record_that_the_other_thread_has_taken(
             assert fails.wait(60)
             order.append("logged")
 
-    def log_waiting(lines: _log_lines.LogLines) -> None:
+    def log_waiting(lines: log_lines.LogLines) -> None:
         assert taken.wait(60)
         fails.set()
         usual(lines)
 
     kept(log_slowly)
-    usual = _log_lines.LogLines._log_waiting
-    monkeypatch.setattr(_log_lines, "_END_S", 60.0)
-    monkeypatch.setattr(_log_lines.LogLines, "_log_waiting", log_waiting)
+    usual = log_lines.LogLines._log_waiting
+    monkeypatch.setattr(log_lines, "_END_S", 60.0)
+    monkeypatch.setattr(log_lines.LogLines, "_log_waiting", log_waiting)
 
     lose_rank_0(lambda: order.append("failed"))
     assert order[:2] == ["logged", "failed"]
@@ -222,7 +222,7 @@ def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) 
 def test_a_handler_that_hangs_holds_up_no_operation_and_not_the_end(
     kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_log_lines, "_END_S", 0.0)
+    monkeypatch.setattr(log_lines, "_END_S", 0.0)
     goes_on = threading.Event()
     handler = kept(lambda: goes_on.wait(60))
     with recorded_stderr() as written:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
 """Ranks that are threads of one interpreter are late for each other: they are to spin until the others come."""
 TIMES = 300
@@ -44,9 +44,9 @@ def test_a_long_spin_counts_as_well_and_ends_with_the_time_of_its_wait() -> None
         many = until_counted(rank, lambda: allreduce(rank, 1, 3))
         if rank.rank == 0:
             handle = rank.submit("barrier", "late", [], sync=True)
-            status = _core.lib.horo_wait(rank.context._context, handle, 2, _core.ffi.NULL, 0)
+            status = context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
             has_looked.set()
-            assert status == _core.lib.HORO_IN_PROGRESS
+            assert status == context.lib.HORO_IN_PROGRESS
             rank.finish(handle)
         else:
             assert has_looked.wait(30)
@@ -61,7 +61,7 @@ def gather(rank: Rank, op: str, name: str, array: np.ndarray, **options: Any) ->
     tensor = describe([array], [array])[0]
     if op == "alltoall":
         tensor = tensor._replace(splits=options.pop("splits"), output=0, output_bytes=0)
-    buffer = _core.RequestBuffer.of(_core.OPS[op], name, [tensor], sync=True, **options)
+    buffer = context.RequestBuffer.of(context.OPS[op], name, [tensor], sync=True, **options)
     handle = rank.context.submit(buffer)
     try:
         rank.context.wait(handle)
@@ -87,8 +87,8 @@ def broadcast(rank: Rank, step: int, count: int) -> None:
 def reducescatter(rank: Rank, step: int, count: int) -> None:
     array = np.full((rank.size, count), rank.rank + step, np.int32)
     output = np.zeros((1, count), np.int32)
-    request = _core.RequestBuffer.of(
-        _core.OPS["reducescatter"], "r", describe([array], [output]), sync=True, reduce_op=SUM
+    request = context.RequestBuffer.of(
+        context.OPS["reducescatter"], "r", describe([array], [output]), sync=True, reduce_op=SUM
     )
     rank.context.run(request)
     assert (output == sum(r + step for r in range(rank.size))).all()
@@ -167,7 +167,7 @@ def test_more_rows_than_there_is_room_for_are_told_to_the_leader() -> None:
     def body(rank: Rank) -> int:
         for _ in range(5):
             tensors = describe(arrays, arrays)
-            handle = rank.context.submit(_core.RequestBuffer.of(_core.OPS["allgather"], "g", tensors, sync=True))
+            handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], "g", tensors, sync=True))
             rank.context.wait(handle)
             for i, array in enumerate(arrays):
                 data, _ = rank.context.take_result(handle, i)
@@ -222,7 +222,7 @@ def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each
             for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
                 meet.wait(20)
                 handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
-                _core.lib.horo_wait(rank.context._context, handles[-1], 20, _core.ffi.NULL, 0)
+                context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
             for handle in handles:
                 rank.finish(handle)
             assert (own["a"] == 3).all()
@@ -347,13 +347,13 @@ def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
                 assert late.wait(20)
                 rank.run("allreduce", "s", [array], reduce_op=SUM)
             else:
-                request = _core.RequestBuffer.of(
-                    _core.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
+                request = context.RequestBuffer.of(
+                    context.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
                 )
                 handle = rank.context.submit(request)
                 assert (
-                    _core.lib.horo_wait(rank.context._context, handle, 2, _core.ffi.NULL, 0)
-                    == _core.lib.HORO_IN_PROGRESS
+                    context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
+                    == context.lib.HORO_IN_PROGRESS
                 )
                 late.set()
                 rank.context.wait(handle)

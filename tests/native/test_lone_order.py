@@ -7,9 +7,9 @@ import threading
 import numpy as np
 from ranks import Group, Rank, wait_for
 
-from horo import _core
+from horo.core import context
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 ALONE = {"sleeps_under_contention": False, "spin_us": 5000}
 """Also on a busy machine ranks wait for one another without the leader's help, which is what is meant here."""
 

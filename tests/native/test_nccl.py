@@ -11,10 +11,10 @@ import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr
 
-from horo import _core
+from horo.core import context
 from horo.errors import MismatchError, UsageError
 
-MIN, HALF = _core.REDUCE_OPS["min"], _core.DTYPES["float16"]
+MIN, HALF = context.REDUCE_OPS["min"], context.DTYPES["float16"]
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
 
 
@@ -88,7 +88,7 @@ def test_bfloat16_is_summed_and_scaled(gpu: Gpu, nccl: Nccl) -> None:
         found = []
         for factors in ({}, {"prescale": 0.5, "postscale": 3.0}):
             bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
-            dtype = _core.DTYPES["bfloat16"]
+            dtype = context.DTYPES["bfloat16"]
             result = own.run("allreduce", f"b{len(found)}", bits, reduce_op=SUM, dtype=dtype, **factors)
             found.extend(result.view(np.uint16).tolist())
         own.close()
@@ -191,11 +191,11 @@ V = np.arange(8) % 3 + 1
 STAGED = {
     "a dtype that it has not": ("allreduce", np.int16, {"reduce_op": SUM}, 3 * V),
     "bool": ("allreduce", np.bool_, {"reduce_op": MIN}, V > 0),
-    "an average of integers": ("allreduce", np.int32, {"reduce_op": _core.REDUCE_OPS["average"]}, 3 * V // 2),
+    "an average of integers": ("allreduce", np.int32, {"reduce_op": context.REDUCE_OPS["average"]}, 3 * V // 2),
     "a factor of integers": ("reducescatter", np.int32, {"reduce_op": SUM, "postscale": 3.0}, 9 * V),
     "a factor beside a minimum": ("allreduce", np.float32, {"reduce_op": MIN, "prescale": 3.0}, 3 * V),
     "values that travel as float16": ("allreduce", np.float32, {"reduce_op": SUM, "wire_dtype": HALF}, 3 * V),
-    "Adasum": ("allreduce", np.float32, {"reduce_op": _core.REDUCE_OPS["adasum"]}, 1.5 * V),
+    "Adasum": ("allreduce", np.float32, {"reduce_op": context.REDUCE_OPS["adasum"]}, 1.5 * V),
     "allgather": ("allgather", np.float32, {}, np.concatenate([V, 2 * V])),
     "alltoall": ("alltoall", np.float32, {"splits": (4, 4)}, np.concatenate([V[:4], 2 * V[:4], V[4:], 2 * V[4:]])),
 }

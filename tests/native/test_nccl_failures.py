@@ -13,7 +13,7 @@ import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, StalledError
 
 ONES = np.ones(5, np.float32)
@@ -303,7 +303,7 @@ def test_calls_in_any_order_on_any_way(gpu: Gpu, nccl: Nccl, hosts: tuple[int, .
             return finish_rows
         output, options, expected = None, {"reduce_op": SUM}, np.full_like(mine, total)
         if kind == "average":
-            options, expected = {"reduce_op": _core.REDUCE_OPS["average"]}, np.full_like(mine, total / size)
+            options, expected = {"reduce_op": context.REDUCE_OPS["average"]}, np.full_like(mine, total / size)
         elif kind == "int16":
             mine, expected = mine.astype(np.int16), expected.astype(np.int16)
         elif kind == "broadcast":

@@ -15,7 +15,7 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
-from horo import _core
+from horo.core import context
 from horo.errors import PeerLostError, StalledError, UsageError
 
 ONES = np.ones(5, np.float32)
@@ -41,7 +41,7 @@ def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts
         (team,) = add_teams(rank, links, [[1, 2]])
         if rank.rank > 0:
             mine = np.full((2, 3), rank.rank, np.float32)
-            assert own.run("allreduce", "x", mine, reduce_op=_core.REDUCE_OPS["average"], team=team)[0, 0] == 1.5
+            assert own.run("allreduce", "x", mine, reduce_op=context.REDUCE_OPS["average"], team=team)[0, 0] == 1.5
             assert own.run("broadcast", "b", mine, root_rank=2, team=team)[0, 0] == 2
         assert own.allreduce(ONES).tolist() == [3.0] * 5
         own.close()

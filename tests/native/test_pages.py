@@ -16,14 +16,14 @@ import os, sys, threading
 import numpy as np
 from fabric import make_setups
 from ranks import Rank
-from horo import _core
+from horo.core import context
 
 page, segment = map(int, sys.argv[1:])
 for teams in 1, 2, 3:
-    assert _core.arena_bytes(3, segment, teams) % page == 0
+    assert context.arena_bytes(3, segment, teams) % page == 0
 setups = make_setups([2], segment_bytes=segment)
 memory = os.dup(setups[0].arena_fd)
-ranks = [Rank(_core.Context(setup)) for setup in setups]
+ranks = [Rank(context.Context(setup)) for setup in setups]
 blocks = []
 
 def check(rank, **options):

@@ -10,7 +10,7 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, run_ranks
 from test_teams import run_in_teams
 
-from horo import _core
+from horo.core import context
 from horo.errors import MismatchError, UnsupportedError, UsageError
 
 LAYOUTS = {
@@ -49,7 +49,9 @@ def scatter(
     number, size = place or (rank.rank, rank.size)
     outputs = [np.full_like(array[rows_of(len(array), size, number)], 99) for array in arrays]
     kept = [array.copy() for array in arrays]
-    rank.finish(rank.submit("reducescatter", name, arrays, outputs=outputs, reduce_op=_core.REDUCE_OPS[op], **options))
+    rank.finish(
+        rank.submit("reducescatter", name, arrays, outputs=outputs, reduce_op=context.REDUCE_OPS[op], **options)
+    )
     for before, array in zip(kept, arrays, strict=True):
         assert np.array_equal(before, array)
     return outputs
@@ -209,7 +211,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     def body(rank: Rank) -> None:
         scalar = np.ones(())
         with pytest.raises(UsageError, match="reducescatter 's': a scalar has no first dimension to split along"):
-            rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=_core.REDUCE_OPS["sum"])
+            rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=context.REDUCE_OPS["sum"])
         with pytest.raises(UnsupportedError, match="reducescatter 's': this op is not offered for bool"):
             scatter(rank, [np.ones(3, np.bool_)], op="average")
 

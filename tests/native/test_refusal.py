@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from ranks import Rank, recorded_stderr, run_ranks, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
-ADASUM = _core.REDUCE_OPS["adasum"]
+ADASUM = context.REDUCE_OPS["adasum"]
 
 
 def call(rank: Rank, name: str, dtype: type = np.float32) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_calls_of_one_name_keep_their_order(hosts: list[int]) -> None:
         refused(rank, "x", 0)
         refused(rank, "x", 0)
         values = np.ones(2, np.float32)
-        handle = rank.submit("allreduce", "x", [values], reduce_op=_core.REDUCE_OPS["sum"])
+        handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
         ahead.set()
         rank.finish(handle)
         assert values.tolist() == [rank.size] * 2

@@ -12,7 +12,7 @@ from descriptors import open_descriptors
 from ranks import Group, Rank, wait_for
 from slow_links import Relay, Relays
 
-from horo._bootstrap.auth.handshake import Purpose
+from horo.bootstrap.auth.handshake import Purpose
 from horo.errors import AbortedError, MismatchError, PeerLostError
 
 HOSTS = [[1, 1], [2, 2], [1, 2, 1], [3]]

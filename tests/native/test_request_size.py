@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ranks import Rank, run_ranks
 
-from horo import _core
+from horo.core import context
 from horo.errors import UsageError
 
 REQUEST_MAX = (64 << 20) - 11 - 65535 - 9  # in a message with the longest text that may go with it
@@ -15,16 +15,16 @@ DIMS_MAX = 64
 FIXED_BYTES, TENSOR_BYTES = 29, 3 + 8 * DIMS_MAX
 
 
-def request_of(byte_count: int, last: np.ndarray | None = None) -> _core.RequestBuffer:
+def request_of(byte_count: int, last: np.ndarray | None = None) -> context.RequestBuffer:
     """A group of tensors without elements, but for the last one, whose canonical form takes so many bytes."""
     count = (byte_count - FIXED_BYTES - 1) // TENSOR_BYTES
     name = "n" * (byte_count - FIXED_BYTES - count * TENSOR_BYTES)
-    tensor = _core.Tensor(64, 64, (0,) * DIMS_MAX, _core.DTYPES["float32"])
+    tensor = context.Tensor(64, 64, (0,) * DIMS_MAX, context.DTYPES["float32"])
     tensors = [tensor] * count
     if last is not None:
         address = last.ctypes.data
-        tensors[-1] = _core.Tensor(address, address, (1,) * (DIMS_MAX - 1) + last.shape, _core.DTYPES["float32"])
-    return _core.RequestBuffer.of(_core.OPS["allreduce"], name, tensors, reduce_op=1)
+        tensors[-1] = context.Tensor(address, address, (1,) * (DIMS_MAX - 1) + last.shape, context.DTYPES["float32"])
+    return context.RequestBuffer.of(context.OPS["allreduce"], name, tensors, reduce_op=1)
 
 
 @pytest.mark.parametrize("byte_count", [REQUEST_MAX + 1, (64 << 20) - 5, 65 << 20])

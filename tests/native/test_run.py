@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, describe
 
-from horo import _core, _request_buffer
-from horo._core import ffi, lib
+from horo.core import context as _core
+from horo.core import request_buffer
+from horo.core.context import ffi, lib
 from horo.errors import MismatchError, UnsupportedError, UsageError
 
 SUM = _core.REDUCE_OPS["sum"]
 
 
 def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
-    assert _request_buffer._LONE_REQUEST.size == ffi.sizeof("horo_request")
-    assert _request_buffer._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
+    assert request_buffer._LONE_REQUEST.size == ffi.sizeof("horo_request")
+    assert request_buffer._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
     buffer = _core.RequestBuffer()
     buffer.set_name("name")
     tensor = _core.Tensor(1, 2, (3, 4), 5, 6, 7)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from fabric import close_setup, make_setups
 
-from horo._core_setup import Setup, close_all
+from horo.core.setup import Setup, close_all
 
 OK = 0
 _KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

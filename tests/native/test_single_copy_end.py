@@ -17,7 +17,7 @@ import os, sys
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
-from horo._core import Context, ffi, lib
+from horo.core.context import Context, ffi, lib
 from horo.errors import HoroError
 
 AT_ONCE = 1 << 19  # as READ_AT_ONCE of direct.c

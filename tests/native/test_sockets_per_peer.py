@@ -12,7 +12,7 @@ from descriptors import open_descriptors
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, run_ranks
 
-from horo._core import Context
+from horo.core.context import Context
 from horo.errors import PeerLostError, UsageError
 
 LAYOUTS = [[1, 1], [2, 2], [1, 2, 1]]

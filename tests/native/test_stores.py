@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, context_of, describe, wait_for
 
-from horo import _core
+from horo.core import context
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 LATE_S = 0.004
 DEADLINE_S = 40
 BYTES = 1 << 20
@@ -90,8 +90,8 @@ def test_a_reducescatter_does_not_take_the_wait_for_a_late_rank_for_the_cost_of_
     def body(rank: Rank) -> float:
         values = np.ones(size * rows, np.float32)
         result = np.zeros(rows, np.float32)
-        buffer = _core.RequestBuffer.of(
-            _core.OPS["reducescatter"], "x", describe([values], [result]), reduce_op=SUM, sync=True
+        buffer = context.RequestBuffer.of(
+            context.OPS["reducescatter"], "x", describe([values], [result]), reduce_op=SUM, sync=True
         )
         deadline = time.monotonic() + DEADLINE_S
         while True:

@@ -10,8 +10,8 @@ import pytest
 from fabric import make_team_links
 from ranks import Group, Rank, run_ranks, sockets_of, wait_for
 
-from horo import _core
-from horo._core import Context
+from horo.core import context as _core
+from horo.core.context import Context
 from horo.errors import (
     AbortedError,
     GroupError,

@@ -13,7 +13,7 @@ import pytest
 from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_teams import Links, hosts_of
 
-from horo import _core
+from horo.core import context as _core
 from horo.errors import AbortedError, PeerLostError
 
 FOLDER = Path(__file__).resolve().parent
@@ -137,7 +137,7 @@ from ranks import Group
 from test_teams import Links
 
 from horo.errors import PeerLostError
-from horo._core import ffi, lib
+from horo.core.context import ffi, lib
 
 group = Group([1, 1])
 links = Links([0, 1]).of(0, [0, 1], 0)

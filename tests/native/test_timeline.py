@@ -15,7 +15,7 @@ from known_answers import adasum_rows, adasums
 from ranks import Group, Rank, run_ranks, wait_for
 from trace_events import look_at, parse_timeline, rows_of
 
-from horo._core_words import check
+from horo.core.words import check
 from horo.errors import MismatchError, UsageError
 from horo.timeline.recording import Recording, finish
 

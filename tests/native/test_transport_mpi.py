@@ -13,8 +13,8 @@ import pytest
 from fabric import close_setup, make_setups
 from links import CLOSED, NONE, PEER_TIMEOUT_MS, SILENT, Rank, poll_until
 
-from horo._core import Context
-from horo._core_setup import MPI_FUNCTIONS, MpiCalls, MpiUse
+from horo.core.context import Context
+from horo.core.setup import MPI_FUNCTIONS, MpiCalls, MpiUse
 from horo.errors import UsageError
 
 PEER_LOST = -40

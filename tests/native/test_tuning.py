@@ -16,8 +16,8 @@ from fabric import close_setup, make_setups, make_team_links
 from known_answers import Proposals, collectives
 from ranks import Group, Rank, run_ranks
 
-from horo._core import Context
-from horo._core_setup import KNOBS
+from horo.core.context import Context
+from horo.core.setup import KNOBS
 from horo.errors import HoroError, PeerLostError, UsageError
 
 HOSTS = [[1], [2], [3], [1, 1], [2, 2], [3, 1, 2], [1, 1, 1, 1, 1]]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, wait_for
 
-from horo import _core
-from horo._core import ffi, lib
+from horo.core import context as _core
+from horo.core.context import ffi, lib
 from horo.errors import AbortedError, MismatchError, UsageError
 
 SUM = _core.REDUCE_OPS["sum"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, run_ranks, wait_for
 
-from horo import _core
+from horo.core import context
 from horo.errors import PeerLostError
 
-SUM = _core.REDUCE_OPS["sum"]
+SUM = context.REDUCE_OPS["sum"]
 LAYOUTS = [[2], [3], [1, 1], [2, 1]]
 
 

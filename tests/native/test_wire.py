@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_oracle import Request, Tensor
 
-from horo import _core
+from horo.core import context
 
 OK, RESOURCE, INTERNAL = 0, -20, -60
 ROOM_BYTES = 1 << 17
@@ -412,7 +412,7 @@ NAME_AT, COUNT_AT, DTYPE_AT, WIRE_AT, NDIM_AT, EXTENT_AT = 25, 27, 31, 32, 33, 3
             "factor of a broadcast": request_bytes(BROADCAST, prescale=(7, "<d", 2.0)),
             "rows of an allgather": request_bytes(GATHER, extent=(EXTENT_AT, "<q", 2)),
             "NUL in a name": request_bytes(REDUCE, name=(NAME_AT, "<B", 0)),
-            "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 1 + max(_core.DTYPES.values()))),
+            "unknown dtype": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 1 + max(context.DTYPES.values()))),
             "float32 as float32": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 7)),
             "float32 as int8": request_bytes(REDUCE, wire=(WIRE_AT, "<B", 1)),
             "int64 as float16": request_bytes(REDUCE, dtype=(DTYPE_AT, "<B", 4), wire=(WIRE_AT, "<B", 5)),

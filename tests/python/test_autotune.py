@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horo._autotune import Meter, Point, Search, Tuner, Winner, search
-from horo._core_setup import KNOBS
+from horo.autotune import Meter, Point, Search, Tuner, Winner, search
+from horo.core.setup import KNOBS
 
 SEARCH_MAX = 40
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap.launchers import detect as detect_module
-from horo._bootstrap.launchers.detect import detect_launch
-from horo._bootstrap.mpi import world as mpi_launch
-from horo._bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
-from horo._config import read_config
+from horo.bootstrap.launchers import detect as detect_module
+from horo.bootstrap.launchers.detect import detect_launch
+from horo.bootstrap.mpi import world as mpi_launch
+from horo.bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
+from horo.config.table import read_config
 from horo.errors import ResourceError, UsageError
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1"}

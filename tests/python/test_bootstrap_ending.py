@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horo._bootstrap.ending import (
+from horo.bootstrap.ending import (
     culprit_of,
     culprit_of_chain,
     describe_exception,
@@ -18,9 +18,9 @@ from horo._bootstrap.ending import (
     script_line,
     shorten_traceback,
 )
-from horo._bootstrap.launchers.environment import read_launch
-from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.store.protocol import StoreAbandonedError
+from horo.bootstrap.launchers.variables import read_launch
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.store.protocol import StoreAbandonedError
 from horo.errors import AbortedError, GroupError, InternalError, MismatchError, PeerLostError, UsageError
 
 
@@ -72,7 +72,7 @@ def test_an_exception_without_a_message_is_described_all_the_same() -> None:
 def caught(where: Path, error: str) -> BaseException:
     """The error of a script that calls into horo, which raises."""
     where.write_text(
-        f"from horo._bootstrap.launchers.environment import read_launch\ndef train():\n    {error}\ntrain()\n"
+        f"from horo.bootstrap.launchers.variables import read_launch\ndef train():\n    {error}\ntrain()\n"
     )
     try:
         exec(compile(where.read_text(), str(where), "exec"), {})
@@ -147,7 +147,7 @@ def test_the_culprit_is_known_also_where_an_error_came_of_one_that_names_it() ->
 
 STAYS = """
 import signal, sys
-from horo._bootstrap import ending
+from horo.bootstrap import ending
 ending.watch_exceptions(lambda error, where: ending.stay_behind_cause())
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_the_wait_behind_the_cause_and_nothing_else(end: str, code: 
 HOOKED = """
 import sys
 sys.excepthook = lambda kind, error, traceback: print("mine:", error)
-from horo._bootstrap import ending
+from horo.bootstrap import ending
 ending.watch_exceptions(print)
 ending.watch_exceptions(print)
 raise ValueError("x")
@@ -193,7 +193,7 @@ def test_an_exception_does_not_end_an_interactive_process() -> None:
 PUT_BACK = """
 import sys, threading
 before = sys.excepthook, sys.exit, threading.excepthook
-from horo._bootstrap import ending
+from horo.bootstrap import ending
 told = []
 def watch():
     tell, note = (lambda error, where: told.append(repr(error))), (lambda thread, error: told.append(repr(error)))

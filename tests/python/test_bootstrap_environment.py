@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._bootstrap.launchers.environment import TorchMaster, read_launch, subset
-from horo._bootstrap.net.addresses import Endpoint
+from horo.bootstrap.launchers.variables import TorchMaster, read_launch, subset
+from horo.bootstrap.net.addresses import Endpoint
 from horo.errors import UsageError
 
 HORORUN = {

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wiring import check_wiring
 
-from horo._bootstrap.auth.handshake import Purpose
-from horo._bootstrap.host.grouping import control_peers, data_peers, group_ranks
+from horo.bootstrap.auth.handshake import Purpose
+from horo.bootstrap.host.grouping import control_peers, data_peers, group_ranks
 
 placements = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 

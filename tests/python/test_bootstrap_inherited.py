@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from horo._bootstrap.launchers import inherited
-from horo._bootstrap.launchers.environment import Launch
+from horo.bootstrap.launchers import inherited
+from horo.bootstrap.launchers.variables import Launch
 from horo.errors import UsageError
 
 HORORUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "HORO_JOB_ID": "j", "RANK": "1"}

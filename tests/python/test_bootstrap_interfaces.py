@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from horo._bootstrap.net import interfaces
-from horo._bootstrap.net.addresses import bind_all
-from horo._bootstrap.net.interfaces import (
+from horo.bootstrap.net import interfaces
+from horo.bootstrap.net.addresses import bind_all
+from horo.bootstrap.net.interfaces import (
     interface_addresses,
     is_loopback,
     listen_addresses,

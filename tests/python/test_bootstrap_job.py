@@ -19,30 +19,23 @@ from fabric import close_setup
 from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_wiring
 
-from horo._bootstrap import job as job_module
-from horo._bootstrap import links as links_module
-from horo._bootstrap import running_rank
-from horo._bootstrap.auth.handshake import HandshakeError
-from horo._bootstrap.host import arena as arena_module
-from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.job import connect, start
-from horo._bootstrap.launchers.environment import Place, read_launch, subset
-from horo._bootstrap.net import dial as dial_module
-from horo._bootstrap.net.addresses import Endpoint
-from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.running_rank import Connection
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.server import StoreServer
-from horo._config import read_config
-from horo._core import RequestBuffer
-from horo.errors import (
-    AbortedError,
-    HoroError,
-    MismatchError,
-    PeerLostError,
-    ResourceError,
-    UsageError,
-)
+from horo.bootstrap import job as job_module
+from horo.bootstrap import links as links_module
+from horo.bootstrap import running_rank
+from horo.bootstrap.auth.handshake import HandshakeError
+from horo.bootstrap.host import arena as arena_module
+from horo.bootstrap.host.grouping import group_ranks
+from horo.bootstrap.job import connect, start
+from horo.bootstrap.launchers.variables import Place, read_launch, subset
+from horo.bootstrap.net import dial as dial_module
+from horo.bootstrap.net.addresses import Endpoint
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.server import StoreServer
+from horo.config.table import read_config
+from horo.core.context import RequestBuffer
+from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, ResourceError, UsageError
 
 
 @pytest.fixture
@@ -301,7 +294,7 @@ def told(results: Sequence[Connection | BaseException]) -> list[HoroError]:
 def test_rank_that_does_not_come_is_named_to_all(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     before = open_descriptors()
     environs = environments(server, 4)
     results: list[Connection | BaseException] = []
@@ -321,7 +314,7 @@ def test_rank_that_does_not_come_is_named_to_all(
 def test_waiting_rank_names_the_missing_rank(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     environs = environments(server, 2)
     early: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
@@ -412,7 +405,7 @@ def test_rank_that_dies_while_starting_is_a_lost_peer_to_all_others(server: Stor
         textwrap.dedent(
             """
             import os
-            from horo._bootstrap import job
+            from horo.bootstrap import job
             job.join_arena = lambda *arguments: os.kill(os.getpid(), 9)
             job.start()
             """
@@ -647,8 +640,8 @@ def test_ranks_as_processes_start_add_up_and_close_again_and_again(
         textwrap.dedent(
             """
             import numpy as np
-            from horo._bootstrap.job import start
-            from horo._core import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+            from horo.bootstrap.job import start
+            from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
             for _ in range(3):
                 job = start()
                 values = np.full(100_000, job.rank + 1.0)

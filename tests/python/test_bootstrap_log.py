@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from horo._bootstrap.job import start
-from horo._bootstrap.log import prepare_log
+from horo.bootstrap.job import start
+from horo.bootstrap.log import prepare_log
 
 
 def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
@@ -18,7 +18,7 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(log, "level", logging.NOTSET)
-    monkeypatch.setattr("horo._bootstrap.log._given", [logging.NOTSET])
+    monkeypatch.setattr("horo.bootstrap.log._given", [logging.NOTSET])
     return log
 
 

@@ -13,17 +13,17 @@ import pytest
 from fabric import close_setup
 from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 
-from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.host.identity import Identity, read_identity
-from horo._bootstrap.launchers.environment import Launch
-from horo._bootstrap.peer_info import PeerInfo, exchange_peer_info
-from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.running_rank import Connection
-from horo._bootstrap.start_secret import derive_start_secret
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.protocol import prefixed
-from horo._bootstrap.store.server import StoreServer
-from horo._config import Config
+from horo.bootstrap.host.grouping import group_ranks
+from horo.bootstrap.host.identity import Identity, read_identity
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.peer_info import PeerInfo, exchange_peer_info
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.start_secret import derive_start_secret
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import prefixed
+from horo.bootstrap.store.server import StoreServer
+from horo.config.table import Config
 from horo.errors import TimeoutError
 
 INFO = PeerInfo.of(Launch("none", 0, 1, "h"), Config(), read_identity(None), "10.0.0.1", "1+abi1")
@@ -84,7 +84,7 @@ def test_whoever_waits_for_the_same_ranks_counts_the_same_warnings(
         return real(self, what, number)
 
     monkeypatch.setattr(Rendezvous, "_speaks_for_host", speak)
-    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     with serving() as server, ExitStack() as stack:
         ranks = [stack.enter_context(rendezvous(server, rank, 3, "a")) for rank in range(3)]
 
@@ -118,7 +118,7 @@ def test_a_rank_that_waits_for_rank_0_names_those_for_whom_that_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "horo")
-    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     said = re.compile(r"^rank 2 \(name2\) has waited \d+ s in init\(\): rank 1 has not called horo\.torch\.init\(\)$")
     with serving() as server:
         environs = environments(server, 3)

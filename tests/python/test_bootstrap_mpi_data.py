@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap.host.grouping import Grouping
-from horo._bootstrap.mpi.data import carries_data, check_mpi
-from horo._config import Config
+from horo.bootstrap.host.grouping import Grouping
+from horo.bootstrap.mpi.data import carries_data, check_mpi
+from horo.config.table import Config
 from horo.errors import UsageError
 
 ONE_HOST, TWO_HOSTS = Grouping((0, 0)), Grouping((0, 1))

@@ -19,7 +19,7 @@ SECRET = "5a" * 32
 
 SERVER = """
 import sys
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.store.server import StoreServer
 with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
     print(",".join(map(str, server.endpoints)), flush=True)
     sys.stdin.read()
@@ -27,9 +27,9 @@ with StoreServer(sys.argv[1].split(","), bytes.fromhex("5a" * 32)) as server:
 
 RANK = """
 import json, os, socket, sys
-from horo._bootstrap.job import connect
-from horo._bootstrap.launchers.environment import read_launch
-from horo._config import read_config
+from horo.bootstrap.job import connect
+from horo.bootstrap.launchers.variables import read_launch
+from horo.config.table import read_config
 connection = connect(read_launch(os.environ), read_config(os.environ), 1, [])
 setup = connection.setup
 addresses = {}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._bootstrap.host.grouping import group_ranks
-from horo._bootstrap.host.identity import Identity, read_identity
-from horo._bootstrap.launchers.environment import Launch
-from horo._bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
-from horo._config import Config, read_config
+from horo.bootstrap.host.grouping import group_ranks
+from horo.bootstrap.host.identity import Identity, read_identity
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.peer_info import PeerInfo, check_agreement, core_count, place_of, places_alike
+from horo.config.table import Config, read_config
 from horo.errors import MismatchError
 
 PEER_INFO = PeerInfo.of(Launch("none", 0, 1, "h\u00f6st"), Config(), read_identity("label"), "fd00::1", "1+abi1")

@@ -8,10 +8,10 @@ import pytest
 from descriptors import open_descriptors
 from joining import SECRET, run_threads
 
-from horo._bootstrap.net.interfaces import is_loopback
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.served import ServedStore, choose_server_addresses
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.net.interfaces import is_loopback
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.served import ServedStore, choose_server_addresses
+from horo.bootstrap.store.server import StoreServer
 from horo.errors import UsageError
 
 
@@ -64,7 +64,7 @@ def test_addresses_are_loopback_where_all_are_near() -> None:
 
 def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.2.3"]}
-    monkeypatch.setattr("horo._bootstrap.store.served.interface_addresses", lambda: found)
+    monkeypatch.setattr("horo.bootstrap.store.served.interface_addresses", lambda: found)
     assert choose_server_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
     far = choose_server_addresses("ib0,lo", near=False, far=True)
     assert far == ["10.9.2.3"]

@@ -17,13 +17,13 @@ import pytest
 from descriptors import open_descriptors
 from joining import SECRET
 
-from horo._bootstrap.auth.credential_file import CredentialFile
-from horo._bootstrap.auth.munge import decode, encode
-from horo._bootstrap.launchers.environment import read_launch
-from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
-from horo._bootstrap.net.addresses import Endpoint
-from horo._bootstrap.net.advertisement import fetch
-from horo._config import read_config
+from horo.bootstrap.auth.credential_file import CredentialFile
+from horo.bootstrap.auth.munge import decode, encode
+from horo.bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
+from horo.bootstrap.launchers.variables import read_launch
+from horo.bootstrap.net.addresses import Endpoint
+from horo.bootstrap.net.advertisement import fetch
+from horo.config.table import read_config
 from horo.errors import ResourceError, TimeoutError, UsageError
 
 JOB = str(os.getpid())
@@ -34,8 +34,8 @@ import os, resource, sys
 import psutil
 if "TEST_FILES" in os.environ:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ["TEST_FILES"]),) * 2)
-from horo._bootstrap.job import start
-from horo._core import RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import RequestBuffer
 job = start()
 for again in range(int(os.environ.get("TEST_STARTS", "1")) - 1):
     job.close()
@@ -340,7 +340,7 @@ def test_a_secret_file_that_others_could_write_is_refused(tmp_path: Path) -> Non
 def test_some_ranks_of_a_step_form_a_job(comm: list[int], fake_munge: Path, tmp_path: Path) -> None:
     script = tmp_path / "some.py"
     script.write_text(
-        f"from horo._bootstrap.job import start\njob = start(comm={comm})\nprint(job.rank, job.size)\njob.close()\n"
+        f"from horo.bootstrap.job import start\njob = start(comm={comm})\nprint(job.rank, job.size)\njob.close()\n"
     )
     processes = [
         subprocess.Popen(

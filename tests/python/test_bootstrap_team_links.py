@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from joining import SECRET, environments, join_all, run_threads, serving, wait_until
 from wiring import check_links
 
-from horo._bootstrap import team_links
-from horo._bootstrap.auth.frames import pack_fields
-from horo._bootstrap.auth.handshake import Purpose
-from horo._bootstrap.directory import Directory, PeerAddress
-from horo._bootstrap.host.grouping import Grouping, group_ranks
-from horo._bootstrap.job import start
-from horo._bootstrap.links import Links
-from horo._bootstrap.running_rank import Connection, RunningRank
-from horo._bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
-from horo._core import DTYPES, OPS, RequestBuffer, Tensor
+from horo.bootstrap import team_links
+from horo.bootstrap.auth.frames import pack_fields
+from horo.bootstrap.auth.handshake import Purpose
+from horo.bootstrap.directory import Directory, PeerAddress
+from horo.bootstrap.host.grouping import Grouping, group_ranks
+from horo.bootstrap.job import start
+from horo.bootstrap.links import Links
+from horo.bootstrap.running_rank import Connection, RunningRank
+from horo.bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
+from horo.core.context import DTYPES, OPS, RequestBuffer, Tensor
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, ResourceError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
@@ -289,7 +289,7 @@ def test_a_rank_without_descriptors_says_whom_it_could_not_dial(tight: None, mon
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("horo._bootstrap.links.dial", refuse)
+    monkeypatch.setattr("horo.bootstrap.links.dial", refuse)
     errors = failures(connect_all(directories([0, 1]), [0, 1]))
     assert isinstance(errors[1], ResourceError)
     for error in errors:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap import timeline
-from horo._config import read_config
+from horo.bootstrap import timeline_file as timeline
+from horo.config.table import read_config
 from horo.errors import HoroError, ResourceError, UsageError
 
 

@@ -17,12 +17,12 @@ from fabric import close_setup
 from joining import join_all, run_threads, wait_until
 from wiring import check_wiring
 
-from horo._bootstrap.launchers.environment import TorchMaster
-from horo._bootstrap.launchers.torch_store import TorchStore, open_torch_store
-from horo._bootstrap.rendezvous import Rendezvous
-from horo._bootstrap.running_rank import Connection
-from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
-from horo._bootstrap.store.signed import signed
+from horo.bootstrap.launchers.torch_store import TorchStore, open_torch_store
+from horo.bootstrap.launchers.variables import TorchMaster
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo.bootstrap.store.signed import signed
 from horo.errors import PeerLostError
 
 torch_distributed: Any = pytest.importorskip("torch.distributed")
@@ -151,7 +151,7 @@ def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> 
 def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
     torch_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, secret: str
 ) -> None:
-    monkeypatch.setattr("horo._bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     said = "rank 0 has begun init() but not come through it"
     real = Rendezvous.publish
 
@@ -178,8 +178,8 @@ def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import sys
-            from horo._bootstrap.job import start
-            from horo._core import RequestBuffer
+            from horo.bootstrap.job import start
+            from horo.core.context import RequestBuffer
             for _ in range(2):
                 job = start()
                 handle = job.context.submit(RequestBuffer.of(3, "barrier"))
@@ -210,7 +210,7 @@ def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port
         textwrap.dedent(
             """
             import torch.distributed as dist
-            from horo._bootstrap.job import start
+            from horo.bootstrap.job import start
             job = start()
             dist.init_process_group("gloo")
             dist.barrier()

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from horo.torch._bytes import bytes_of, tensor_of
+from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"abc" * 1000])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._config import (
+from horo.config.init_settings import InitSettings
+from horo.config.table import (
     GROUPS,
     LOG_LEVELS,
     Config,
@@ -22,7 +23,6 @@ from horo._config import (
     read_variables,
     variables_of,
 )
-from horo._init_settings import InitSettings
 from horo.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]

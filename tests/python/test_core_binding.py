@@ -47,7 +47,7 @@ def last_line(words: list[str], *path: Path, folder: Path) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["horo.torch", "horo._core", "horo._request_buffer"])
+@pytest.mark.parametrize("module", ["horo.torch", "horo.core.context", "horo.core.request_buffer"])
 def test_a_source_folder_whose_extension_is_not_built_says_what_to_type(source: Path, module: str) -> None:
     code = f"import {module}\n" + ("horo.torch.init()" if module == "horo.torch" else "")
     line = last_line(["-c", code], folder=source)
@@ -60,13 +60,13 @@ def test_a_source_folder_that_hides_an_installed_horo_says_so(source: Path, inst
         f"it hides the horo that is installed in {installed}; start from another folder and keep this one off "
         f"PYTHONPATH, or build it: pip install -e {source}"
     )
-    assert last_line(["-c", "import horo._core"], installed, folder=source).endswith(expected)
-    assert last_line(["-c", "import horo._core, sys; sys.exit('fine')"], source, folder=installed) == "fine"
+    assert last_line(["-c", "import horo.core.context"], installed, folder=source).endswith(expected)
+    assert last_line(["-c", "import horo.core.context, sys; sys.exit('fine')"], source, folder=installed) == "fine"
 
 
 def test_an_installation_without_its_extension_says_so(installed: Path, tmp_path: Path) -> None:
     next((installed / "horo").glob("_native*.so")).unlink()
-    line = last_line(["-c", "import horo._core"], installed, folder=tmp_path)
+    line = last_line(["-c", "import horo.core.context"], installed, folder=tmp_path)
     assert line == (
         f"ImportError: the horo in {installed / 'horo'} is not complete (horo._native is missing): "
         "pip install --force-reinstall horo-torch, or the path of its wheel or checkout"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
 
-from horo._bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
-from horo._bootstrap.host.identity import read_identity
-from horo._bootstrap.launchers.environment import Launch
-from horo._bootstrap.peer_info import PeerInfo, check_agreement
-from horo._config import Config
+from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
+from horo.bootstrap.host.identity import read_identity
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.peer_info import PeerInfo, check_agreement
+from horo.config.table import Config
 
 TOLD = "import horo.torch as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
 PEER = PeerInfo.of(Launch("none", 0, 1, "h1"), Config(), read_identity(None), None, "1+abi1")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._hostlist import HOSTS_MAX, parse_counts, parse_host_list
+from horo.config.hosts import HOSTS_MAX, parse_counts, parse_host_list
 
 
 @pytest.mark.parametrize(

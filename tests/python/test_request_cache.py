@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from horo.torch._request_cache import RequestCache
-from horo.torch._staging import Spec
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.request_cache import RequestCache
 
 
 class Owner:
@@ -34,5 +34,5 @@ def test_another_thread_may_make_room_while_the_rooms_are_added_up() -> None:
     gradients: Any = Gradients(1)
     cache.make_room(owners[0], gradients)
     cache.make_room(owners[1], 1)
-    cache.take_or_create("key", Spec("allreduce", "a"), sync=True, tensor_count=1).idle.append(None)
+    cache.take_or_create("key", Operation("allreduce", "a"), sync=True, tensor_count=1).idle.append(None)
     assert cache.take("key") is not None

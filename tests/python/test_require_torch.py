@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from horo.torch._require import check_version
+from horo.torch.compat.torch_version import check_version
 
 
 def import_with(preparation: str) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from horo._bootstrap.mpi.data import check_mpi
-from horo._bootstrap.tuning import check_log, tuned_settings
-from horo._config import Config, read_config, variables_of
-from horo._core_setup import KNOBS
-from horo._settings import settings_of
-from horo._sources import encode_sources
+from horo.bootstrap.mpi.data import check_mpi
+from horo.bootstrap.tuned_values import check_log, tuned_settings
+from horo.config.settings import settings_of
+from horo.config.sources import encode_sources
+from horo.config.table import Config, read_config, variables_of
+from horo.core.setup import KNOBS
 from horo.errors import NotInitializedError, UsageError
 
 hvd = pytest.importorskip("horo.torch")

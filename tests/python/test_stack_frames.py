@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from horo._stack_frames import current_frames
+from horo.diagnostics.frames import current_frames
 
 MANY_LOOKS = """
 import faulthandler, gc, sys, threading, time
-from horo._stack_frames import current_frames
+from horo.diagnostics.frames import current_frames
 
 class Garbage:
     def __init__(self):
@@ -41,7 +41,7 @@ for thread in threads:
 
 GOES_ON = """
 import faulthandler, gc, threading
-from horo._blocked import describe_blocked
+from horo.diagnostics.deadlock import describe_blocked
 
 DEADLINE_S = 60
 

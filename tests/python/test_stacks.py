@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import horo
-from horo import _blocked
-from horo._blocked import OwnThread, describe_stacks
+from horo.diagnostics import deadlock
+from horo.diagnostics.deadlock import OwnThread, describe_stacks
 
 INSIDE = str(Path(horo.__file__).with_name("_somewhere.py"))
 
@@ -74,9 +74,9 @@ def test_a_log_handler_in_a_thread_of_horo_is_no_thread_that_may_submit(
     try:
         assert begun.wait(60)
         frame = sys._current_frames()[thread.ident or 0]
-        monkeypatch.setattr(_blocked, "current_frames", lambda: {thread.ident: frame})
-        blocked = _blocked.describe_blocked(object(), handle.__code__, [], is_alone=True)
+        monkeypatch.setattr(deadlock, "current_frames", lambda: {thread.ident: frame})
+        blocked = deadlock.describe_blocked(object(), handle.__code__, [], is_alone=True)
     finally:
         end.set()
         thread.join()
-    assert blocked == _blocked.Blocked([], others)
+    assert blocked == deadlock.Blocked([], others)

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from joining import wait_until
 
-from horo._bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
-from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
-from horo._bootstrap.net import listener as listener_module
-from horo._bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
-from horo._bootstrap.net.dial import dial
-from horo._bootstrap.net.listener import RefusalLog
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
-from horo._bootstrap.store.server import StoreServer
+from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
+from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
+from horo.bootstrap.net import listener as listener_module
+from horo.bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
+from horo.bootstrap.net.dial import dial
+from horo.bootstrap.net.listener import RefusalLog
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo.bootstrap.store.server import StoreServer
 from horo.errors import HorovodInternalError, PeerLostError, ResourceError, UsageError
 
 SECRET = bytes(range(32))

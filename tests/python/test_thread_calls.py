@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from horo._thread_call import CallQueue, ThreadCall
+from horo.core.signal_safe_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
 
 DEADLINE_S = 30.0

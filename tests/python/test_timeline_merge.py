@@ -217,7 +217,9 @@ def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path) -> None:
         f"{tmp_path / 'out'}: 1 rank, 18 events",
         "1 of 2 ranks are not among the files",
     ]
-    assert not {"torch", "horo._core", "numpy"} & {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not {"torch", "horo.core.context", "numpy"} & {
+        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
+    }
     parse_timeline(tmp_path / "out")
     failed = run("merge", str(tmp_path / "out"), str(tmp_path / "none"))
     assert (failed.returncode, failed.stdout) == (1, "")

@@ -12,10 +12,10 @@ INTERRUPTED = """
 import atexit, signal
 import torch
 import horo.torch as hvd
-from horo import _answers, _core
-from horo._bootstrap import job
+from horo.core import stack_dump, context
+from horo.bootstrap import job
 from horo._native import ffi
-from horo.torch import _request_cache, _runtime
+from horo.torch.engine import request_cache, runtime as _runtime
 
 signals = [signal.SIGUSR1]
 
@@ -44,8 +44,8 @@ INTERRUPTIONS = {
     ),
     "the end of shutdown": (
         "hvd.shutdown(); assert runtime.core._context == ffi.NULL",
-        "hvd.init(); runtime, stop = _runtime.current(), _answers.Answers.stop\n"
-        "_answers.Answers.stop = lambda self: (interrupt(), stop(self))\n"
+        "hvd.init(); runtime, stop = _runtime.current(), stack_dump.Answers.stop\n"
+        "stack_dump.Answers.stop = lambda self: (interrupt(), stop(self))\n"
         "hvd.shutdown()",
     ),
     "operation": (
@@ -74,8 +74,8 @@ def test_a_shutdown_that_a_handler_has_ended_by_an_exception_is_done_at_exit() -
     program = """
 atexit.register(lambda: print(runtime.core._context == ffi.NULL))  # behind all that is registered later
 hvd.init()
-runtime, stop = _runtime.current(), _answers.Answers.stop
-_answers.Answers.stop = lambda self: (interrupt(), stop(self))
+runtime, stop = _runtime.current(), stack_dump.Answers.stop
+stack_dump.Answers.stop = lambda self: (interrupt(), stop(self))
 hvd.shutdown()
 """
     assert run("pass", program, as_users_start()) == (1, "True\n", "left\n")
@@ -103,7 +103,7 @@ class Forked:
 
 calls = []
 hvd.init()
-_core.ffi = Interrupting()
+context.ffi = Interrupting()
 _runtime.Runtime.forked = Forked()
 hvd.shutdown()
 assert not signals and not hvd.is_initialized()
@@ -123,8 +123,8 @@ assert not signals and not hvd.is_initialized()
         ),
         (
             "shutdown()",
-            "hvd.init(); stop = _answers.Answers.stop\n"
-            "_answers.Answers.stop = lambda self: (stop(self), interrupt())\n"
+            "hvd.init(); stop = stack_dump.Answers.stop\n"
+            "stack_dump.Answers.stop = lambda self: (stop(self), interrupt())\n"
             "hvd.shutdown()",
         ),
     ],
@@ -151,8 +151,8 @@ hvd.shutdown()
 
 def test_an_init_within_one_that_is_done_does_nothing() -> None:
     program = """
-from horo.torch import _lifecycle
-_lifecycle.register_all = lambda *_: interrupt()
+from horo.torch import lifecycle
+lifecycle.register_all = lambda *_: interrupt()
 hvd.init(process_sets=[[0]])
 assert not signals and hvd.is_initialized()
 """

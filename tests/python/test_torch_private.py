@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import horo.torch as hvd
-from horo.torch import _torch_private as private
+from horo.torch.compat import torch_private as private
 
 PACKAGE = Path(hvd.__file__).parent
 OWN = Path(private.__file__)
@@ -140,7 +140,7 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
 
 
 def test_without_rules_and_flags_of_dynamo_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    private.add_to_dynamo_rules(SimpleNamespace(), "horo.torch.ops")
+    private.add_to_dynamo_rules(SimpleNamespace(), "horo.torch.ops.allreduce")
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace())  # type: ignore[arg-type]
     assert private.is_autograd_compiled() is False
 

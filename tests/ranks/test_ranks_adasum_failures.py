@@ -14,8 +14,8 @@ from small_model import FailingSgd, make_loss, make_model
 
 import horo.torch as hvd
 from horo.errors import HoroError, UnsupportedError
-from horo.torch import _delta_reducer
-from horo.torch._request import Request
+from horo.torch.engine.request import Request
+from horo.torch.optimizer import adasum
 
 
 def _adasum(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
@@ -98,7 +98,7 @@ def test_what_a_signal_handler_loses_of_an_exchange_is_found(ranks2: RankPool, p
         optimizer = _adasum(model, torch.optim.SGD(model.parameters(), lr=0.1))
         _step(model, optimizer, 0)
         if hvd.rank() == 0:
-            owner, name = (_delta_reducer, "start_allreduce") if place == "submitted" else (Request, "wait")
+            owner, name = (adasum, "start_allreduce") if place == "submitted" else (Request, "wait")
             real: Any = getattr(owner, name)
 
             def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from small_model import FailingSgd, needs_cpu_scaler
 
 import horo.torch as hvd
 from horo.errors import DeadlockError, GroupError, HoroError, UnsupportedError, UsageError
-from horo.torch import _delta_reducer
+from horo.torch.optimizer import adasum as _delta_reducer
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -12,7 +12,7 @@ from rank_pool import RankError, RankPool
 from small_model import make_loss, make_model, sgd
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 SEARCH = {
     "HORO_AUTOTUNE": "1",
@@ -33,7 +33,7 @@ def train(steps: int) -> tuple[list[torch.Tensor], bool]:
         make_loss(model, hvd.rank(), step % 7).backward()
         optimizer.step()
         after.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    return after, _runtime.current().job.context.tuning()[1]
+    return after, runtime.current().job.context.tuning()[1]
 
 
 def test_a_training_is_the_same_on_all_ranks_in_every_step_of_a_search(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_job_searches_once_optimizers_step_and_again_when_it_begins_again(tmp_
     log = tmp_path / "autotune.csv"
 
     def twice() -> list[bool]:
-        context = _runtime.current().job.context
+        context = runtime.current().job.context
         first = context.tuning()
         for _ in range(60):
             hvd.allreduce(torch.ones(20_000), name="no step")
@@ -63,7 +63,7 @@ def test_a_job_searches_once_optimizers_step_and_again_when_it_begins_again(tmp_
         over = [train(400)[1]]
         hvd.shutdown()
         hvd.init()
-        assert not _runtime.current().job.context.tuning()[1]
+        assert not runtime.current().job.context.tuning()[1]
         over.append(train(400)[1])
         return over
 
@@ -85,7 +85,7 @@ def test_config_shows_what_the_search_has_put_in_force() -> None:
             seen.append(
                 (
                     [(settings[name], settings.source(name)) for name in ("segment_bytes", "overlap", "spin_us")],
-                    [_runtime.current().job.context.tuning()[0][knob] for knob in ("segment", "overlap")],
+                    [runtime.current().job.context.tuning()[0][knob] for knob in ("segment", "overlap")],
                 )
             )
             optimizer.zero_grad()

@@ -25,14 +25,14 @@ from small_model import (
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 ranks2 = one_of("ranks2_always", "ranks2_never")
 """Two ranks that reduce gradients while backward runs, then two that do it at its end."""
 
 
 def _requests() -> int:
-    return _runtime.current().core.counters()["requests"]
+    return runtime.current().core.counters()["requests"]
 
 
 def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_again(ranks2: RankPool) -> None:
@@ -169,7 +169,7 @@ def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends(ranks2: R
 
 def test_a_parameter_inside_and_outside_a_reentrant_checkpoint_is_right_or_refused(ranks2: RankPool) -> None:
     def check() -> None:
-        always = _runtime.current().job.overlap == "always"
+        always = runtime.current().job.overlap == "always"
         layer = torch.nn.Linear(4, 4).double()
         optimizer = sgd(layer)
         batch = make_batch(hvd.rank()).requires_grad_()
@@ -207,7 +207,7 @@ def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(
         hook(late)
         make_loss(early, hvd.rank()).backward()
         assert_close(gradients_of(early), wanted)
-        if _runtime.current().job.overlap == "always":
+        if runtime.current().job.overlap == "always":
             with pytest.raises(ValueError, match="register hooks that change gradients before DistributedOptimizer"):
                 make_loss(late, hvd.rank()).backward()
         else:
@@ -282,7 +282,7 @@ def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks2: Ra
                 optimizer.zero_grad()
             elif clear == "model":
                 model.zero_grad()
-            elif _runtime.current().job.overlap == "always":  # autograd has added to what is being reduced
+            elif runtime.current().job.overlap == "always":  # autograd has added to what is being reduced
                 with pytest.raises(ValueError, match=r"backward\(\): the backward\(\) before did not come.*zero_grad"):
                     make_loss(model, hvd.rank(), step).backward()
                 optimizer.zero_grad()
@@ -385,14 +385,14 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits(ranks2: RankPool) -> None:
         optimizer = sgd(model)
 
         def are_submitted() -> bool:
-            return any(request.label.startswith("gradient") for request in _runtime.current().requests.values())
+            return any(request.label.startswith("gradient") for request in runtime.current().requests.values())
 
         if hvd.rank() == 0:
             interrupt(lambda: make_loss(model, 0).backward(), KeyboardInterrupt, are_submitted, 0.2)
             deadline = time.monotonic() + 30
             hvd.barrier()
             while are_submitted():
-                for request in list(_runtime.current().requests.values()):
+                for request in list(runtime.current().requests.values()):
                     request.wait()
                 assert time.monotonic() < deadline
         else:

@@ -10,7 +10,7 @@ from plain_ranks import PlainRanks
 
 LEAVES_EARLY = """
 import os
-from horo._bootstrap import job
+from horo.bootstrap import job
 if os.environ["HOROVOD_RANK"] == "0":
     job.start()
 """

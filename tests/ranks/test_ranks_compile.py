@@ -14,7 +14,7 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd, train
 
 import horo.torch as hvd
-from horo.torch._backward_reducer import BackwardReducer
+from horo.torch.optimizer.at_backward import BackwardReducer
 
 DEADLINE_S = 240.0
 

@@ -126,8 +126,8 @@ def test_a_rank_that_skips_the_backward_of_one_of_two_models_is_told(overlap: st
 
 LEAVES = """
 import pathlib, signal, time
-from horo._bootstrap.job import start
-from horo._core import OPS, RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import OPS, RequestBuffer
 class Late(Exception):
     pass
 def ring(*_):
@@ -166,8 +166,8 @@ def test_a_wait_that_a_signal_handler_ends_is_taken_back(hororun: Hororun, tmp_p
 
 HANDLER = """
 import os, pathlib, signal, time
-from horo._bootstrap.job import start
-from horo._core import OPS, RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import OPS, RequestBuffer
 def submit(name):
     return job.context.submit(RequestBuffer.of(OPS["barrier"], name))
 def save(*_):

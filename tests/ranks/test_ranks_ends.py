@@ -16,7 +16,7 @@ from small_model import make_loss, make_model, sgd
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError
-from horo.torch._lifecycle import _at_exit
+from horo.torch.lifecycle import _at_exit
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo.errors import AbortedError, DeadlockError, MismatchError
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "shape": (lambda r: hvd.allreduce(torch.ones(2, 2 + r), name="x"), "float32 [2, 2]", "float32 [2, 3]"),
@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_a_call_that_was_refused_for_its_name_are_told(by_th
         thread = threading.Thread(target=_fail)
         if hvd.rank() == 0 and by_thread:
             thread.start()
-            wait_until(lambda: _runtime.current().core.counters()["requests"], "its name is taken", deadline_s=60)
+            wait_until(lambda: runtime.current().core.counters()["requests"], "its name is taken", deadline_s=60)
         elif not by_thread:
             handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
         if hvd.rank() == 0:

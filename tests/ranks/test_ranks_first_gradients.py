@@ -12,7 +12,7 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
 
@@ -122,7 +122,7 @@ def test_the_first_checks_can_be_left_out() -> None:
                 model[2](torch.ones(1, 6, dtype=torch.float64)).sum().backward()
                 optimizer.step()
 
-        counters = _runtime.current().core.counters
+        counters = runtime.current().core.counters
         before = counters()["requests"]
         seen = _warnings_of(train)
         assert counters()["requests"] - before == 4 * 4  # nothing but the gradients

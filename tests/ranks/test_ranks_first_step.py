@@ -10,7 +10,7 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
 """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
@@ -204,11 +204,11 @@ def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third(ranks
         optimizer = sgd(model)
         counts = []
         for _ in range(4):
-            before = _runtime.current().core.counters()["requests"]
+            before = runtime.current().core.counters()["requests"]
             torch.stack([p.float().sum() for p in model]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(_runtime.current().core.counters()["requests"] - before)
+            counts.append(runtime.current().core.counters()["requests"] - before)
         assert counts == [5, 4, 5, 4]
 
     ranks2.run(check)

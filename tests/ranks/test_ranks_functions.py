@@ -42,12 +42,12 @@ def test_parameters_and_buffers_become_the_roots(ranks: RankPool) -> None:
 
 def test_many_tensors_travel_in_few_requests(ranks2: RankPool) -> None:
     def check() -> None:
-        from horo.torch import _runtime  # noqa: PLC0415
+        from horo.torch.engine import runtime  # noqa: PLC0415
 
         tensors = [torch.full((10,), float(hvd.rank())) for _ in range(500)]
-        before = _runtime.current().core.counters()["requests"]
+        before = runtime.current().core.counters()["requests"]
         hvd.broadcast_parameters(tensors, root_rank=1)
-        assert _runtime.current().core.counters()["requests"] - before <= 2
+        assert runtime.current().core.counters()["requests"] - before <= 2
         assert all(torch.equal(t, torch.ones(10)) for t in tensors)
 
     ranks2.run(check)
@@ -55,7 +55,7 @@ def test_many_tensors_travel_in_few_requests(ranks2: RankPool) -> None:
 
 def test_large_parameters_are_cut_into_requests(ranks2: RankPool) -> None:
     def check() -> None:
-        from horo.torch import functions  # noqa: PLC0415
+        from horo.torch.functions import broadcast_state as functions  # noqa: PLC0415
 
         before, functions._CHUNK_BYTES = functions._CHUNK_BYTES, 1000
         try:
@@ -309,8 +309,8 @@ def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation:
     """Rank 0 leaves before it sends its object, rank 1 when it has sent its part, as by signal handlers that raise."""
 
     def check() -> None:
-        from horo.torch import functions as objects  # noqa: PLC0415
-        from horo.torch._requests import start_broadcast  # noqa: PLC0415
+        from horo.torch.engine.submit import start_broadcast  # noqa: PLC0415
+        from horo.torch.functions import objects  # noqa: PLC0415
 
         class LeftError(Exception):
             pass

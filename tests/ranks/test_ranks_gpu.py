@@ -16,7 +16,7 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo.errors import PeerLostError, ResourceError, UnsupportedError, UsageError
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(po
         gpu = gpu_double.load(path)
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        counts, counters = [], _runtime.current().core.counters
+        counts, counters = [], runtime.current().core.counters
         weights = [torch.nn.Parameter(gpu.put(torch.ones(4))) for _ in range(3)]
         named = [(f"w{i}", weight) for i, weight in enumerate(weights)]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), named_parameters=named)

@@ -16,8 +16,8 @@ import torch
 from rank_pool import RankPool, one_of
 
 import horo.torch as hvd
-from horo.torch import _backward, _backward_reducer
-from horo.torch._views import COUNTS_IN_HOOKS
+from horo.torch.optimizer import at_backward, backward_hooks
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
 ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
 
@@ -65,7 +65,7 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
     submits = reducer._overlaps and COUNTS_IN_HOOKS  # an older torch does not in the first step
     assert len(submitted) == (0 if not submits else 1 if groups else 2)
     assert len({state.kind for state in reducer.states.values()}) == 1
-    assert len(ends) == isinstance(reducer, _backward_reducer.BackwardReducer)
+    assert len(ends) == isinstance(reducer, at_backward.BackwardReducer)
     while ends:
         ends.pop()()
     optimizer.step()
@@ -87,9 +87,9 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(ranks1: R
             for run in range(_FIRST_RUN, _FIRST_RUN + _ROUNDS):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
-                    patch.setattr(_backward, "current_run", lambda run=run: run)
-                    patch.setattr(_backward_reducer, "current_run", lambda run=run: run)
-                    patch.setattr(_backward_reducer, "_refuse_in_backward", lambda what: None)
+                    patch.setattr(backward_hooks, "current_run", lambda run=run: run)
+                    patch.setattr(at_backward, "current_run", lambda run=run: run)
+                    patch.setattr(at_backward, "_refuse_in_backward", lambda what: None)
                     _backward_in_two_threads(run, groups, ends)
         finally:
             sys.setswitchinterval(turn_s)

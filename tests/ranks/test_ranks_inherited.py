@@ -215,8 +215,8 @@ def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> N
         PLAIN
         + """
 if "again" not in sys.argv:
-    from horo._bootstrap.launchers.inherited import name_rank
-    from horo._bootstrap.launchers.environment import read_launch
+    from horo.bootstrap.launchers.inherited import name_rank
+    from horo.bootstrap.launchers.variables import read_launch
     name_rank(os.environ, read_launch(os.environ))
     assert os.environ["HORO_RANK_PROCESS"]
     os.execv(sys.executable, [sys.executable, __file__, "again"])

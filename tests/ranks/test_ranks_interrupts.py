@@ -15,12 +15,12 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime as _runtime
 
 _TIMER = """
 import random, signal, sys
 import torch, horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime as _runtime
 
 def handler(*_):
     raise KeyboardInterrupt

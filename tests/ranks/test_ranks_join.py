@@ -17,7 +17,7 @@ from rank_pool import RankPool
 from small_model import assert_close, make_loss, make_model
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 EPOCHS = 3
 
@@ -323,7 +323,7 @@ def test_an_interrupted_join_goes_on_when_it_is_called_again(ranks2: RankPool, t
             pass
 
         if hvd.rank() == 0:
-            joining = _runtime.current().joining
+            joining = runtime.current().joining
             for _ in range(3):
                 interrupt(hvd.join, StopError, lambda: joining._round is not None and bool(joining._round.handles))
                 with pytest.raises(hvd.UsageError, match=r"rank 0 has joined"):
@@ -353,7 +353,7 @@ def test_threads_of_a_rank_wait_for_one_round(ranks2: RankPool, tmp_path: Path) 
                 threads = [threading.Thread(target=lambda: found.append(hvd.join())) for _ in range(3)]  # noqa: B023
                 for thread in threads:
                     thread.start()
-                joining = _runtime.current().joining
+                joining = runtime.current().joining
                 while joining._round is None or len(joining._round.callers) < len(threads):
                     time.sleep(0.001)
                 (folder / str(turn)).touch()

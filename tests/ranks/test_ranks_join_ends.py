@@ -15,7 +15,7 @@ from rank_pool import RankPool, one_of
 from small_model import make_loss, make_model
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime as _runtime
 
 
 class _StopError(Exception):

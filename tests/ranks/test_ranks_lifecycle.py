@@ -350,10 +350,10 @@ def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> No
 
 
 def _until_a_call_waits() -> None:
-    from horo.torch import _runtime  # noqa: PLC0415
+    from horo.torch.engine import runtime  # noqa: PLC0415
 
     deadline = time.monotonic() + 10
-    while not _runtime.current().active_calls and time.monotonic() < deadline:
+    while not runtime.current().active_calls and time.monotonic() < deadline:
         time.sleep(0.001)
 
 

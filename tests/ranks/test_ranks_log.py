@@ -16,8 +16,8 @@ from horo import __version__
 HEAD = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
 WITH_TORCH = IMPORT_TORCH_SILENTLY + "import horo.torch as hvd\nhvd.init()\nhvd.barrier()\nhvd.shutdown()\n"
 WITHOUT_TORCH = """
-from horo._bootstrap.job import start
-from horo._core import OPS, RequestBuffer
+from horo.bootstrap.job import start
+from horo.core.context import OPS, RequestBuffer
 job = start(threads=1)
 job.context.finish(job.context.submit(RequestBuffer.of(OPS["barrier"], "barrier")))
 job.close()

@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from small_model import make_loss, make_model, sgd
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 
 @pytest.mark.parametrize("overlap", ["auto", "always", "never"])
@@ -21,7 +21,7 @@ def test_gradients_travel_before_or_after_the_end_of_backward(overlap: str) -> N
         optimizer = sgd(model, gradients_ready=ready)
         optimizer.step()  # the first reduction has one request more
         optimizer.zero_grad()
-        counters = _runtime.current().core.counters
+        counters = runtime.current().core.counters
         counts = [counters()["requests"]]
         last = model[0].weight
         last.register_post_accumulate_grad_hook(lambda _: counts.append(counters()["requests"]))  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ def test_gradients_travel_before_or_after_the_end_of_backward(overlap: str) -> N
 @pytest.mark.parametrize("kind", ["always", "never"])
 def test_ranks_may_differ_in_when_they_reduce(kind: str) -> None:
     def check(mine: str, other: str) -> torch.Tensor:
-        _runtime.current().job.overlap = mine if hvd.rank() == 0 else other
+        runtime.current().job.overlap = mine if hvd.rank() == 0 else other
         model = make_model()
         optimizer = sgd(model)
         for step in range(3):

@@ -16,9 +16,9 @@ from interrupts import interrupt
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo._thread_call import ThreadCall
+from horo.core.signal_safe_call import ThreadCall
 from horo.errors import AbortedError, DeadlockError, MismatchError, ResourceError, UsageError
-from horo.torch import _runtime
+from horo.torch.engine import runtime as _runtime
 
 DEADLINE_S = 30.0
 

@@ -20,7 +20,7 @@ from rank_pool import RankPool
 
 import horo.torch as hvd
 from horo.errors import HoroError
-from horo.torch import _runtime
+from horo.torch.engine import runtime as _runtime
 
 EPOCHS = 10
 TUNED = {"HORO_AUTOTUNE": "1"}

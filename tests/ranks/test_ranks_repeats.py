@@ -15,8 +15,8 @@ from jobs import wait_until
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo import _core
-from horo.torch import _request_cache, _runtime
+from horo.core import context
+from horo.torch.engine import request_cache, runtime
 
 
 def test_a_name_serves_tensors_that_look_different_from_call_to_call(ranks: RankPool) -> None:
@@ -143,10 +143,10 @@ def test_gathered_results_come_after_waits_of_any_length(ranks2: RankPool) -> No
     """A wait ends now and then for signal handlers, and goes on."""
 
     def check() -> None:
-        kept = _core._SIGNAL_CHECK_MS
+        kept = context._SIGNAL_CHECK_MS
         try:
             for check_ms in (0, 1, 0):
-                _core._SIGNAL_CHECK_MS = check_ms
+                context._SIGNAL_CHECK_MS = check_ms
                 for turn in range(60):
                     rows = 3 if turn % 20 else 2  # of rank 1
                     mine = torch.full((rows if hvd.rank() else 2, 2), turn + hvd.rank())
@@ -154,7 +154,7 @@ def test_gathered_results_come_after_waits_of_any_length(ranks2: RankPool) -> No
                     assert hvd.allgather(mine, name="late")[:, 0].tolist() == wanted
                     assert hvd.alltoall(mine[:2], name="later")[:, 1].tolist() == [turn, turn + 1]
         finally:
-            _core._SIGNAL_CHECK_MS = kept
+            context._SIGNAL_CHECK_MS = kept
 
     ranks2.run(check)
 
@@ -227,7 +227,7 @@ def test_requests_that_are_kept_hold_no_tensor(ranks2: RankPool) -> None:
 
 def test_results_that_nobody_can_ask_for_go_and_others_stay(ranks2: RankPool) -> None:
     def check() -> None:
-        before, seen = len(_runtime.current().requests), []
+        before, seen = len(runtime.current().requests), []
         held = [hvd.allreduce_async(torch.full((3,), float(index)), op=hvd.Max) for index in range(70)]
         for _ in range(400):
             tensor = torch.ones(3)
@@ -239,7 +239,7 @@ def test_results_that_nobody_can_ask_for_go_and_others_stay(ranks2: RankPool) ->
         assert [hvd.synchronize(handle).tolist() for handle in held] == [[float(index)] * 3 for index in range(70)]
         handles = [hvd.allreduce_async(torch.ones(3)) for _ in range(400)]
         assert all(hvd.synchronize(handle).tolist() == [1.0] * 3 for handle in handles)
-        assert len(_runtime.current().requests) - before <= 170
+        assert len(runtime.current().requests) - before <= 170
 
     ranks2.run(check)
 
@@ -256,7 +256,7 @@ def test_more_names_than_are_kept_go_on_working(ranks2: RankPool) -> None:
             assert all(t.item() == 1 for t in hvd.grouped_allreduce(group, op=hvd.Max, name="few"))
             result = hvd.grouped_allreduce(many, op=hvd.Max, name="too many")
             assert [t.item() for t in result] == list(range(41_000))
-        return len(_runtime.current().request_cache._kept)
+        return len(runtime.current().request_cache._kept)
 
     kept = ranks2.run(check)
     assert all(0 < count < 4000 for count in kept), kept
@@ -276,15 +276,15 @@ def test_a_full_cache_loses_one_request_at_a_time_and_none_of_an_optimizer(ranks
 
         made: list[None] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
-            create = _request_cache.CachedRequest.__init__
+            patch.setattr(request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
+            create = request_cache.CachedRequest.__init__
             patch.setattr(
-                _request_cache.CachedRequest,
+                request_cache.CachedRequest,
                 "__init__",
                 lambda *each, **named: (create(*each, **named), made.append(None))[0],
             )
             gc.collect()  # optimizers of other tests
-            _runtime.current().request_cache.clear()
+            runtime.current().request_cache.clear()
             for name in "abcdefghi":
                 hvd.allreduce_(torch.ones(2), name=name)
             assert made_by(lambda: [hvd.allreduce_(torch.ones(2), name=name) for name in "bcdefghi"]) == 0
@@ -321,7 +321,7 @@ def test_what_horo_does_for_itself_has_no_public_handle(ranks2_always: RankPool)
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradients_ready="step"
         )
         model(torch.ones(1, 3)).sum().backward()
-        numbers = list(_runtime.current().requests)
+        numbers = list(runtime.current().requests)
         assert numbers
         for number in numbers:
             for ask in (hvd.poll, hvd.synchronize):

@@ -8,8 +8,8 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch import _runtime
-from horo.torch._backward_reducer import BackwardReducer
+from horo.torch.engine import runtime
+from horo.torch.optimizer.at_backward import BackwardReducer
 
 ranks2 = one_of("ranks2_always", "ranks2_never")
 """Two ranks that reduce gradients while backward runs, then two that do it at its end."""
@@ -205,11 +205,11 @@ def test_who_comes_late_costs_one_request_in_later_steps(ranks2: RankPool) -> No
         counts = []
         for step in range(6):
             optimizer.zero_grad()
-            before = _runtime.current().core.counters()["requests"]
+            before = runtime.current().core.counters()["requests"]
             if step % 3 == 0 or (step % 3 == 1 and hvd.rank() == 0):
                 make_loss(model, hvd.rank(), step).backward()
             optimizer.step()
-            counts.append(_runtime.current().core.counters()["requests"] - before)
+            counts.append(runtime.current().core.counters()["requests"] - before)
         # First, all four gradients again, what each rank has sent for them, and the comparison; besides that of the
         # first three reductions. From then on, which of them each rank has used; and the second time the same for the
         # first gradient only.

@@ -11,7 +11,7 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd, train
 
 import horo.torch as hvd
-from horo.torch import _runtime
+from horo.torch.engine import runtime
 
 pair = one_of("ranks2_always", "ranks2_never", "ranks2_step")
 """Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
@@ -209,7 +209,7 @@ def test_inputs_are_compared_beside_a_failure_of_one_rank(step2: RankPool) -> No
         words = "was changed while it was being reduced", "the 'lr' of parameter group 0 is"
         with pytest.raises(ValueError, match=words[hvd.rank()]):
             optimizer.step()
-        assert not _runtime.current().requests
+        assert not runtime.current().requests
         optimizer.zero_grad()
 
     step2.run(check)

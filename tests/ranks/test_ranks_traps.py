@@ -10,8 +10,8 @@ from rank_pool import RankPool, one_of
 from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
-from horo.torch._backward_reducer import BackwardReducer
 from horo.torch.compression import Compressor
+from horo.torch.optimizer.at_backward import BackwardReducer
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
 """Two ranks in each order of calls, which reduce gradients during backward or after it."""

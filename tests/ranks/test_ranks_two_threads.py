@@ -12,8 +12,8 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo import _core
-from horo.torch._request import Request
+from horo.core import context
+from horo.torch.engine.request import Request
 
 
 def _synchronize_in_threads(handle: int, count: int) -> list[Any]:
@@ -54,7 +54,7 @@ def test_each_gets_the_result(ranks2: RankPool, check_ms: int) -> None:
     """Short waits end between two calls of the core, where another thread may release the request."""
 
     def check(check_ms: int) -> None:
-        usual, _core._SIGNAL_CHECK_MS = _core._SIGNAL_CHECK_MS, check_ms
+        usual, context._SIGNAL_CHECK_MS = context._SIGNAL_CHECK_MS, check_ms
         mine = torch.arange(4.0).reshape(2, 2) + 10 * hvd.rank()
         calls = {
             "allreduce": (lambda name: hvd.allreduce_async(mine, name=name, op=hvd.Sum), [[10.0, 12.0], [14.0, 16.0]]),
@@ -81,7 +81,7 @@ def test_each_gets_the_result(ranks2: RankPool, check_ms: int) -> None:
                         assert isinstance(result, torch.Tensor), result
                         assert result.tolist() == wanted
         finally:
-            _core._SIGNAL_CHECK_MS = usual
+            context._SIGNAL_CHECK_MS = usual
 
     ranks2.run(check, check_ms)
 
@@ -89,7 +89,7 @@ def test_each_gets_the_result(ranks2: RankPool, check_ms: int) -> None:
 @pytest.mark.parametrize("check_ms", [100, 1])
 def test_each_gets_the_error(ranks2: RankPool, check_ms: int) -> None:
     def check(check_ms: int) -> None:
-        usual, _core._SIGNAL_CHECK_MS = _core._SIGNAL_CHECK_MS, check_ms
+        usual, context._SIGNAL_CHECK_MS = context._SIGNAL_CHECK_MS, check_ms
         try:
             for turn in range(3):
                 if hvd.rank() == 0:
@@ -103,6 +103,6 @@ def test_each_gets_the_error(ranks2: RankPool, check_ms: int) -> None:
                     assert isinstance(error, hvd.MismatchError), repr(error)
                     assert "[2]" in str(error) and "[3]" in str(error)
         finally:
-            _core._SIGNAL_CHECK_MS = usual
+            context._SIGNAL_CHECK_MS = usual
 
     ranks2.run(check, check_ms)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jobs import DEADLINE_S, Flags, Hororun, Launched, marked_processes, wait_until
 
-from horo._bootstrap.auth.handshake import Claim, HandshakeError, Purpose, authenticate
+from horo.bootstrap.auth.handshake import Claim, HandshakeError, Purpose, authenticate
 
 TESTS = Path(__file__).parents[1]
 WORK = """

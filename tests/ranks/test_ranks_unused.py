@@ -13,8 +13,8 @@ from rank_pool import RankPool
 from small_model import assert_close, make_batch
 
 import horo.torch as hvd
-from horo.torch import _runtime
 from horo.torch.compression import Compressor
+from horo.torch.engine import runtime
 
 Record = list[torch.Tensor | None]
 Make = Callable[[torch.nn.ModuleList], torch.optim.Optimizer]
@@ -215,11 +215,11 @@ def test_what_all_ranks_or_none_use_costs_nothing(ranks2: RankPool) -> None:
         uses = [[0], [0], [0, 1], [0], [0, 2], [0, 2], [0], [0, 1]]
         for step, used in enumerate(uses):
             optimizer.zero_grad()
-            before = _runtime.current().core.counters()["requests"]
+            before = runtime.current().core.counters()["requests"]
             mine = [0] if step == 4 and hvd.rank() == 1 else used
             loss_of(parts, mine, hvd.rank(), step).backward()
             optimizer.step()
-            counts.append(_runtime.current().core.counters()["requests"] - before)
+            counts.append(runtime.current().core.counters()["requests"] - before)
         # The first reduction compares parameters, and the third the gradients so far. The fifth gathers who has used
         # the two parameters of part 2, and reduces them again; all later ones have a request more, about these two.
         assert counts == [9, 8, 9, 8, 12, 9, 9, 9]

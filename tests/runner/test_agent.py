@@ -12,7 +12,7 @@ import pytest
 from jobs import Hororun, make_remote_shell, wait_until
 
 from horo import __version__
-from horo.runner.agent.messages import Kind, Message, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import Kind, Message, MessageReader, encode, encode_json
 
 
 class Agent:

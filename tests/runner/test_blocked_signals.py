@@ -12,7 +12,7 @@ import pytest
 from jobs import DEADLINE_S, Flags, Hororun
 
 import horo
-from horo.runner.agent.messages import MAGIC, Kind, MessageReader, encode_json
+from horo.runner.agent.protocol import MAGIC, Kind, MessageReader, encode_json
 
 BLOCKED = """
 import os, signal, sys

@@ -11,8 +11,8 @@ from typing import Any, cast
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.protocol import StoreTimeoutError
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.runner.call.pickling import Pickler, dumps
 from horo.runner.call.values import get, put
 

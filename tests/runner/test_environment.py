@@ -11,7 +11,7 @@ import pytest
 from horo.runner.agent.machine import visible_gpus
 from horo.runner.config import JobError
 from horo.runner.hosts import HostSpec
-from horo.runner.job.environment import default_variables, forwarded, inherited, parse_exports, rank_variables
+from horo.runner.job.forwarded_variables import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place, slots_of
 from horo.runner.network import (

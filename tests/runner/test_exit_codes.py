@@ -8,7 +8,7 @@ import pytest
 from jobs import Hororun
 
 HEAD = """import os, sys, threading, time
-from horo._bootstrap import job as bootstrap
+from horo.bootstrap import job as bootstrap
 job = bootstrap.start()
 import atexit
 atexit.register(job.close)

@@ -11,7 +11,7 @@ from jobs import Flags, Hororun
 
 RANK = """
 import atexit, os, sys, time
-from horo._bootstrap import job as bootstrap
+from horo.bootstrap import job as bootstrap
 job = bootstrap.start()
 atexit.register(job.close)
 """
@@ -85,7 +85,7 @@ def test_notes_pass_through_a_shell(hororun: Hororun, where: str, tmp_path: Path
     assert "ended with ValueError: x (train.py, line 6; exited with code 1)" in done.stderr
 
 
-INIT = "import os, sys\nfrom horo._bootstrap import job as bootstrap\n"
+INIT = "import os, sys\nfrom horo.bootstrap import job as bootstrap\n"
 
 
 @pytest.mark.parametrize(

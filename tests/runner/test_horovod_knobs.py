@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from jobs import TORCH_S, Hororun
 
-from horo._config import GROUPS, Config, names_of, variables_of
-from horo._passed_over import AT_BUILD, misspelt, passed_over
+from horo.config.ignored import AT_BUILD, misspelt, passed_over
+from horo.config.table import GROUPS, Config, names_of, variables_of
 from horo.runner.cli import parse
 from horo.runner.config import JobError
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from jobs import DEADLINE_S, IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
 
-from horo._config import GROUPS, names_of, read_config
-from horo._passed_over import PASSED_OVER, passed_over
-from horo._sources import encode_sources
+from horo.config.ignored import PASSED_OVER, passed_over
+from horo.config.sources import encode_sources
+from horo.config.table import GROUPS, names_of, read_config
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.cli import parse
 from horo.runner.cli.options import _REFUSED
 from horo.runner.config import JobError
 from horo.runner.job import external_launcher
-from horo.runner.job.environment import forwarded
+from horo.runner.job.forwarded_variables import forwarded
 
 OLD_SCRIPT = """
 import sys
@@ -335,7 +335,7 @@ def test_what_does_nothing_is_told_of_arguments_too() -> None:
 
 
 def test_rank_0_names_them_at_the_start(hororun: Hororun, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("from horo._bootstrap.job import start\nstart().close()\n")
+    (tmp_path / "train.py").write_text("from horo.bootstrap.job import start\nstart().close()\n")
     done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HOROVOD_LOG_HIDE_TIME": "1"})
     assert done.stderr == ("[0] horo [0] warning: HOROVOD_LOG_HIDE_TIME does nothing here: horo's log has no times\n")
 

@@ -79,8 +79,8 @@ def test_more_ranks_than_hororun_may_have_connections_are_refused_at_once() -> N
 
 EXCHANGE = """
 import os
-from horo._bootstrap.net.addresses import parse_endpoints
-from horo._bootstrap.store.client import StoreClient
+from horo.bootstrap.net.addresses import parse_endpoints
+from horo.bootstrap.store.client import StoreClient
 
 first, *others = parse_endpoints(os.environ["HORO_STORE"])
 secret = bytes.fromhex(os.environ["HORO_SECRET"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from horo.runner import loop as under_test
-from horo.runner.agent.messages import Kind, MessageReader
+from horo.runner.agent.protocol import Kind, MessageReader
 from horo.runner.config import Ssh
 from horo.runner.hosts import HostSpec
 from horo.runner.job.remote import RemoteHost

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
 
 messages = st.lists(st.builds(Message, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=300)))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from jobs import Hororun
 
-from horo._passed_over import misspelt
+from horo.config.ignored import misspelt
 from horo.runner.cli import main, parse
 from horo.runner.cli.check_build import why_not
-from horo.runner.job.environment import outer_rank
+from horo.runner.job.forwarded_variables import outer_rank
 
 
 def test_input_that_nobody_reads_is_said(hororun: Hororun, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_misspelt_variable_is_pointed_out() -> None:
     ) == ["HORO_FUSION_TRESHOLD is no variable of horo and means nothing: did you mean HORO_FUSION_THRESHOLD?"]
 
 
-WARNS = "from horo._bootstrap.job import start\nstart().close()\n"
+WARNS = "from horo.bootstrap.job import start\nstart().close()\n"
 
 
 def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -> None:
@@ -198,7 +198,9 @@ sys.exit(main(["-np", "1", "true"]))
 """Ctrl-C while a module is loaded."""
 
 
-@pytest.mark.parametrize("at", ["horo.runner.cli.entry", "horo.runner.cli.tuning", "horo.runner.job.supervise"])
+@pytest.mark.parametrize(
+    "at", ["horo.runner.cli.entry", "horo.runner.cli.autotune_options", "horo.runner.job.supervise"]
+)
 def test_an_interrupt_while_hororun_starts_is_one_line(at: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, check=False, timeout=60

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from horo._bootstrap.ending import EndReporter
-from horo.runner.agent.notes import Note, NoteReader, open_pipe
+from horo.bootstrap.ending import EndReporter
+from horo.runner.agent.rank_reports import Note, NoteReader, open_pipe
 
 
 def read(reader: NoteReader, fd: int) -> Note:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo._hostlist import ranges
-from horo.runner.agent.notes import Note
+from horo.config.hosts import ranges
+from horo.runner.agent.rank_reports import Note
 from horo.runner.job.report import Ending, awaited, exit_code, report, root_cause
 
 LOST = b"Traceback ...\nhoro.errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"

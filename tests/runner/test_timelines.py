@@ -16,7 +16,7 @@ from trace_events import parse_timeline, rows_of
 
 from horo.runner.cli import parse
 from horo.runner.config import JobError, TimelineMerge
-from horo.runner.job.timelines import run_and_merge
+from horo.runner.job.merge_timelines import run_and_merge
 from horo.timeline import merge
 
 TRAIN = f"""
@@ -191,14 +191,14 @@ def test_a_merge_that_fails_or_is_interrupted_leaves_the_exit_code(
     def broken(*_: object) -> None:
         raise KeyError("ts")
 
-    monkeypatch.setattr("horo.runner.job.timelines.merge", broken)
+    monkeypatch.setattr("horo.runner.job.merge_timelines.merge", broken)
     assert run_and_merge(wanted, 1, run, said.append) == 5
     assert said.pop().startswith("--timeline-merge: failed (KeyError: 'ts'); later: python -m horo.timeline merge ")
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("horo.runner.job.timelines.merge", interrupted)
+    monkeypatch.setattr("horo.runner.job.merge_timelines.merge", interrupted)
     assert run_and_merge(wanted, 1, run, said.append) == 5
     assert said[1].startswith("--timeline-merge: interrupted; later: python -m horo.timeline merge ")
 

@@ -15,7 +15,7 @@ from jobs import Hororun
 
 from horo import __version__
 from horo.runner.agent import checks
-from horo.runner.agent.messages import MAGIC, Kind, Message, MessageError, encode, encode_json
+from horo.runner.agent.protocol import MAGIC, Kind, Message, MessageError, encode, encode_json
 from horo.runner.agent.ranks import Exited, Started
 from horo.runner.config import JobError
 from horo.runner.hosts import HostSpec

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from horo._bootstrap.auth.handshake import Claim, Purpose
-from horo._bootstrap.host import arena as arena_module
-from horo._bootstrap.host.arena import Arena, _ArenaServer, _create, _receive_arena
+from horo.bootstrap.auth.handshake import Claim, Purpose
+from horo.bootstrap.host import arena as arena_module
+from horo.bootstrap.host.arena import Arena, _ArenaServer, _create, _receive_arena
 
 SECRET = bytes(range(32))
 MEMBERS = 10

@@ -11,8 +11,8 @@ import textwrap
 
 import pytest
 
-from horo._bootstrap.net.addresses import Endpoint
-from horo._bootstrap.store.client import StoreClient
+from horo.bootstrap.net.addresses import Endpoint
+from horo.bootstrap.store.client import StoreClient
 from horo.errors import PeerLostError
 
 SECRET = bytes(range(32))
@@ -20,7 +20,7 @@ LIMIT = 64
 FULL_SERVER = """
     import resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    from horo._bootstrap.store.server import StoreServer
+    from horo.bootstrap.store.server import StoreServer
 
     told = lambda sentence: print(sentence, flush=True)
     with StoreServer(["127.0.0.1"], bytes(range(32)), on_refused=told) as server:
@@ -30,7 +30,7 @@ FULL_SERVER = """
 SERVER = """
     import os, resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
-    from horo._bootstrap.store.server import StoreServer
+    from horo.bootstrap.store.server import StoreServer
 
     with StoreServer(["127.0.0.1"], bytes(range(32)), handshake_timeout_s=600) as server:
         print(server.endpoints[0].port, flush=True)
@@ -80,7 +80,7 @@ def test_a_process_that_can_open_no_further_file_says_so_to_both_sides() -> None
 def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be() -> None:
     script = """
         import resource
-        from horo._bootstrap.net.open_files import make_room
+        from horo.bootstrap.net.open_files import make_room
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
         for count in (8, 200, 1000):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from fabric import make_setups
 
-from horo._bootstrap.tuning import check_log
-from horo._config import read_config
-from horo._core import Context
+from horo.bootstrap.tuned_values import check_log
+from horo.config.table import read_config
+from horo.core.context import Context
 from horo.errors import UsageError
 from horo.runner.job.rank_files import RankFiles
 from horo.timeline import TimelineError, merge

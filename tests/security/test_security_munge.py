@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from horo._bootstrap.launchers import slurm_store
-from horo._bootstrap.launchers.slurm_store import _publish_secret, _StoreInfo, candidate_ports
-from horo._bootstrap.net import advertisement
-from horo._bootstrap.net.addresses import Endpoint, bind_all
-from horo._bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
+from horo.bootstrap.launchers import slurm_store
+from horo.bootstrap.launchers.slurm_store import _publish_secret, _StoreInfo, candidate_ports
+from horo.bootstrap.net import advertisement
+from horo.bootstrap.net.addresses import Endpoint, bind_all
+from horo.bootstrap.net.advertisement import AdvertisementServer, Stock, fetch
 from horo.errors import ResourceError
 
 NAME = "munge.0.0/1"

@@ -43,9 +43,9 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
     def check() -> None:
         import cloudpickle  # noqa: PLC0415
 
-        from horo.torch import _authentic  # noqa: PLC0415
+        from horo.torch.functions import object_mac  # noqa: PLC0415
 
-        real, real_init = _authentic.ObjectKey.seal, _authentic.ObjectKey.__init__
+        real, real_init = object_mac.ObjectKey.seal, object_mac.ObjectKey.__init__
         evil = b"\0" + cloudpickle.dumps(Evil(ran))
         seals: list[bytes] = []
         earlier: list[bytes] = []
@@ -57,15 +57,15 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
                 return hvd.broadcast_object(objects[hvd.rank()], root_rank=0, name="x")
             return hvd.allgather_object(objects[hvd.rank()], name="x")
 
-        def note(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
+        def note(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
             seals.append(real(self, rank, data))
             return seals[-1]
 
-        def note_headers(self: _authentic.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+        def note_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
             earlier.append(headers)
             real_init(self, *arguments, headers=headers, **more)
 
-        def tamper(self: _authentic.ObjectKey, rank: int, data: bytes) -> bytes:
+        def tamper(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
             if hvd.rank() != 0:
                 return real(self, rank, data)
             return {
@@ -76,17 +76,17 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
                 "of-another-rank": lambda: real(self, 1 - rank, evil),
             }[attack]().ljust(32 + len(data), b"\0")
 
-        def tamper_headers(self: _authentic.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+        def tamper_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
             if attack == "replayed-with-headers" and hvd.rank() == 1:
                 headers = earlier[0]
             real_init(self, *arguments, headers=headers, **more)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_authentic.ObjectKey, "seal", note)
-            patch.setattr(_authentic.ObjectKey, "__init__", note_headers)
+            patch.setattr(object_mac.ObjectKey, "seal", note)
+            patch.setattr(object_mac.ObjectKey, "__init__", note_headers)
             assert run() == whole
-            patch.setattr(_authentic.ObjectKey, "seal", tamper)
-            patch.setattr(_authentic.ObjectKey, "__init__", tamper_headers)
+            patch.setattr(object_mac.ObjectKey, "seal", tamper)
+            patch.setattr(object_mac.ObjectKey, "__init__", tamper_headers)
             if operation == "broadcast" and hvd.rank() == 0:
                 assert run() == whole
             else:
@@ -112,7 +112,7 @@ def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(ranks2: 
     """Rank 0 leaves its first call before anything was sent; its second one meets the first one of rank 1."""
 
     def check() -> None:
-        from horo.torch import _requests  # noqa: PLC0415
+        from horo.torch.engine import submit  # noqa: PLC0415
 
         def run(value: int) -> object:
             if operation == "broadcast":
@@ -126,8 +126,8 @@ def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(ranks2: 
                 raise KeyboardInterrupt
 
             with patch.context() as patched:
-                patched.setattr(_requests, "_submit", leave)
-                patched.setattr(_requests, "_execute", leave)
+                patched.setattr(submit, "_submit", leave)
+                patched.setattr(submit, "_execute", leave)
                 with pytest.raises(KeyboardInterrupt):
                     run(7)
         for value in (8, 9):
@@ -143,7 +143,7 @@ def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: Ra
         import threading  # noqa: PLC0415
         import time  # noqa: PLC0415
 
-        from horo.torch import _runtime  # noqa: PLC0415
+        from horo.torch.engine import runtime  # noqa: PLC0415
 
         found: dict[str | None, object] = {}
 
@@ -154,7 +154,7 @@ def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: Ra
         threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
         threads[0].start()
         deadline = time.monotonic() + 60
-        while not _runtime.current().requests:
+        while not runtime.current().requests:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         hvd.barrier()

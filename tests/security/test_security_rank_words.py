@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Hororun, make_remote_shell
 
-from horo.runner.agent.notes import Note, NoteReader
+from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.job.report import Ending, awaited, report, root_cause
 
 DIGITS = b"9" * 5000

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 from joining import wait_until
 
-from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
-from horo._bootstrap.net.addresses import Endpoint, bind_all
-from horo._bootstrap.net.dial import dial
-from horo._bootstrap.net.listener import ListenerThread
+from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
+from horo.bootstrap.net.addresses import Endpoint, bind_all
+from horo.bootstrap.net.dial import dial
+from horo.bootstrap.net.listener import ListenerThread
 from horo.errors import PeerLostError
 
 SECRET = bytes(range(32))

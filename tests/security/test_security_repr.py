@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 
-import horo._bootstrap
+import horo.bootstrap
 import horo.runner
-from horo._bootstrap.auth.handshake import Acceptor, Claim, HandshakeResult, Purpose
-from horo._bootstrap.launchers.slurm_store import _StoreInfo
-from horo._bootstrap.net.addresses import Endpoint
-from horo._bootstrap.net.dial import _Attempt
-from horo.runner.agent.messages import Kind, Message
+from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeResult, Purpose
+from horo.bootstrap.launchers.slurm_store import _StoreInfo
+from horo.bootstrap.net.addresses import Endpoint
+from horo.bootstrap.net.dial import _Attempt
+from horo.runner.agent.protocol import Kind, Message
 from horo.runner.job.external_launcher import _Plan
 
 SECRET = b"do not show this"
@@ -46,7 +46,7 @@ def test_a_repr_does_not_show_the_secret(holder: object) -> None:
 
 
 def fields_in_a_repr() -> Iterator[str]:
-    for package in (horo._bootstrap, horo.runner):
+    for package in (horo.bootstrap, horo.runner):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)

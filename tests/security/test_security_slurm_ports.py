@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from horo._bootstrap.launchers import slurm_store
-from horo._bootstrap.launchers.environment import Launch, read_launch
-from horo._bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
-from horo._config import Config, read_config
+from horo.bootstrap.launchers import slurm_store
+from horo.bootstrap.launchers.slurm_store import candidate_ports, open_slurm_store
+from horo.bootstrap.launchers.variables import Launch, read_launch
+from horo.config.table import Config, read_config
 from horo.errors import ResourceError
 from horo.errors import TimeoutError as HoroTimeoutError
 

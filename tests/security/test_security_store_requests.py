@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from horo._bootstrap.auth.frames import pack_fields
-from horo._bootstrap.store.client import StoreClient
-from horo._bootstrap.store.messages import INT64, KEY_BYTES_MAX, StoreRequest
-from horo._bootstrap.store.protocol import StoreAbandonedError
-from horo._bootstrap.store.server import StoreServer, _Client
+from horo.bootstrap.auth.frames import pack_fields
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.frames import INT64, KEY_BYTES_MAX, StoreRequest
+from horo.bootstrap.store.protocol import StoreAbandonedError
+from horo.bootstrap.store.server import StoreServer, _Client
 from horo.errors import PeerLostError
 
 SECRET = bytes(range(32))

@@ -13,10 +13,10 @@ from fabric import close_setup
 from joining import join_all
 from wiring import check_wiring
 
-from horo._bootstrap.launchers.torch_store import TorchStore
-from horo._bootstrap.running_rank import Connection
-from horo._bootstrap.store.protocol import Store, StoreAbandonedError, prefixed
-from horo._bootstrap.store.signed import signed
+from horo.bootstrap.launchers.torch_store import TorchStore
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.store.protocol import Store, StoreAbandonedError, prefixed
+from horo.bootstrap.store.signed import signed
 from horo.errors import GroupError, HoroError
 
 torch_distributed: Any = pytest.importorskip("torch.distributed")

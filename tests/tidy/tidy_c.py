@@ -47,7 +47,7 @@ BANNED_CALLS: dict[str, str] = {
     **dict.fromkeys(("system", "popen", "fork", "vfork"), "no processes in C"),
     **dict.fromkeys(("exit", "_exit", "abort"), "a library returns a status"),
     **dict.fromkeys(("printf", "puts", "putchar", "perror"), "use hr_log"),
-    **dict.fromkeys(("getenv", "setenv", "putenv"), "horo/_config.py reads the environment"),
+    **dict.fromkeys(("getenv", "setenv", "putenv"), "horo/config/table.py reads the environment"),
     **dict.fromkeys(("setjmp", "longjmp"), "return a status"),
 }
 

@@ -27,57 +27,50 @@ class ImportRule:
 
 
 TORCH = ("torch", "horo.torch")
-CORE = (
-    *(
-        "horo._answers",
-        "horo._core",
-        "horo._core_libraries",
-        "horo._core_timeline",
-        "horo._core_words",
-        "horo._log_lines",
-        "horo._request_buffer",
-    ),
-    *("horo._core_binding", "horo._native", "cffi"),
-)
+CORE = ("horo.core", "horo._native", "cffi")
 IMPORT_RULES = (
     ImportRule("runner", (*TORCH, *CORE, "numpy"), "hororun --help answers in under 150 ms", lazily=True),
     ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
     ImportRule("horo/__init__.py", (*TORCH, *CORE, "numpy", "horo.runner"), "import horo stays light", lazily=True),
     ImportRule(
         "horo",
-        ("cffi", "horo._native", "horo._core_binding"),
-        "only _answers.py, _core.py, _core_libraries.py, _core_timeline.py, _core_words.py, _log_lines.py and "
-        "_request_buffer.py "
-        "touch cffi",
-        unless=tuple(f"{module.replace('.', '/')}.py" for module in CORE if module.startswith("horo._")),
+        ("cffi", "horo._native", "horo.core.binding"),
+        "only horo/core touches cffi",
+        unless=("horo/core",),
     ),
-    ImportRule("horo/_bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
-    ImportRule("horo/_bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
+    ImportRule("horo/bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
+    ImportRule("horo/bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
     ImportRule("horo/torch", ("horo.runner",), "arrows point down: a rank does not know its launcher"),
     ImportRule("horo/errors.py", ("horo",), "the bottom imports nothing of horo"),
-    ImportRule("horo/_config.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
+    ImportRule("horo/config/table.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
 )
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "horo._bootstrap.auth": (),
-    "horo._bootstrap.log": (),
-    "horo._bootstrap.net": ("auth",),
-    "horo._bootstrap.store": ("auth", "net"),
-    "horo._bootstrap.packed": (),
-    "horo._bootstrap.rendezvous": ("store.protocol",),
-    "horo._bootstrap.host": ("auth", "net", "packed", "rendezvous"),
-    "horo._bootstrap.mpi": ("auth", "host", "net", "store"),
-    "horo._bootstrap.launchers": ("auth", "host", "log", "mpi", "net", "store"),
+    "horo.bootstrap.auth": (),
+    "horo.bootstrap.log": (),
+    "horo.bootstrap.net": ("auth",),
+    "horo.bootstrap.store": ("auth", "net"),
+    "horo.bootstrap.packed": (),
+    "horo.bootstrap.rendezvous": ("store.protocol",),
+    "horo.bootstrap.host": ("auth", "net", "packed", "rendezvous"),
+    "horo.bootstrap.mpi": ("auth", "host", "net", "store"),
+    "horo.bootstrap.launchers": ("auth", "host", "log", "mpi", "net", "store"),
+    "horo.torch.compat": (),
+    "horo.torch.engine": ("compat",),
+    "horo.torch.ops": ("compat", "engine"),
+    "horo.torch.functions": ("compat", "engine", "ops"),
+    "horo.torch.nn": ("compat", "engine", "ops"),
+    "horo.torch.optimizer": ("compat", "engine", "ops", "functions"),
     "horo.runner.hosts": (),
     "horo.runner.loop": (),
     "horo.runner.processes": (),
-    "horo.runner.printable": (),
+    "horo.runner.text": (),
     "horo.runner.config": ("hosts",),
     "horo.runner.network": ("hosts",),
     "horo.runner.stdout": ("config", "hosts"),
-    "horo.runner.agent": ("config", "loop", "network", "printable", "processes"),
-    "horo.runner.start": ("config", "hosts", "printable"),
-    "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "printable", "processes", "start", "stdout"),
+    "horo.runner.agent": ("config", "loop", "network", "text", "processes"),
+    "horo.runner.start": ("config", "hosts", "text"),
+    "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "text", "processes", "start", "stdout"),
 }
 """Per room, a folder or a module, what of the same package it may import. Others may import all."""
 
@@ -195,8 +188,8 @@ def public_classes(text: str) -> list[str]:
 
 
 def check_environment(path: Path, text: str) -> list[str]:
-    """Only horo/_config.py reads the environment within horo/. (The launcher builds those of its children.)"""
-    if path.parts[0] != "horo" or path == PurePath("horo/_config.py"):
+    """Only horo/config/table.py reads the environment within horo/. (The launcher builds those of its children.)"""
+    if path.parts[0] != "horo" or path == PurePath("horo/config/table.py"):
         return []
     names = {"environ", "environb", "getenv", "putenv", "getenvb"}
     found = []
@@ -204,7 +197,7 @@ def check_environment(path: Path, text: str) -> list[str]:
         is_attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
         is_import = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
         if is_attribute or is_import:
-            found.append(finding(path, getattr(node, "lineno", 1), "only horo/_config.py reads the environment"))
+            found.append(finding(path, getattr(node, "lineno", 1), "only horo/config/table.py reads the environment"))
     return found
 
 

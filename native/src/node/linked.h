@@ -1,6 +1,6 @@
 /*
  * The hosts that have links with one another: no more than the algorithms need, so that the links of a rank grow with
- * the logarithm of the hosts. horo/_bootstrap/host/grouping.py says the same in Python; tests hold both, and every
+ * the logarithm of the hosts. horo/bootstrap/host/grouping.py says the same in Python; tests hold both, and every
  * algorithm, to it.
  *
  *  - Control: leaders, along the binomial tree over host numbers. A host's parent is its number without the lowest bit.

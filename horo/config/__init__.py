@@ -1,0 +1,1 @@
+"""Settings: their table, their sources, and the variables of launchers."""

@@ -1,0 +1,1 @@
+"""The native core as Python objects: nothing else of horo touches cffi."""

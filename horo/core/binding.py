@@ -1,0 +1,36 @@
+"""The extension with the native core, or an error that says why it is not there and what to type."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["ffi", "lib"]
+
+
+def _reason() -> str:
+    """The reason why the extension is missing, and the command that installs it."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if not (root / "native" / "build.py").is_file():
+        return (
+            f"the horo in {package} is not complete (horo._native is missing): pip install --force-reinstall "
+            "horo-torch, or the path of its wheel or checkout"
+        )
+    here = f"{root} holds horo's source, and its extension, the native core, is not built"
+    others = [folder for folder in map(Path, sys.path) if folder.resolve() != root]
+    hidden = next((folder for folder in others if any((folder / "horo").glob("_native*.so"))), None)
+    if hidden is not None:
+        return (
+            f"{here}: it hides the horo that is installed in {hidden}; start from another folder and keep this one off "
+            f"PYTHONPATH, or build it: pip install -e {root}"
+        )
+    return f"{here}: pip install -e {root}"
+
+
+try:
+    from horo._native import ffi, lib
+except ModuleNotFoundError as error:
+    if error.name != "horo._native":
+        raise
+    raise ImportError(_reason(), name=error.name) from None

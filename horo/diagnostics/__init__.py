@@ -1,0 +1,1 @@
+"""The places at which the threads of a program stand, and whether all of them wait."""

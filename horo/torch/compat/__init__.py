@@ -1,0 +1,1 @@
+"""Differences between torches: versions, undocumented names, the profiler, torch.compile."""

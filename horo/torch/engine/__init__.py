@@ -1,0 +1,1 @@
+"""Requests to the core from tensors, and the job that they are made in."""

@@ -1,0 +1,83 @@
+"""The course of this rank's training: its steps, which messages to other ranks name, and what it lacks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as _torch_optimizer
+
+from horo.errors import AbortedError
+
+if TYPE_CHECKING:
+    from horo.bootstrap.running_rank import RunningRank
+
+__all__ = ["SCRIPT_ENDED", "SHUT_DOWN", "Course"]
+
+SHUT_DOWN = "has shut horo down"
+SCRIPT_ENDED = "came to the end of its script"
+
+_COMBINE = ("allreduce", "reducescatter", "alltoall")
+"""Operations by which a program may average itself what it trains. It may also gather, once per step or more often;
+horo does that a few times for its own purposes."""
+_OWN_GATHERS = 8
+
+
+class Course:
+    """Of one rank in one job.
+
+    Args:
+        job: the rank.
+    """
+
+    def __init__(self, job: RunningRank) -> None:
+        self._job = job
+        self._steps = 0
+        self._plain_steps = 0
+        self._hook: Any = None
+        if job.size > 1:
+            self._hook = _torch_optimizer.register_optimizer_step_post_hook(self._count_plain_step)
+
+    def begin_step(self, done: int) -> None:
+        """An optimizer of horo, which has done so many steps, begins to reduce gradients for the next one."""
+        self._job.context.step[0] = done + 1
+        if self._hook is not None:
+            self.stop()
+
+    def end_step(self, done: int) -> None:
+        """It has done so many."""
+        self._job.context.step[0] = 0
+        self._steps = max(self._steps, done)
+
+    def stop(self) -> None:
+        """Looks at optimizers of torch no longer. Idempotent."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+
+    def words(self, end: str) -> str:
+        """The words about its end for other ranks that wait for this one; empty: only that it has left."""
+        steps = f" after {self._steps} step{'' if self._steps == 1 else 's'}" if self._steps else ""
+        return end + steps if steps or end != SHUT_DOWN else ""
+
+    def warn(self) -> None:
+        """Called at the end: logs a warning on rank 0 if models have trained apart that began alike."""
+        core = self._job.context
+        has_failed = not isinstance(core.health(), (type(None), AbortedError))  # others may have come to their end
+        if self._hook is None or self._plain_steps == 0 or self._job.rank != 0 or has_failed:
+            return
+        by_torch = torch.distributed.is_available() and torch.distributed.is_initialized()
+        averages = core.count_of(*_COMBINE) > 0 or core.count_of("allgather") >= max(self._plain_steps, _OWN_GATHERS)
+        if by_torch or averages or core.count_of("broadcast") == 0:
+            return
+        logging.getLogger("horo").warning(
+            "optimizer.step() was called %d times, and nothing was averaged between the %d ranks: each has trained a "
+            "model of its own, on its own data alone; if that is not what you want, add "
+            "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())",
+            self._plain_steps,
+            self._job.size,
+        )
+
+    def _count_plain_step(self, *_: object) -> None:
+        self._plain_steps += 1

@@ -1,0 +1,303 @@
+"""A cache of requests: a call with the same arguments as an earlier call uses its request again.
+
+A training loop repeats the same operations on tensors of the same shapes and dtypes. Then the request buffer is filled
+already, and only the addresses in it change.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from horo.core import context
+from horo.torch.engine.devices import current_stream
+from horo.torch.engine.operation import GATHERING, Operation, StagedTensors, make_outputs, pack, stage
+
+__all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
+
+_Tensor, _strided, _contiguous = torch.Tensor, torch.strided, torch.contiguous_format  # looked up once, not per tensor
+
+_WEIGHT_MAX = 40_000
+"""Most tensors of all requests in a cache, besides those of optimizers. With the objects of torch and Python for a
+shape, they take under 8 MiB."""
+_REQUEST_WEIGHT = 10
+"""Weight of a request itself, in tensors."""
+_FORMS = 2
+"""Requests that an optimizer has for one gradient: backward submits it, or it waits for it at once."""
+
+_OFFERED_BYTES_MAX = (1 << 22) - 1
+"""Largest result of an allgather or alltoall for which memory is offered: the core asks for huge pages above."""
+
+
+def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtype | None) -> int:
+    """The address of a tensor that has this shape and dtype and can be used without a copy; else 0."""
+    try:
+        if (
+            type(tensor) is _Tensor
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.layout is _strided
+            and tensor.is_cpu
+            and not tensor.requires_grad
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            return tensor.data_ptr()
+    except RuntimeError:  # a nested tensor has no shape
+        if not tensor.is_nested:  # a signal handler's
+            raise
+    return 0
+
+
+def taken_name(team: int, label: str) -> str:
+    """The key of ``Runtime.taken_names`` for a name on the wire. A label begins with a letter."""
+    return label if team == 0 else f"{team}/{label}"
+
+
+class CachedRequest:
+    """A request without its addresses and, if it has an automatic name, without its name."""
+
+    __slots__ = (
+        "_casts",
+        "_label",
+        "_name",
+        "_output_form",
+        "_signatures",
+        "_spec",
+        "_sync",
+        "buffer",
+        "device",
+        "dtype",
+        "idle",
+        "shape",
+        "taken_name",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        spec: Operation,
+        sync: bool,
+        name: Callable[[str, str | None, int], str],
+        tensor_count: int,
+        *,
+        casts: bool,
+    ) -> None:
+        self._spec = spec
+        self._casts = casts
+        self._sync = sync
+        self._name = name
+        self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
+        self._output_form: tuple[torch.Size, tuple[int, ...]] | None = None
+        """Shape and strides of its result if it has only one and is not in place; None: the shape of its tensor.
+
+        Not a tensor: what torch keeps of one lies among the program's tensors, and holds gaps open between them.
+        """
+        self.shape: torch.Size | None = None
+        """Shape of its tensor, if it has only one; None before the first call."""
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+        """The GPU that its tensors are on; None: they are in host memory."""
+        self.idle: list[None] = []
+        """Empty while a call uses the request; the call appends None when it is done. The fastest lock in Python."""
+        self.buffer = context.RequestBuffer()
+        self.weight = _REQUEST_WEIGHT + tensor_count
+        self._label = ""
+        self.taken_name: str | None = None
+        """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
+        if spec.name is not None:
+            self._label = name(spec.kind, spec.name, spec.team)
+            self.taken_name = taken_name(spec.team, self._label)
+            self.buffer.set_name(self._label)
+
+    @property
+    def collective(self) -> str:
+        """The operation of the core."""
+        return self._spec.collective
+
+    def set_tensor(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
+        """Sets the only tensor of the request, if it has the same shape and dtype as in the last call.
+
+        Returns:
+            The tensor for the result; None if the caller has to use ``set_tensors``.
+        """
+        address = address_of(tensor, self.shape, self.dtype)
+        if not address:
+            return None
+        rows = self.buffer.rows
+        if in_place:
+            rows[0] = rows[1] = address
+            return tensor
+        form = self._output_form  # with strides it takes half the time
+        output = (
+            torch.empty_like(tensor, memory_format=_contiguous) if form is None else tensor.new_empty_strided(*form)
+        )
+        rows[0], rows[1] = address, output.data_ptr()
+        return output
+
+    def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor) -> None:
+        """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
+
+        Where the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
+        result: ``set_tensor`` succeeds from then on.
+        """
+        seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]
+        is_second, self._signatures = seen == self._signatures, seen
+        self.shape = self.dtype = None
+        bytes_offered = result.numel() * result.element_size()
+        if (
+            not is_second
+            or not 0 < bytes_offered <= _OFFERED_BYTES_MAX
+            or tensor.is_complex()  # the next one may be conjugated lazily
+            or not address_of(tensor, tensor.shape, tensor.dtype)
+        ):
+            return
+        self._spec = spec
+        (packed,) = pack(StagedTensors([tensor], [tensor], [result]), spec)
+        self.device = None
+        self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
+        self.shape, self.dtype, self._output_form = tensor.shape, tensor.dtype, (result.shape, result.stride())
+
+    def forget(self) -> None:
+        """Forgets what did not fit its result: ``set_tensor`` fails until ``expect`` has been called twice."""
+        self._signatures = self.shape = self.dtype = None
+
+    def set_tensors(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
+        """Sets the tensors of the request.
+
+        Raises:
+            UsageError, UnsupportedError: The operation cannot be done with one of them.
+        """
+        sources = self._sources(tensors)
+        if sources is None:
+            return self._fill(tensors, in_place)
+        if in_place or self._spec.collective in GATHERING:
+            self.buffer.set_addresses(sources, sources)
+            return StagedTensors(tensors, tensors, tensors)
+        outputs = make_outputs(tensors, self._spec)
+        self.buffer.set_addresses(sources, [output.data_ptr() for output in outputs])
+        return StagedTensors(tensors, tensors, outputs)
+
+    def label(self) -> str:
+        """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
+        if self._spec.name is None:
+            self._label = self._name(self._spec.kind, None, self._spec.team)
+            self.buffer.set_name(self._label)
+        return self._label
+
+    def _sources(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+        """The addresses of ``tensors`` if all can be used without a copy and have the same signatures, else None."""
+        signatures = self._signatures
+        if signatures is None or len(signatures) != len(tensors):
+            return None
+        sources = [address_of(tensor, *signature) for tensor, signature in zip(tensors, signatures, strict=True)]
+        return sources if all(sources) else None
+
+    def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
+        self._signatures = None
+        spec = self._spec
+        staged = stage(tensors, spec, in_place, casts=self._casts)
+        self.device = staged.device
+        self._fill_buffer(pack(staged, spec))
+        if self.device is not None or any(source.is_complex() for source in staged.inputs):
+            self.shape = self.dtype = None  # a stream may change, and a complex tensor be conjugated lazily
+            return staged
+        self._signatures = [(source.shape, source.dtype) for source in staged.inputs]
+        self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
+        only = staged.outputs[0] if self.collective == "reducescatter" else None
+        self._output_form = None if only is None else (only.shape, only.stride())
+        return staged
+
+    def _fill_buffer(self, tensors: Sequence[context.Tensor], *, offers: bool = False) -> None:
+        spec, device = self._spec, self.device
+        self.buffer.fill(
+            context.OPS[spec.collective],
+            tensors,
+            reduce_op=spec.reduce_op,
+            root_rank=spec.root_rank,
+            prescale=spec.prescale,
+            postscale=spec.postscale,
+            sync=self._sync,
+            transient=spec.name is None,
+            offers=offers,
+            team=spec.team,
+            device=0 if device is None else device.index + 1,
+            stream=0 if device is None else current_stream(device),
+        )
+
+
+class RequestCache:
+    """The requests of one job by key. When it is full, the one that was made first goes."""
+
+    def __init__(self, name: Callable[[str, str | None, int], str], *, casts: bool = False) -> None:
+        self._name = name
+        self._casts = casts
+        """As the argument of ``stage``."""
+        self._kept: dict[Hashable, CachedRequest] = {}
+        self._weight = 0
+        self._rooms: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        """Weights of the requests of optimizers, as long as those live."""
+        self._lock = threading.RLock()  # a signal handler may communicate, too
+
+    def take(self, key: Hashable) -> CachedRequest | None:
+        """The cached request of ``key``; None if there is none or another call uses it. The caller uses it now.
+
+        Args:
+            key: Equal exactly for equal requests, such as the arguments of a call.
+        """
+        try:
+            cached = self._kept[key]
+            cached.idle.pop()
+        except (
+            IndexError,
+            KeyError,
+            TypeError,
+        ):  # in use; not cached; a name that cannot be hashed, so it is no string
+            return None
+        return cached
+
+    def take_or_create(self, key: Hashable, spec: Operation, sync: bool, tensor_count: int) -> CachedRequest:
+        """The cached request, or a new one. The caller appends None to its ``idle`` after use.
+
+        Args:
+            key: As for ``take``; None if the request is not to be cached.
+            spec: The operation.
+            sync: The caller waits at once.
+            tensor_count: How many tensors it will have.
+
+        Raises:
+            UsageError: The name is not a valid name.
+        """
+        kept = None if key is None else self.take(key)
+        if kept is not None:
+            return kept
+        fresh = CachedRequest(spec, sync, self._name, tensor_count, casts=self._casts)
+        if key is not None and key not in self._kept:
+            self._keep(key, fresh)
+        return fresh
+
+    def make_room(self, owner: object, gradients: int) -> None:
+        """Makes room, as long as ``owner`` lives, for the requests of so many gradients."""
+        with self._lock:
+            rooms = weakref.WeakKeyDictionary(self._rooms)  # another thread may be adding up the old ones
+            rooms[owner] = _FORMS * gradients * (_REQUEST_WEIGHT + 1)
+            self._rooms = rooms
+
+    def clear(self) -> None:
+        """Removes all requests."""
+        with self._lock:
+            self._kept.clear()
+            self._weight = 0
+
+    def _keep(self, key: Hashable, cached: CachedRequest) -> None:
+        room = _WEIGHT_MAX + sum(self._rooms.values())
+        if cached.weight > room:
+            return
+        with self._lock:
+            while self._kept and self._weight + cached.weight > room:
+                self._weight -= self._kept.pop(next(iter(self._kept))).weight
+            if self._kept.setdefault(key, cached) is cached:
+                self._weight += cached.weight

@@ -1,0 +1,1 @@
+"""Names of Horovod that horo has for its scripts only."""

@@ -1,0 +1,192 @@
+"""The beginning and the end of a job: ``init`` and ``shutdown``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horo.config.table import check_arguments
+from horo.errors import UsageError
+from horo.torch.compat.dynamo import keep_from_dynamo
+from horo.torch.engine.course import SCRIPT_ENDED, SHUT_DOWN
+from horo.torch.engine.runtime import Runtime, current, process
+from horo.torch.ops.process_set import ProcessSet, register_all
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from typing_extensions import Unpack
+
+    from horo.config.init_settings import InitSettings
+    from horo.config.settings import Settings
+
+__all__ = ["config", "init", "is_initialized", "shutdown"]
+
+
+def _refuse_within(caller: FrameType | None) -> None:
+    """Refuses an ``init()`` whose thread is at work at the beginning or the end of a job, as a signal handler's may be.
+
+    One that has come to the end of its own has left a job behind, and is as any other code.
+
+    Raises:
+        UsageError: The call that it has interrupted is not at that end.
+    """
+    runtime = process.runtime
+    while caller is not None:
+        is_init = caller.f_code is init.__code__
+        if caller.f_code is shutdown.__code__ or (is_init and (runtime is None or runtime.ended)):
+            raise UsageError(
+                f"init() was called while {'init()' if is_init else 'shutdown()'} was at work, by a signal handler "
+                "perhaps: call it behind that"
+            )
+        caller = caller.f_back
+
+
+def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSettings]) -> None:
+    """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
+
+    Blocks until all ranks have come. Does nothing if the process is in a job already. Where that has ended, since
+    another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
+
+    Args:
+        comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
+            their place in the list; each of them calls ``init`` with the same list, the others do not call it.
+            A communicator of mpi4py: its ranks, whoever started them.
+        process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
+            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
+            may always come.
+        settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
+            names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
+
+    Raises:
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``,
+            ``process_sets`` or a setting does not fit, this is a forked child of a rank, ``process_sets`` or another
+            value of a setting came after the first ``init()``, or a signal handler that has interrupted ``init()`` or
+            ``shutdown()`` calls it.
+        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
+        GroupError: Not all ranks came, or they do not fit together.
+
+    Example:
+        hvd.init()
+        print(f"rank {hvd.rank()} of {hvd.size()}")
+    """
+    _refuse_within(sys._getframe(1))
+    added = _listed(process_sets)
+    keep_from_dynamo()
+    with process.lock:
+        if process.runtime is not None and process.runtime.forked:
+            raise UsageError("init(): this process was forked from a rank; start ranks as new processes instead")
+        process.leave_ended("init()", sys._getframe(1))
+        if process.runtime is not None:
+            if added:
+                raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
+            _check_unchanged(settings, process.runtime.job.settings)
+            return
+        from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
+
+        process.runtime = Runtime(start(None, comm, settings, torch.get_num_threads()), process.handle_base)
+        if not process.registered:
+            process.registered = True
+            atexit.register(_at_exit)
+            os.register_at_fork(after_in_child=_after_fork_in_child)
+    if added:
+        try:
+            register_all(current(), added)
+        except BaseException:
+            shutdown()
+            raise
+
+
+def _check_unchanged(wanted: Mapping[str, Any], settings: Settings) -> None:
+    for name, value in check_arguments(wanted).items():
+        if value != settings[name]:
+            raise UsageError(f"init({name}={wanted[name]!r}): horo is initialized already; call hvd.shutdown() before")
+
+
+def _listed(process_sets: Any) -> list[ProcessSet]:
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise UsageError(f"init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
+    return [item if isinstance(item, ProcessSet) else ProcessSet(item) for item in process_sets]
+
+
+def config() -> Settings:
+    """The settings that are in force in this job, and where each comes from. Returns at once.
+
+    Returns:
+        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
+        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
+        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
+        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
+        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
+        the next call returns what is in force then.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+        UsageError: In a forked child of a rank whose job is autotuned.
+        AbortedError: After ``shutdown()`` in another thread.
+
+    Example:
+        settings = hvd.config()
+        print(settings["cycle_time_ms"], settings.source("cycle_time_ms"))
+        print(settings)
+    """
+    runtime = current()
+    job = runtime.job
+    return runtime.inside("config", job.settings_now) if job.is_tuned else job.settings
+
+
+def shutdown() -> None:
+    """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
+
+    Does not block: it does not wait for the other ranks. In a job that has ended, operations of other threads get their
+    errors first, which takes a moment; a GPU that still works for horo is waited for, up to about ten seconds if it
+    hangs. A second call does nothing; ``init()`` may follow. It happens by itself when the process ends.
+
+    Raises:
+        UsageError: Another thread is inside an operation of horo.
+
+    Example:
+        hvd.barrier()  # the others have finished their operations, too
+        hvd.shutdown()
+    """
+    _leave(SHUT_DOWN, sys._getframe(1))
+
+
+def _leave(end: str, caller: FrameType | None) -> None:
+    with process.lock:
+        if process.runtime is not None and not process.runtime.forked:
+            process.leave_ended("shutdown()", caller)
+        process.leave(end)
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called and ``shutdown()`` has not. Returns at once and raises nothing.
+
+    Example:
+        if not hvd.is_initialized():
+            hvd.init()
+    """
+    return process.runtime is not None
+
+
+def _at_exit() -> None:
+    # A daemon thread may be inside the core. Then its memory must stay; the peers see the end of the process.
+    try:
+        _leave(SCRIPT_ENDED, None)
+    except UsageError:
+        if process.runtime is not None:
+            process.runtime.core.log_lines.stop()
+
+
+def _after_fork_in_child() -> None:
+    process.lock = threading.RLock()
+    if process.runtime is not None:
+        process.runtime.mark_forked()

@@ -1,0 +1,143 @@
+"""Broadcast: the tensor of one rank on all."""
+
+from __future__ import annotations
+
+import torch
+
+from horo.torch.engine.handles import first_of, publish
+from horo.torch.engine.submit import (
+    repeat,
+    repeat_async,
+    run_broadcast,
+    start_broadcast,
+)
+from horo.torch.ops.autograd import broadcast_one
+from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
+
+__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Gives every rank the tensor of ``root_rank``; differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: ``[...]`` on CPU or GPU, dense, of any dtype that is not quantized: complex, float8 and uint64, too.
+            Same shape and dtype on all ranks.
+        root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
+        name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
+        process_set: The ranks that take part; others do not call it.
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        UsageError: ``tensor`` is no tensor, or there is no rank ``root_rank``.
+        UnsupportedError: Another device, layout or dtype.
+        MismatchError: Ranks gave other shapes, dtypes or roots under one name.
+        GroupError: A rank is lost or has shut down.
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
+    """
+    key = ("broadcast", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
+    again = repeat(key, tensor, in_place=False)
+    if again is not None:
+        return again
+    return broadcast_one(tensor, root_rank, name, key, resolve_process_set(process_set, "broadcast"))
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """As ``broadcast``, but writes into ``tensor`` itself; not differentiable.
+
+    Blocks until all ranks have called it.
+
+    Args:
+        tensor: As for ``broadcast``; no tensor that autograd has computed.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast``.
+        process_set: The ranks that take part; others do not call it.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        As ``broadcast``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        hvd.broadcast_(x, root_rank=0)  # now x is [0, 0] on all ranks
+    """
+    key = ("broadcast_", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
+    again = repeat(key, tensor, in_place=True)
+    if again is not None:
+        return again
+    team = resolve_process_set(process_set, "broadcast")
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key, team=team)[0]
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a ``broadcast`` and returns at once, with a handle; not differentiable.
+
+    Args:
+        tensor: As for ``broadcast``. It must not be changed before ``synchronize``.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast``. A name can be in use once at a time.
+        process_set: The ranks that take part; others do not call it.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns a new tensor.
+
+    Raises:
+        As ``broadcast``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        handle = hvd.broadcast_async(torch.full((2,), hvd.rank()), root_rank=0)
+        y = hvd.synchronize(handle)  # on all ranks [0, 0]
+    """
+    return _begin_broadcast("broadcast_async", tensor, root_rank, name, process_set, False)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a ``broadcast_`` and returns at once, with a handle.
+
+    Args:
+        tensor: As for ``broadcast_``. It must not be read or changed before ``synchronize``.
+        root_rank: As for ``broadcast``.
+        name: As for ``broadcast_async``.
+        process_set: The ranks that take part; others do not call it.
+
+    Returns:
+        A handle for ``poll`` and ``synchronize``; the latter returns ``tensor``.
+
+    Raises:
+        As ``broadcast``; ``MismatchError`` and ``GroupError`` come out of ``synchronize``.
+
+    Example:
+        x = torch.full((2,), hvd.rank())
+        hvd.synchronize(hvd.broadcast_async_(x, root_rank=0))  # now x is [0, 0] on all ranks
+    """
+    return _begin_broadcast("broadcast_async_", tensor, root_rank, name, process_set, True)
+
+
+def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
+    function: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> int:
+    key = (function, name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
+    handle = repeat_async(key, tensor, in_place=in_place)
+    if handle is not None:
+        return handle
+    team = resolve_process_set(process_set, "broadcast")
+    request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=in_place, key=key, team=team)
+    return publish(request, first_of)

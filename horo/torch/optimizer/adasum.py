@@ -1,0 +1,262 @@
+"""Adasum in an optimizer: each rank takes its own step, and the steps of all ranks are combined.
+
+Before ``step()`` the parameters are copied. The optimizer steps by the gradients of this rank. Adasum combines the
+change of each parameter with the changes on the other ranks, and the result is added to the copy. So momentum and the
+like are each rank's own, and parameters are equal on all ranks after each step.
+
+A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
+does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
+for it, that call ends the exchange in progress with that result. Momentum and the like keep their new values.
+Where parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from horo.errors import HoroError, ResourceError, UnsupportedError
+from horo.torch.compat.profiler import span
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.request import Request
+from horo.torch.engine.submit import find_left, start_allreduce
+from horo.torch.optimizer.consistency import check_first
+from horo.torch.optimizer.finite import FiniteCheck, checks_finite
+from horo.torch.optimizer.first_checks import refuse_ddp
+from horo.torch.optimizer.membership import Member
+from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
+from horo.torch.optimizer.step_hooks import scaler_has_looked
+
+__all__ = ["DeltaReducer"]
+
+
+class DeltaReducer(Member):
+    """Combines the steps that ranks take, and hooks no parameter. It has no use for groups of gradients."""
+
+    advice: ClassVar[str] = ""  # no gradient is refused
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ReductionOptions,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> None:
+        super().__init__(optimizer, options, names)
+        self.handles: dict[torch.Tensor, Any] = {}
+        self._starts: dict[ParameterState, torch.Tensor] = {}
+        """The parameters before the step in progress, or before one that has not come to its end."""
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        """The tensor that is exchanged for each of them, with the compressor's context; empty before the exchange."""
+        self._requests: list[Request | HoroError] = []
+        """The requests of the exchange, whose results replace the tensors sent, or the errors of refused ones."""
+        self._failures: list[HoroError | None] = []
+        """The error of each request that is done, None without one."""
+        self._has_failed = False
+        """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
+        self._is_undone = False
+        """Whether a step has raised while it was exchanged, and parameters were put back where they were before it."""
+        self._is_nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
+        """Whether a ``step()`` may call that of its base class, around which these hooks are as well."""
+        self._depth = 0
+        """The number of such calls that are in progress, each inside the one before."""
+        self.adopt()
+
+    # -- called by the user ----------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients stay those of this rank, and ``step()`` combines the steps."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Is an error, as in Horovod.
+
+        Raises:
+            AssertionError: Always.
+        """
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context that changes nothing: backward accumulates locally here, whether inside or not."""
+        return nullcontext()
+
+    # -- around step() ---------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch step pre-hook: copies the parameters, after those of all ranks were compared once.
+
+        Raises:
+            UnsupportedError: A GradScaler calls the step.
+            UsageError: Parameters are not equal on all ranks before the first step, or an optimizer that was made
+                later has some of them.
+        """
+        if self._depth and self._is_nested:
+            self._depth += 1
+            return
+        self.newer.refuse(self, "optimizer.step()")
+        self.settle_join()
+        self.follow_runtime()
+        if self.size == 1:
+            return
+        self.begin_step()
+        if scaler_has_looked(optimizer):
+            raise UnsupportedError(
+                "optimizer.step(): a GradScaler skips the steps of one rank alone, for which the others would wait "
+                "with op=Adasum; use bfloat16, or op=Average"
+            )
+        if self._sent and not self._were_loaded():  # the step begins where the one before did, and ends as that one
+            self._is_undone = False
+            self._move_back()
+        else:
+            self._begin()
+        self._depth = 1
+
+    def _were_loaded(self) -> bool:
+        """Whether parameters have got other values since a step was undone."""
+        return self._is_undone and not all(
+            torch.allclose(state.parameter.detach(), start, rtol=0, atol=0, equal_nan=True)
+            for state, start in self._starts.items()
+        )
+
+    def _begin(self) -> None:
+        if not self._is_undone:
+            self._move_back()
+        self.drain()
+        states = [state for state in self.adopt() if _takes_part(state.parameter)]
+        self._compare(states)
+        if checks_finite():
+            FiniteCheck(self.label, self.team, states, self.steps + 1).finish()
+        with torch.no_grad():
+            self._starts = {state: state.parameter.detach().clone() for state in states}
+
+    def _move_back(self) -> None:
+        """Undoes the changes to the parameters of a step that has not come to its end."""
+        with torch.no_grad():
+            for state, start in self._starts.items():
+                state.parameter.detach().copy_(start)
+
+    def undo_step(self) -> None:
+        """Called when a step has raised: parameters are where they were before it, and what changes them then stays."""
+        self._depth = 0
+        self._move_back()
+        self._is_undone = bool(self._sent)
+        if not self._sent:
+            self._starts = {}
+
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch step post-hook: blocks until the steps of all ranks are combined.
+
+        Raises:
+            MismatchError: Ranks moved different parameters under one name; all stand where they were before the step.
+            GroupError: A rank is lost or horo was shut down; likewise.
+        """
+        self._depth = max(0, self._depth - 1)
+        if not self._starts or self._depth:  # the step of which this is a part goes on to move parameters
+            return
+        try:
+            with torch.no_grad():
+                for (state, start), moved in zip(self._starts.items(), self._combined(), strict=True):
+                    state.parameter.detach().copy_(start + moved)
+        except BaseException:
+            self._move_back()
+            self._is_undone = True
+            if self._has_failed:
+                self.drain()
+            raise
+        self._forget()
+        self.end_step()
+
+    def _combined(self) -> list[torch.Tensor]:
+        """The combined changes of the parameters on all ranks; goes on where an earlier call was interrupted."""
+        compressor = self.options.compression
+        if not self._sent:
+            moved = (state.parameter.detach() - start for state, start in self._starts.items())
+            # Contiguous, so that the results are there as soon as a request is done.
+            self._sent = [(sent.contiguous(), context) for sent, context in map(compressor.compress, moved)]
+        self._submit()
+        with span("horo.synchronize"):
+            self._finish()
+        for failure in self._failures:
+            if failure is not None:
+                self._has_failed = True
+                raise failure
+        return [compressor.decompress(result, context) for result, context in self._sent]
+
+    def _submit(self) -> None:
+        """Submits the tensors that are left, also those behind a refused one, as the other ranks do."""
+        for state, (sent, _) in list(zip(self._starts, self._sent, strict=True))[len(self._requests) :]:
+            spec = Operation(
+                state.kind or "", f"{state.name}.delta", self.options.op, wire=self.options.wire, team=self.team
+            )
+            try:
+                self._requests.append(start_allreduce([sent], spec, in_place=True))
+            except BaseException as error:
+                left = find_left(sent)
+                if left is not None:  # an exception of a signal handler came after the submission
+                    self._requests += [] if left in self._requests else [left]
+                    raise
+                if not isinstance(error, HoroError) or not error._is_told:
+                    raise  # a signal handler's, or a lack of this rank: the next step submits it
+                self._requests.append(error)
+
+    def _finish(self) -> None:
+        """Waits for all requests. What it does may be done twice, since a signal handler may raise anywhere in it."""
+        if len(self._failures) < len(self._requests) and isinstance(self._requests[-1], Request):
+            self._requests[-1].failure()  # one wait instead of many
+        while len(self._failures) < len(self._requests):
+            request = self._requests[len(self._failures)]
+            self._failures.append(request.failure() if isinstance(request, Request) else request)
+        for number, request in enumerate(self._requests):
+            if isinstance(request, Request):
+                self._take(number, request)
+
+    def _take(self, number: int, request: Request) -> None:
+        if self._failures[number] is not None:
+            with suppress(HoroError):  # that one
+                request.wait()
+        elif not request.is_released():
+            try:
+                request.wait()
+            except ResourceError as error:  # a GPU
+                self._failures[number] = error
+
+    def _forget(self) -> None:
+        self._starts, self._sent, self._requests, self._failures = {}, [], [], []
+        self._has_failed = self._is_undone = False
+
+    def _compare(self, states: list[ParameterState]) -> None:
+        self.name_gradients()
+        if not self.has_unchecked or self.optimizer() is None:
+            return
+        refuse_ddp(states)
+        check = check_first(self, has_own_state=True)
+        if check is not None:
+            check.wait()
+            check.refuse_different_values()
+        self.note_checked()
+
+    # -- called by the optimizer's hooks ------------------------------------------------------------------------------
+
+    def refuse_while_pending(self, what: str) -> None:
+        """Refuses nothing: no gradient is ever in progress."""
+
+    def drain(self) -> None:
+        """Waits for the requests that a step has left, and drops their results: the next step starts anew."""
+        self._finish()
+        self._forget()
+
+    def reset(self) -> None:
+        """Begins anew in another job: the requests of the one before have ended with it."""
+        self._forget()
+
+    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> DeltaReducer:
+        """A reducer with these options for a copy of the optimizer; ``twins``: its parameters by those of this one."""
+        return type(self)(optimizer, copy.copy(self.options), self.names_for(twins))
+
+
+def _takes_part(parameter: torch.Tensor) -> bool:
+    """Whether a step may move it. Ranks freeze and thaw alike."""
+    return parameter.requires_grad or parameter.grad is not None

@@ -1,0 +1,93 @@
+"""The end of a backward pass, when all gradients that it makes are there.
+
+Autograd numbers its runs and calls back at the end of each. A backward may run inside another one: a checkpoint with
+``use_reentrant=True`` runs its part of the graph so. Only the outermost end counts, since parts that follow may add to
+the same gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from horo.torch.compat import torch_private
+from horo.torch.optimizer.membership import HOOK_LOCK
+from horo.torch.optimizer.together import Reduces, reduce_together
+
+__all__ = ["ReducesAtEnd", "call_at_end", "current_run", "is_nested"]
+
+_ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_FUNCTION_BACKWARD = torch_private.code_of_function_backward()
+
+current_run = torch_private.run_number()
+"""The number of the autograd run that calls; a run inside another has a higher number than that one."""
+
+
+class ReducesAtEnd(Reduces, Protocol):
+    """A reducer whose gradients are due at the end of a backward."""
+
+    order: int
+
+    def end_pass(self) -> bool:
+        """Called at the end of the outermost backward; whether gradients are due."""
+
+
+_runs: dict[int, weakref.WeakSet[ReducesAtEnd]] = {}
+"""The reducers that each run of autograd concerns, by its number, until its end. No run gets the number of another."""
+
+
+def is_nested() -> bool:
+    """Whether the run that calls is inside another one. It costs a walk up the stack, a few microseconds."""
+    entries = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is _FUNCTION_BACKWARD:
+            return True
+        entries += code in _ENTRIES
+        if entries == 2:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def call_at_end(reducer: ReducesAtEnd) -> None:
+    """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
+
+    It is called in a hook of autograd. What the end raises comes out of ``backward()``.
+    """
+    run = current_run()
+    with HOOK_LOCK:
+        reducers = _runs.get(run)
+        if reducers is None:
+            reducers = _runs[run] = weakref.WeakSet()
+            torch_private.queue_at_end(lambda: _run_ended(run))
+        reducers.add(reducer)
+
+
+def _run_ended(run: int) -> None:
+    reducers = _runs.pop(run)
+    node = torch_private.outer_node()
+    if node is None or not _call_after(node, reducers):
+        due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
+        reduce_together(due)
+
+
+def _call_after(node: Any, reducers: Iterable[ReducesAtEnd]) -> bool:
+    """Calls ``call_at_end`` in the run that evaluates ``node``, right after it; whether anything comes after it."""
+    handles: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        while handles:
+            handles.pop().remove()
+        for reducer in reducers:
+            call_at_end(reducer)
+
+    for following, _ in node.next_functions:
+        if following is not None:
+            handles.append(following.register_prehook(begin))
+    return bool(handles)

@@ -1,0 +1,306 @@
+"""The reducer's state of each parameter; how a gradient is packed before its reduction and unpacked after it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from horo.errors import UnsupportedError, UsageError
+from horo.torch.compat.torch_private import sparse_values
+from horo.torch.engine.operation import check_tensor, count_change
+from horo.torch.engine.request import Request
+from horo.torch.ops.compression import Compressor, split
+from horo.torch.ops.process_set import ProcessSet
+from horo.torch.optimizer.shared_gradients import NotedVersion, is_shared, was_noted
+
+__all__ = [
+    "Group",
+    "PackedGradient",
+    "ParameterState",
+    "PendingReduction",
+    "PendingSparseReduction",
+    "ReductionOptions",
+    "UnsentReduction",
+    "UnusedGradient",
+    "refuse_sparse",
+    "separate_overlapping",
+]
+
+_UNUSED_DIMENSIONS = 16
+
+
+class ReductionOptions:
+    """The options of ``DistributedOptimizer`` that say how gradients are reduced."""
+
+    def __init__(
+        self,
+        op: int,
+        compression: type[Compressor],
+        predivide_factor: float,
+        *,
+        sparse_as_dense: bool,
+        passes: int,
+        advice: str,
+        process_set: ProcessSet,
+    ) -> None:
+        self.op = op
+        self.wire, self.compression = split(compression)
+        self.prescale = 1.0 / predivide_factor
+        self.postscale = predivide_factor
+        self.sparse_as_dense = sparse_as_dense
+        self.passes = passes
+        self.advice = advice
+        """The advice in the error about a gradient that was changed while it was being reduced."""
+        self.process_set = process_set
+        """The ranks that take part. A rank that is no member uses its gradients as they are."""
+
+
+class ParameterState:
+    """A parameter of the optimizer, and the progress of its gradient in the current step."""
+
+    __slots__ = (
+        "group",
+        "held",
+        "kind",
+        "name",
+        "parameter",
+        "passes",
+        "pending",
+        "shares",
+        "summed",
+        "varies",
+        "was_unused",
+    )
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.kind: str | None = None  # of its operation in this job; None before its first reduction
+        self.group: Group | None = None
+        self.passes = 0  # backward passes since the last reduction
+        self.pending: PendingReduction | None = None
+        # the gradient that waits for synchronize(), its version
+        self.held: tuple[torch.Tensor | None, int | NotedVersion] | None = None
+        self.shares = False  # other tensors may have the memory of its gradient
+        # the gradient, if it is a sum over ranks since backward, and over how many
+        self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self.was_unused = False  # no gradient of this rank is in the pending reduction
+        self.varies = False  # in some step of this job, some ranks have used it and others have not
+
+
+class Group:
+    """Parameters whose gradients are reduced by one request."""
+
+    def __init__(self, name: str, states: Sequence[ParameterState]) -> None:
+        self.name = name
+        self.states = states
+        self.waiting: set[ParameterState] = set()
+
+
+class WatchedGradient:
+    """A gradient that may not be changed while it is being reduced."""
+
+    __slots__ = ("grad", "options", "state", "version", "was_touched")
+
+    def __init__(self, state: ParameterState, grad: torch.Tensor, options: ReductionOptions) -> None:
+        self.state = state
+        self.grad = grad
+        self.options = options
+        self.version = version = grad._version
+        held = state.held
+        self.was_touched = held is not None and (held[0] is not grad or not was_noted(held[1], version))
+
+    def forget_changes(self) -> None:
+        """Lets the changes up to now count for nothing."""
+        self.version, self.was_touched = self.grad._version, False
+
+    def check(self, changes: int) -> None:
+        """Checks that the gradient was changed so many times only.
+
+        Raises:
+            UsageError: It was changed more often, or replaced.
+        """
+        grad = self.grad
+        if self.was_touched or self.state.parameter.grad is not grad or grad._version != self.version + changes:
+            raise UsageError(
+                f"the gradient of {self.state.name!r} was changed while it was being reduced; {self.options.advice}"
+            )
+
+
+class PackedGradient(WatchedGradient):
+    """A gradient during its reduction, and the tensor that is sent for it."""
+
+    __slots__ = ("changes", "context", "dense", "sent")
+
+    def __init__(self, state: ParameterState, options: ReductionOptions) -> None:
+        parameter = state.parameter
+        grad = parameter.grad
+        state.was_unused = grad is None
+        if grad is None:
+            grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        refuse_sparse(state, grad, options)
+        dense = grad
+        if grad.layout is torch.sparse_coo:
+            dense = grad.to_dense()
+        elif state.shares:
+            dense = grad.data  # has a count of changes of its own
+        super().__init__(state, grad, options)
+        self.dense = dense
+        self.sent, self.context = options.compression.compress(dense)
+        self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
+        """The number of changes of the gradient that are counted when the result is written to the tensor sent."""
+        self.version = grad._version
+
+    def unpack(self) -> None:
+        """Checks that the gradient was not changed meanwhile, and writes the result into it unless it is there.
+
+        Raises:
+            UsageError: The gradient was changed.
+        """
+        grad = self.grad
+        self.check(self.changes)
+        reduced = self.options.compression.decompress(self.sent, self.context)
+        if grad.layout is torch.sparse_coo:
+            self.state.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
+        elif reduced is not self.dense:
+            self.dense.copy_(reduced)
+
+
+class UnusedGradient:
+    """A parameter without a gradient during a reduction. The tensor that is sent shows this to the other ranks.
+
+    If all have sent the same, nobody has used the parameter. Else ranks get a mismatch.
+    """
+
+    __slots__ = ("sent", "state")
+
+    def __init__(self, state: ParameterState) -> None:
+        state.was_unused = True
+        self.state = state
+        # One element in more dimensions than any gradient has, also with a mark: a used one never looks like this.
+        self.sent = state.parameter.detach().new_zeros((1,) * _UNUSED_DIMENSIONS)
+
+    def forget_changes(self) -> None:
+        """As of ``WatchedGradient``: there is nothing that could change."""
+
+    def unpack(self) -> None:
+        """Nobody has used the parameter: ``p.grad`` stays None."""
+
+
+class PendingReduction:
+    """A reduction in progress for the gradients of one or more parameters. Its result is written in place."""
+
+    __slots__ = ("mark", "packed", "request")
+
+    def __init__(
+        self, request: Request | None, packed: Sequence[PackedGradient | UnusedGradient], mark: int = 0
+    ) -> None:
+        self.request = request
+        self.packed = packed
+        self.mark = mark
+
+    def finish(self) -> None:
+        """Waits, and leaves the results in ``p.grad``.
+
+        Raises:
+            HoroError: The error of the request, or a gradient was changed meanwhile.
+        """
+        if self.request is not None:
+            self.request.wait()
+        for item in self.packed:
+            item.unpack()
+
+
+class UnsentReduction(PendingReduction):
+    """A gradient that a job of one rank sends to nobody. What is an error with more ranks is one here too."""
+
+    __slots__ = ("watched",)
+
+    def __init__(self, state: ParameterState, grad: torch.Tensor, kind: str, options: ReductionOptions) -> None:
+        super().__init__(None, ())
+        if state.group is not None:
+            refuse_sparse(state, grad, options)
+        check_tensor(sparse_values(grad) if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
+        self.watched = WatchedGradient(state, grad, options)
+
+    def finish(self) -> None:
+        """As ``PendingReduction.finish``."""
+        self.watched.check(0)
+
+
+class PendingSparseReduction(PendingReduction):
+    """A request that gathers the rows of a sparse gradient from all ranks: their concatenation is the sum."""
+
+    __slots__ = ("_gathered", "scale", "state")
+
+    def __init__(self, request: Request, state: ParameterState, scale: float, mark: int) -> None:
+        super().__init__(request, (), mark)
+        self._gathered = request
+        self.state = state
+        self.scale = scale
+
+    def finish(self) -> None:
+        """As ``PendingReduction.finish``."""
+        indices, values = (item.tensor for item in self._gathered.wait())
+        parameter = self.state.parameter
+        indices = indices.view(indices.shape[0], indices.shape[-1])  # without its mark
+        # Other ranks have checked nothing either, and torch warns unless the choice is passed.
+        total = torch.sparse_coo_tensor(indices.t(), values.mul_(self.scale), parameter.shape, check_invariants=True)
+        parameter.grad = total.coalesce()
+
+
+def _shared_changes(sent: torch.Tensor, dense: torch.Tensor, grad: torch.Tensor) -> int:
+    """The number by which a change of ``sent`` raises the count of changes of ``grad``.
+
+    A view and the result of ``detach()`` share the count of their tensor, a copy does not. A tensor may also have the
+    same memory and a count of its own, as from ``.data``.
+    """
+    if dense is not grad or not isinstance(sent, torch.Tensor) or sent.layout is not torch.strided:
+        return 0  # a tensor that cannot be sent is refused later
+    if sent.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr():
+        return 0
+    before = grad._version
+    count_change((sent,))
+    return grad._version - before
+
+
+def refuse_sparse(state: ParameterState, grad: torch.Tensor, options: ReductionOptions) -> None:
+    if grad.layout is torch.sparse_coo and not options.sparse_as_dense:
+        raise UnsupportedError(
+            f"the gradient of {state.name!r} is sparse: leave the parameter out of groups=, or use sparse_as_dense=True"
+        )
+
+
+def separate_overlapping(states: Iterable[ParameterState]) -> None:
+    """Gives gradients that overlap memory of their own. Autograd is off.
+
+    A gradient with gaps between its elements stays where it is: torch makes none.
+    """
+    by_parameter: dict[Any, list[ParameterState]] = {}
+    for state in states:
+        grad = state.parameter.grad
+        if grad is not None and is_shared(grad) and _is_dense(grad):
+            by_parameter.setdefault(state.parameter, []).append(state)
+    end = 0
+    for parameter in sorted(by_parameter, key=lambda item: int(item.grad.data_ptr())):
+        grad = parameter.grad
+        if grad.data_ptr() < end:
+            parameter.grad = grad.clone()
+            _hold_again(by_parameter[parameter], grad, parameter.grad)
+        else:
+            end = grad.data_ptr() + grad.numel() * grad.element_size()
+
+
+def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
+    """Lets the copy be held instead of a gradient, unless that was changed."""
+    for state in states:
+        if state.held is not None and state.held[0] is before and was_noted(state.held[1], before._version):
+            state.held = grad, grad._version
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(grad.shape, grad.stride(), strict=True))
+    return reach == grad.numel()

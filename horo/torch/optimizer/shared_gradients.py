@@ -1,0 +1,82 @@
+"""Gradients that are views of one storage, as those of parameters that the forward pass stacks or concatenates.
+
+torch counts the changes of a storage, not of a view. So the result of one such gradient is written through a tensor
+that has a count of its own: the count of the others still shows a change by the script only. Gradients that overlap in
+memory would be averaged into each other; all but one of them move to memory of their own. Those that do not overlap
+stay where they are, since a script may have put them into one buffer itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from horo.torch.compat.torch_private import owner_counter, storage_key
+
+__all__ = [
+    "COUNTS_IN_HOOKS",
+    "NotedVersion",
+    "is_counted_twice",
+    "is_shared",
+    "note_version",
+    "was_noted",
+    "writable",
+]
+
+_count_owners = owner_counter()
+
+_release = tuple(int(number) for number in torch.__version__.split(".")[:2])
+COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
+"""Whether ``is_shared`` is exact in a hook on a parameter. An older torch still refers to a new gradient there."""
+
+
+def is_shared(grad: torch.Tensor) -> bool:
+    """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""
+    return grad.layout is torch.strided and _owners(grad) > _OWN
+
+
+def is_counted_twice(grad: torch.Tensor) -> bool:
+    """Whether a gradient is shared, in a hook of an older torch: one owner more is torch itself, if it is a new one."""
+    is_new = grad._version == 0  # nothing was accumulated into it
+    return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
+
+
+_owners = _count_owners or (lambda _: 1)
+_OWN = 0 if _count_owners is None else _count_owners(torch.empty(1, device="cpu"))
+"""The number for a tensor that is alone; torch's own object for the storage may count."""
+
+
+def writable(grad: torch.Tensor) -> torch.Tensor:
+    """The memory of a gradient, for a change that the other views of its storage do not count."""
+    return grad.data if is_shared(grad) else grad
+
+
+class NotedVersion:
+    """The count of changes of a storage when autograd had accumulated into the last of several views of it."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+_noted: weakref.WeakValueDictionary[int, NotedVersion] = weakref.WeakValueDictionary()
+"""By storage. What is noted goes when no gradient is held with it any more."""
+
+
+def note_version(grad: torch.Tensor) -> int | NotedVersion:
+    """Notes how often a gradient was changed, after autograd has accumulated into it."""
+    if not is_shared(grad):
+        return grad._version
+    storage = storage_key(grad)
+    noted = _noted.get(storage)
+    if noted is None:
+        noted = _noted[storage] = NotedVersion()
+    noted.number = grad._version
+    return noted
+
+
+def was_noted(noted: int | NotedVersion, version: int) -> bool:
+    """Whether the count that was noted is ``version``."""
+    return (noted.number if isinstance(noted, NotedVersion) else noted) == version

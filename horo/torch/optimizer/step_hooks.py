@@ -1,0 +1,120 @@
+"""The surroundings of a call of an optimizer's ``step``: its closure, and a GradScaler that calls it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from horo.torch.compat.torch_private import calls_scaled_step, is_unscaled
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.submit import run_allreduce
+from horo.torch.ops.allreduce import Average
+from horo.torch.optimizer.step_inputs import callers
+
+__all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
+
+
+class ReducesInClosure(Protocol):
+    """A reducer, as the closure of a step needs it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that take part."""
+
+    @property
+    def team(self) -> int:
+        """Their team."""
+
+    @property
+    def label(self) -> str:
+        """The prefix of the names of its operations."""
+
+    def begin_closure(self) -> None:
+        """Called before the closure."""
+
+    def end_closure(self) -> None:
+        """Called after it: reduces the gradients."""
+
+
+class ReducingClosure:
+    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
+
+    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
+    differ.
+    """
+
+    def __init__(self, closure: Callable[[], Any], reducer: ReducesInClosure) -> None:
+        self._closure = closure
+        self._reducer = reducer
+
+    def __call__(self) -> Any:
+        self._reducer.begin_closure()
+        loss = self._closure()
+        self._reducer.end_closure()
+        if self._reducer.size == 1:
+            return loss
+        spec = Operation("closure", f"{self._reducer.label}.loss", Average, team=self._reducer.team)
+        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+            return run_allreduce([loss.detach()], spec)[0]
+        if isinstance(loss, float):
+            return run_allreduce([torch.tensor([loss], dtype=torch.float64, device="cpu")], spec)[0].item()
+        return loss
+
+
+class UndoingStep:
+    """The ``step`` of one optimizer, which undoes its changes when it raises.
+
+    Torch has no hook for that. It stands where a bound method does, and refers to the optimizer weakly; schedulers wrap
+    its ``__func__``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, undo: Callable[[], None]) -> None:
+        inner: Any = vars(optimizer).get("step")  # a scheduler's
+        self._optimizer = weakref.ref(optimizer)
+
+        def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return type(own).step(own, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+            except BaseException:
+                undo()
+                raise
+
+        kind: Any = type(optimizer)
+        functools.update_wrapper(self, kind.step if inner is None else inner)
+        self.__func__ = functools.wraps(kind.step)(step)
+
+    @property
+    def __self__(self) -> torch.optim.Optimizer | None:
+        """As of a bound method."""
+        return self._optimizer()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure among the arguments that torch passes to a step pre-hook (the optimizer first), or None.
+
+    An optimizer may have a ``step`` whose first argument is something else, such as a number.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another closure."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
+
+    It tells an optimizer with a fused step; else only the call stack shows it.
+    """
+    return is_unscaled(optimizer) or any(map(calls_scaled_step, callers()))

@@ -1,0 +1,297 @@
+"""Submits gradients of one optimizer to the core, waits for them, and again those that ranks have sent in two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+
+from horo.errors import HoroError, MismatchError
+from horo.torch.engine import runtime
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.request import Request
+from horo.torch.engine.results import Gathered
+from horo.torch.engine.submit import start_again, start_allgather, start_allreduce
+from horo.torch.ops.allreduce import Average
+from horo.torch.optimizer.consistency import Consistency
+from horo.torch.optimizer.membership import Member, states_of_all
+from horo.torch.optimizer.parameter_state import (
+    Group,
+    PackedGradient,
+    ParameterState,
+    PendingReduction,
+    PendingSparseReduction,
+    ReductionOptions,
+    UnsentReduction,
+    UnusedGradient,
+    separate_overlapping,
+)
+from horo.torch.optimizer.shared_gradients import is_shared
+
+__all__ = ["Exchange"]
+
+
+class Exchange(Member):
+    """The reductions of a reducer that are in progress."""
+
+    leaves_unused: ClassVar[bool]
+    """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+    ) -> None:
+        super().__init__(optimizer, options, names)
+        self.handles: dict[torch.Tensor, Request | None] = {}
+        """The request of each gradient that is in progress; None: it is held for ``synchronize``."""
+        self.checks = Consistency()
+        self._marked: ParameterState | None = None
+        """The parameter whose gradient has the mark of the reduction in progress, if there is one."""
+
+    def _submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
+        """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.
+
+        The caller drives them: no thread is woken.
+        """
+        last: ParameterState | None = None
+        self._note_sharing(states)
+        for state in states:
+            if state.pending is None:
+                self._submit(state, sync=True)
+                last = state
+        return None if last is None or last.pending is None else last.pending.request
+
+    def _note_sharing(self, states: Sequence[ParameterState]) -> None:
+        """Finds the gradients whose memory other tensors have too; those that overlap get memory of their own."""
+        is_any = False
+        for state in states:
+            if state.pending is None:
+                grad = state.parameter.grad
+                state.shares = shares = grad is not None and is_shared(grad)
+                is_any = is_any or shares
+        if is_any and self.size > 1:
+            separate_overlapping(states_of_all())
+
+    def _submit(self, state: ParameterState, sync: bool = False) -> None:
+        """Submits the request of the state, or of its group. Autograd is off."""
+        if self.size == 1:
+            for member in [state] if state.group is None else state.group.states:
+                grad = member.parameter.grad if member.held is None else member.held[0]
+                if grad is not None:
+                    self._set_pending([member], UnsentReduction(member, grad, _kind(member), self.options))
+            return
+        group = _group_of(state)
+        if group is not None:
+            self._submit_dense(group.name, [member for member in group.states if _group_of(member)], sync)
+            return
+        grad = state.parameter.grad
+        if grad is not None and self._travels_sparse(state, grad):
+            state.was_unused = False
+            self._submit_sparse(state, grad, sync, self._mark_of(state))
+        else:
+            self._submit_dense(state.name, [state], sync)
+
+    def _travels_sparse(self, state: ParameterState, grad: torch.Tensor) -> bool:
+        return state.group is None and grad.layout is torch.sparse_coo and not self.options.sparse_as_dense
+
+    def _mark_of(self, state: ParameterState) -> int:
+        """The mark of the reduction, if ``state`` has the first gradient by name, or is in one group with that one."""
+        mark = self.progress.mark
+        if not mark:
+            return 0
+        if self._marked is None:  # by name, since the optimizers of ranks may have other orders
+            trained = [other for other in self.states.values() if other.parameter.requires_grad]
+            self._marked = min(trained or [state], key=lambda item: item.name)
+        first = self._marked
+        group = _group_of(state)
+        return mark if state is first or (group is not None and group is _group_of(first)) else 0
+
+    def _submit_dense(self, name: str, states: Sequence[ParameterState], sync: bool) -> None:
+        packed = [self._pack(state) for state in states]
+        self._set_pending(states, self._send(name, packed, sync, self._mark_of(states[0])))
+
+    def _pack(self, state: ParameterState) -> PackedGradient | UnusedGradient:
+        if state.parameter.grad is None and self.leaves_unused and not state.varies:
+            return UnusedGradient(state)
+        packed = PackedGradient(state, self.options)
+        if self.checks.first_gradients is not None:
+            self.checks.first_gradients.note(state.name, packed.dense)
+        return packed
+
+    def _send(
+        self, name: str, packed: Sequence[PackedGradient | UnusedGradient], sync: bool, mark: int
+    ) -> PendingReduction:
+        options = self.options
+        sent = [item.sent for item in packed]
+        if mark:
+            sent[0] = sent[0][(None,) * mark]
+        # The options too: another optimizer may have had the name in an earlier job.
+        key = self.team, options, name, sync, mark
+        request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
+        if request is None:
+            kind = _kind(packed[0].state)
+            spec = Operation(kind, name, options.op, options.prescale, options.postscale, options.wire, team=self.team)
+            request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
+        return PendingReduction(request, packed, mark)
+
+    def _submit_sparse(self, state: ParameterState, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
+        own = grad.coalesce()
+        if self.checks.first_gradients is not None:
+            self.checks.first_gradients.note(f"{state.name} rows", own.indices())
+            self.checks.first_gradients.note(state.name, own.values())
+        scale = self.options.prescale * self.options.postscale / (self.size if self.options.op == Average else 1)
+        indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
+        # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
+        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync, team=self.team)
+        return self._set_pending([state], PendingSparseReduction(request, state, scale, mark))
+
+    def _set_pending(self, states: Sequence[ParameterState], pending: PendingReduction) -> PendingReduction:
+        for state in states:
+            state.pending = pending
+            self.handles[state.parameter] = pending.request
+        return pending
+
+    def _finish(self, states: Sequence[ParameterState]) -> Iterator[Request]:
+        """Waits for every pending reduction; then raises the first failure.
+
+        Yields:
+            Each request before it waits for it, so that the caller can do something else until it is done.
+        """
+        failures: list[HoroError] = []
+        mismatches: list[tuple[ParameterState, PendingReduction, MismatchError]] = []
+        done: set[PendingReduction] = set()
+        for state in states:
+            pending = state.pending
+            if pending is None or pending in done:
+                continue
+            done.add(pending)
+            if pending.request is not None:
+                yield pending.request
+            try:
+                pending.finish()
+            except MismatchError as error:
+                mismatches.append((state, pending, error))
+            except HoroError as error:
+                failures.append(error)
+        failures += yield from self._resolve(mismatches)
+        if failures:
+            raise failures[0]
+
+    def _resolve(
+        self, mismatches: Sequence[tuple[ParameterState, PendingReduction, MismatchError]]
+    ) -> Generator[Request, None, list[HoroError]]:
+        """Reduces again, after mismatches, which every rank gets, where ranks have sent one gradient in two forms.
+
+        Each rank submits all its questions before it waits for an answer, since ranks may have the gradients in other
+        orders.
+
+        Yields:
+            As ``_finish``.
+
+        Returns:
+            What has failed.
+        """
+        failures: list[HoroError] = []
+        repeated: list[PendingReduction] = []
+        questions = [self._ask_forms(state, pending) for state, pending, _ in mismatches]
+        for (state, pending, mismatch), question in zip(mismatches, questions, strict=True):
+            yield question
+            try:
+                again = self._start_again(state, pending, question.wait()[0])
+            except HoroError as error:
+                failures.append(error)
+                continue
+            if again is None:
+                failures.append(mismatch)
+            else:
+                repeated.append(again)
+        for again in repeated:
+            if again.request is not None:
+                yield again.request
+            try:
+                again.finish()
+            except HoroError as error:
+                failures.append(error)
+        return failures
+
+    def _ask_forms(self, state: ParameterState, pending: PendingReduction) -> Request:
+        """Begins to gather in which form each rank has sent a gradient, or each gradient of a group."""
+        states = [item.state for item in pending.packed] or [state]
+        forms = [[0 if item.was_unused else 1, self._sparse_dims(item), pending.mark] for item in states]
+        name = f"{_request_name(state)}.form"
+        return start_allgather([torch.tensor(forms, device="cpu")], _kind(state), name, sync=True, team=self.team)
+
+    def _start_again(
+        self, state: ParameterState, pending: PendingReduction, forms: Gathered
+    ) -> PendingReduction | None:
+        """Submits a gradient again if ranks are only at different places of a step, if only some have used its
+        parameter, or if some had sparse rows and the others nothing.
+
+        In the last case all ranks submit sparse rows: those that have not used the parameter submit no rows.
+
+        Raises:
+            UsageError: Ranks are in different steps.
+        """
+        ranks = forms.present(runtime.current().teams.find(self.team).ranks)
+        if len(set(forms.rows) - {0}) != 1:
+            return None  # groups of different lengths
+        everyone = forms.tensor.view(len(ranks), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
+        marks = everyone[:, 0, 2].tolist()
+        is_apart = any(marks) and self.progress.meet(marks, ranks)
+        is_used = everyone[:, :, 0].bool()
+        sparse_dims = set(everyone[:, 0, 1][is_used[:, 0]].tolist())
+        if sparse_dims <= {0}:
+            was_new = self._note_use(pending, is_used)
+            if not is_apart and not was_new:
+                return None
+            packed = [self._pack(item.state) if isinstance(item, UnusedGradient) else item for item in pending.packed]
+            return self._send(_request_name(state), packed, True, 0)
+        if len(sparse_dims) != 1:
+            return None
+        grad = state.parameter.grad
+        if state.was_unused:
+            grad = _empty_rows(state.parameter, *sparse_dims)
+        return None if grad is None else self._submit_sparse(state, grad, sync=True)
+
+    def _note_use(self, pending: PendingReduction, is_used: torch.Tensor) -> bool:
+        """Notes which parameters only some ranks have used, for which zeros are sent from now on; whether one is new.
+
+        Args:
+            pending: The reduction of their gradients.
+            is_used: By rank and gradient.
+        """
+        if not self.leaves_unused:
+            return False
+        differs = (is_used.any(0) & ~is_used.all(0)).tolist()
+        fresh = [item.state for item, new in zip(pending.packed, differs, strict=True) if new and not item.state.varies]
+        for state in fresh:
+            state.varies = True
+        return bool(fresh)
+
+    def _sparse_dims(self, state: ParameterState) -> int:
+        """The number of sparse dimensions of its gradient; 0: it is sent as a dense one."""
+        grad = state.parameter.grad
+        return grad.sparse_dim() if grad is not None and self._travels_sparse(state, grad) else 0
+
+
+def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+    """A sparse gradient without rows."""
+    indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[sparse_dims:]))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+
+
+def _group_of(state: ParameterState) -> Group | None:
+    """The group in which its gradient travels. That of a parameter that was frozen meanwhile travels alone."""
+    return state.group if state.parameter.requires_grad or state.held else None
+
+
+def _request_name(state: ParameterState) -> str:
+    group = _group_of(state)
+    return state.name if group is None else group.name
+
+
+def _kind(state: ParameterState) -> str:
+    if state.kind is None:
+        raise RuntimeError("a gradient is submitted before it has a name")
+    return state.kind
