@@ -25,6 +25,8 @@ from parallel import ParallelBuild  # noqa: E402  (native/parallel.py)
 
 import build as native_build  # noqa: E402  (native/build.py)
 
+CHECK_FLAGS = ["-DHR_CHECK_QUIET=1"]
+"""The engine takes every turn that it would spare, and ends the process if one moves."""
 SHIM = Path(__file__).resolve().parent / "shim"
 SANITIZE_FLAGS = {
     "": [],
@@ -109,7 +111,7 @@ def _compile(folder: Path, flags: list[str]) -> None:
         "\n".join(f'#include "{h.name}"' for h in headers),
         sources=[str(ROOT / s) for s in native_build.sources()] + [str(p) for p in sorted(SHIM.glob("*.c"))],
         include_dirs=[str(ROOT / "native/include"), str(ROOT / "native/src"), str(SHIM)],
-        extra_compile_args=[*native_build.COMPILE_FLAGS, "-g", "-O2", *native_build.WARNING_FLAGS, *flags],
+        extra_compile_args=[*native_build.COMPILE_FLAGS, "-g", "-O2", *native_build.WARNING_FLAGS, *CHECK_FLAGS, *flags],
         extra_link_args=[*native_build.LINK_FLAGS, *flags],
         py_limited_api=True,
     )

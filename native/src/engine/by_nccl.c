@@ -161,11 +161,12 @@ static void note_looks(struct hr_engine *engine, const struct hr_nccl_team *team
     *is_any_busy |= is_busy(team);
 }
 
-int hr_engine_turn_nccl(struct hr_engine *engine) {
+static int turn(struct hr_part *part) {
+    struct hr_engine *engine = part->owner;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     int is_any_busy = 0;
     if (by == NULL) {
-        return 0;
+        return HR_STILL;
     }
     int moved = by->ending != NULL && hr_nccl_turn_gone(engine, by);
     engine->node->nccl_within_ns = 0;
@@ -178,28 +179,6 @@ int hr_engine_turn_nccl(struct hr_engine *engine) {
     }
     atomic_store(&by->is_busy, is_any_busy);
     return moved;
-}
-
-static int has_work(struct hr_nccl_team *team) {
-    team->has_moved |= hr_nccl_look(team);
-    const int is_late = team->comm.state == HR_NCCL_BROKEN && !team->is_told && hr_now_ns() >= team->tell_ns;
-    return team->has_moved || is_late || hr_nccl_is_gone_late(team) || atomic_load(&team->has_values) ||
-           hr_nccl_may_stage(team);
-}
-
-int hr_engine_nccl_has_work(struct hr_engine *engine) {
-    struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
-    for (int i = 0; i < engine->lane_count && by != NULL; i++) {
-        if (has_work(hr_nccl_team_of(engine, engine->lanes[i]))) {
-            return 1;
-        }
-    }
-    for (struct hr_nccl_team *team = by == NULL ? NULL : by->ending; team != NULL; team = team->next) {
-        if (has_work(team)) {
-            return 1;
-        }
-    }
-    return 0;
 }
 
 /*
@@ -246,17 +225,25 @@ static void abort_all(struct hr_by_nccl *by) {
     hr_nccl_abort(first);
 }
 
-void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted) {
+/* Work on the GPU ends by itself, unless the group has failed. */
+static void end(struct hr_part *part, int has_failed) {
+    struct hr_engine *engine = part->owner;
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);
     if (by == NULL) {
         return;
     }
-    if (is_aborted) {
+    if (has_failed) {
         abort_all(by);
     }
     atomic_store(&by->is_busy, 0);
     engine->node->nccl_within_ns = 0;
 }
+
+static int needs(const struct hr_part *part) {
+    return hr_engine_is_nccl_busy(part->owner);
+}
+
+const struct hr_part_ops hr_part_nccl = {.rank = HR_PART_NCCL, .turn = turn, .needs = needs, .end = end};
 
 int hr_engine_is_nccl_quiet(struct hr_engine *engine) {
     struct hr_by_nccl *by = atomic_load(&engine->by_nccl);

@@ -26,7 +26,7 @@
 #include "backend/nccl_backend.h"
 #include "device/mark.h"
 #include "device/staging.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
 
 enum hr_by_nccl_stage {
     HR_BY_NCCL_ASKED,
@@ -134,9 +134,7 @@ static inline int hr_nccl_is_refused(const struct hr_nccl_team *team) {
 
 /* nccl_setup.c: what all ranks together can, by what each has told; empty: all are able. */
 void hr_nccl_judge(const struct hr_nccl_report *reports, const struct hr_team *ranks, char *text, size_t text_bytes);
-/*
- * nccl_gone.c: looks at a communicator that no launch has, of which during a launch its task does: 1 if it has moved.
- */
+/* nccl_gone.c: looks at a communicator that no launch has, of which during a launch its task does: 1: it has moved. */
 int hr_nccl_look(struct hr_nccl_team *team);
 /* It is BROKEN: the group is told when it is time, and 1. `of`: the process set; empty for the world. */
 int hr_nccl_turn_broken(struct hr_engine *engine, struct hr_nccl_team *team, const char *of);

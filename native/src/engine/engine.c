@@ -42,6 +42,20 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_mutex_init(&engine->driver.leave_lock, NULL);
 }
 
+static void add_parts(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    hr_drive_add(engine, &driver->end, &hr_part_end, engine);
+    hr_drive_add(engine, &driver->submissions, &hr_part_submissions, engine);
+    hr_drive_add(engine, &driver->nccl, &hr_part_nccl, engine);
+    hr_drive_add(engine, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    hr_drive_add(engine, &driver->links, &hr_part_links, engine);
+    hr_drive_add(engine, &driver->stall, &hr_part_stall, engine);
+    hr_drive_add(engine, &driver->deadlock, &hr_part_deadlock, engine);
+    if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
+        atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
+    }
+}
+
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                       const horo_setup *setup, struct hr_error *error) {
     engine->driver.kick_fd = -1;
@@ -58,6 +72,7 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
     for (int number = 0; number < HR_TEAMS_MAX; number++) {
         engine->teams[number].id = number;
     }
+    add_parts(engine);
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
     HR_TRY(hr_engine_init_tuning(engine, setup, error));
@@ -197,10 +212,8 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     hr_engine_drive(engine, request, deadline_ns);
     (void)pthread_mutex_lock(&engine->submission.lock);
     driver->who = HR_DRIVER_NONE;
-    const int leaves_links = atomic_load(&driver->serves_hosts) &&
-                             (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
-    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_nccl_busy(engine) ||
-        hr_engine_is_called(engine) || atomic_load(&driver->stop)) {
+    const int leaves_links = atomic_load(&driver->serves_hosts) && !driver->looks_soon;
+    if (leaves_links || atomic_load(&driver->stop) || hr_drive_needs(engine)) {
         hr_engine_kick(engine);
     }
     if (engine->submission.waiters > 0) {

@@ -5,9 +5,9 @@
  * lock, or the driver's, that is touched by the one thread that drives, whichever it is.
  *
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then
- * costs no thread switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No
- * turn of it waits, so a rank that executes a batch serves its control links and notices losses all the time; and a
- * caller may leave the loop at any turn.
+ * costs no thread switch. It goes round one loop over the parts of the engine (part.h, drive.c), and waits if nothing
+ * has moved. No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all
+ * the time; and a caller may leave the loop at any turn.
  *
  * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
  * life lines. Where other hosts need it, it is parked on the links and the driver's eventfd as well, and drives when
@@ -120,14 +120,16 @@ struct hr_driver {
     uint64_t rested_at;       /* drives of callers when it rested last */
 
     /* The driver's own. */
+    struct hr_part *parts; /* all of these, and those of the lanes, in their order; changed under the lock */
+    struct hr_part end, submissions, nccl, links, stall, deadlock;
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* moves of lanes that are no longer there */
-    /* leaving, see turn_leaving: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
+    /* leaving, see leave.c: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
     int64_t leave_ns;
     uint64_t leave_moves;
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
-    int64_t expecting_since_ns; /* several hosts: waiting for others since */
+    int expects_others; /* something is under way that a peer may hold up, as the last wait has found */
 };
 
 struct hr_counts {
@@ -241,20 +243,13 @@ int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t c
 /* blocked.c */
 /* The calling thread has submitted something, or waits; with the lock held. */
 void hr_engine_note_caller(struct hr_engine *engine);
-/* Whether there is something to tell; tells it to rank 0: 1 or a status. */
-static inline int hr_engine_has_blocked(const struct hr_engine *engine) {
-    return atomic_load_explicit(&engine->submission.blocked.is_new, memory_order_relaxed);
-}
+/* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
 /* thread.c */
 void *hr_engine_main(void *engine);
 
 /* drive.c */
-/*
- * Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held.
- */
-int hr_engine_is_called(const struct hr_engine *engine);
 /*
  * Drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
  * NULL: until nothing is pending; where it serves other hosts, until there is nothing to do but wait, for which it has
@@ -264,7 +259,7 @@ void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, i
 /* Wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it in the lanes; returns how many. */
+/* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
 int hr_engine_announce(struct hr_engine *engine);
 
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
@@ -304,9 +299,6 @@ int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request
 int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request);
 /* With the lock held: it is over, or its values have come. */
 void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request);
-/* Driver: 1 if something moved, else 0; whether there is something to do. */
-int hr_engine_turn_nccl(struct hr_engine *engine);
-int hr_engine_nccl_has_work(struct hr_engine *engine);
 /* Whether something may run on a GPU that somebody has to look after. Any thread. */
 int hr_engine_is_nccl_busy(const struct hr_engine *engine);
 /*
@@ -327,11 +319,7 @@ int hr_engine_awaits_turn(const struct hr_lane *lane);
 int hr_engine_awaits_gpu(const struct hr_lane *lane);
 /* Driver: whether the lane's batch is not NCCL's, and kernels of NCCL run here: another rank may wait for such. */
 int hr_engine_is_beside_nccl(const struct hr_lane *lane);
-/*
- * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
- * has let go of all memory of requests.
- */
-void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
+/* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
 int hr_engine_is_nccl_quiet(struct hr_engine *engine);
 /* Ends NCCL, when nobody drives any more. */
 void hr_engine_end_nccl(struct hr_engine *engine);

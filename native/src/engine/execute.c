@@ -58,16 +58,20 @@ static int suspect(struct hr_lane *lane) {
     lane->executor.state = HR_EXECUTION_LOST;
     lane->executor.confirm_ns =
         hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
-    return 1;
+    hr_part_expect(&lane->part, lane->executor.confirm_ns);
+    return HR_MOVED;
 }
 
 static int confirm(struct hr_lane *lane) {
     const struct hr_abort who = lane->team->suspect;
-    if (hr_lane_is_left(lane) || hr_now_ns() < lane->executor.confirm_ns) {
-        return 0;
+    if (hr_lane_is_left(lane)) {
+        return HR_STILL;
+    }
+    if (hr_now_ns() < lane->executor.confirm_ns) {
+        return HR_STILL;
     }
     hr_node_abort(lane->node, who.code, who.rank, who.reason);
-    return 1;
+    return HR_MOVED;
 }
 
 /* One of NCCL goes on on the GPU. 0: that has failed, and the group is about to end. */
@@ -80,14 +84,14 @@ static int may_end_batch(struct hr_lane *lane) {
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
     switch (moved) {
-    case HR_TASK_BLOCKED: return 0;
+    case HR_TASK_BLOCKED: return HR_STILL;
     case HR_TASK_DONE:
         if (lane->executor.state == HR_EXECUTION_TELLING) {
             hr_lane_finish_telling(lane);
             break;
         }
         if (!may_end_batch(lane)) {
-            return 0;
+            return HR_STILL;
         }
         end_batch(lane);
         break;
@@ -96,7 +100,7 @@ static int progress_task(struct hr_lane *lane) {
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
     }
     lane->executor.moves++;
-    return 1;
+    return HR_MOVED;
 }
 
 static int change_teams(struct hr_lane *lane) {
@@ -105,12 +109,12 @@ static int change_teams(struct hr_lane *lane) {
     int outcome;
     const int moved = hr_engine_change_teams(lane->engine, request, &outcome, text, sizeof text);
     if (moved != HR_TASK_DONE) {
-        return moved == HR_TASK_BLOCKED ? 0 : moved;
+        return moved == HR_TASK_BLOCKED ? HR_STILL : moved;
     }
     end_record(lane);
     lane->executor.moves++;
     hr_engine_complete(lane->engine, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
-    return 1;
+    return HR_MOVED;
 }
 
 /* One request, whose results are too large for anybody: all ranks see the same rows, and none begins. */
@@ -309,19 +313,19 @@ int hr_lane_execute(struct hr_lane *lane) {
     size_t bytes;
     const int whole = hr_frame_peek(&lane->executor.log_in, &data, &bytes);
     if (whole != HORO_OK) {
-        return whole < 0 ? whole : 0;
+        return whole < 0 ? whole : HR_STILL;
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
     const int prepared = hr_lane_prepare_nccl(lane, &record);
     if (prepared != HR_TASK_DONE) {
-        return prepared == HR_TASK_MOVED || prepared < 0 ? prepared : 0;
+        return prepared == HR_TASK_MOVED ? HR_MOVED : prepared < 0 ? prepared : HR_STILL;
     }
     lane->executor.record_bytes = 4 + bytes;
     HR_TRY(execute_record(lane, &record));
     hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* the batch has its own copy */
     lane->executor.moves++;
-    return 1;
+    return HR_MOVED;
 }
 
 void hr_lane_cancel(struct hr_lane *lane) {

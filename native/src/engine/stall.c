@@ -9,6 +9,9 @@
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };
 
+/* While others are waited for, it is looked so often whether anything has moved. */
+enum { STEPS = 16 };
+
 enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
@@ -246,16 +249,12 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     return now_ns + warning_ns / LOOKS;
 }
 
-/* As hr_lane_check_stall, but for answers that are waited for. */
+/* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
-        atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX,
-                              memory_order_relaxed);
-        return 0;
-    }
-    if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
-        (!lane->is_leader || lane->leader.agree.active == 0)) {
+    const int is_idle = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+                        (!lane->is_leader || lane->leader.agree.active == 0);
+    if (warning_ns <= 0 || is_idle) {
         return 0;
     }
     /*
@@ -280,8 +279,32 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
 }
 
-int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
-    const int64_t due_ns = check(lane, now_ns);
-    const int64_t answers_ns = hr_stall_check_answers(lane, now_ns);
-    return due_ns == 0 || (answers_ns != 0 && answers_ns < due_ns) ? answers_ns : due_ns;
+int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns) {
+    return node->stall_warning_ns > 0 ? now_ns + node->stall_warning_ns / STEPS : HR_NEVER;
 }
+
+int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
+    int64_t next_ns = HR_NEVER;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int64_t answers_ns = engine->lanes[i]->stall.answers_ns;
+        next_ns = answers_ns != 0 && answers_ns < next_ns ? answers_ns : next_ns;
+    }
+    return next_ns;
+}
+
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    struct hr_engine *engine = part->owner;
+    if (engine->driver.stage != HR_ENGINE_RUNNING) {
+        return HR_NEVER;
+    }
+    int64_t next_ns = engine->driver.expects_others ? hr_stall_next_look_ns(engine->node, now_ns) : HR_NEVER;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int64_t due_ns = check(engine->lanes[i], now_ns);
+        next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;
+        hr_stall_check_answers(engine->lanes[i], now_ns);
+    }
+    const int64_t answers_ns = hr_stall_answers_ns(engine);
+    return answers_ns < next_ns ? answers_ns : next_ns;
+}
+
+const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due};

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
 
 /* ---- The callers' side ---- */
 
@@ -216,6 +216,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     place->lane = lane;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
+        hr_drive_add(engine, &lane->part, &hr_part_lane, lane);
         choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -226,6 +227,7 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
     for (int i = 1; i < engine->lane_count; i++) {
         if (engine->lanes[i] == lane) {
             engine->lanes[i] = engine->lanes[--engine->lane_count];
+            hr_drive_remove(engine, &lane->part);
             engine->driver.lane_moves += hr_lane_moves(lane);
             engine->gone_link_bytes +=
                 lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);

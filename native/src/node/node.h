@@ -74,7 +74,7 @@ static inline int hr_node_is_contended(const struct hr_node *node, int64_t now_n
     return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
 }
 
-/* The condition of a wait: looks, may advance state of its own, never blocks. */
+/* The condition of a wait: looks, and does what can be done at once; 1 ends the wait. Never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 
 /*

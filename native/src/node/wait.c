@@ -78,12 +78,12 @@ void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep) {
     }
 }
 
-enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK, NOT_ASLEEP };
 
-/* Sleeps once. */
+/* Sleeps once, unless it is ready. */
 static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
     if (!set_mark(node, ready, arg)) {
-        return AWOKEN_BY_EVENT;
+        return NOT_ASLEEP;
     }
     struct hr_sleep *sleep = &node->sleep;
     name_fds(node, sleep, sleep->capacity);
@@ -172,6 +172,9 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         const enum awoken awoken = sleep_until_woken(node, ready, arg, deadline_ns);
         if (awoken == AWOKEN_BY_SIGNAL) {
             return HORO_IN_PROGRESS;
+        }
+        if (awoken == NOT_ASLEEP) {
+            return HORO_OK;
         }
         /* one look: spinning has been tried */
         now_ns = hr_now_ns();
