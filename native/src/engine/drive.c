@@ -167,18 +167,12 @@ static int wait_for_move(struct hr_engine *engine, int64_t spin_ns, int64_t dead
 
 /* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
 static int watch(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
     const int64_t now_ns = hr_now_ns();
     stop_expecting(engine);
     const int64_t until_ns = next_due_ns(engine, 0, now_ns);
     show_moves(engine);
-    if ((until_ns != 0 && now_ns >= until_ns) ||
-        hr_node_prepare_sleep(engine->node, turn, engine, &driver->sleep, until_ns)) {
-        return 0;
-    }
-    driver->is_watching = 1;
-    driver->watching_since = driver->drives;
-    return 1;
+    return (until_ns == 0 || now_ns < until_ns) &&
+           !hr_node_prepare_sleep(engine->node, turn, engine, &engine->driver.sleep, until_ns);
 }
 
 /* ---- The loop ---- */
@@ -195,7 +189,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
 
 /*
  * Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. What makes the
- * thread drive (must_drive) must be over, or it would do so again at once, without the sleep that notices a death.
+ * thread drive must be over, or it would do so again at once, without the sleep that notices a death.
  */
 static int may_yield(const struct hr_engine *engine, const struct hr_request *until) {
     const struct hr_driver *driver = &engine->driver;
@@ -206,20 +200,21 @@ static int may_yield(const struct hr_engine *engine, const struct hr_request *un
     return atomic_load(&driver->wanted) ? !hr_part_end.needs(&driver->end) : !hr_drive_needs(engine);
 }
 
-void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
+int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns) {
     const int64_t spin_ns = until != NULL ? engine->driver.caller_spin_ns : engine->driver.thread_spin_ns;
     for (unsigned turns = 1; !may_return(engine, until); turns++) {
         if (turn(engine->node, engine)) {
             if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
-                return;
+                return 0;
             }
         } else if (may_yield(engine, until)) {
             if (watch(engine)) {
-                break;
+                return 1;
             }
         } else if (!wait_for_move(engine, spin_ns, deadline_ns)) {
-            return;
+            return 0;
         }
     }
     stop_expecting(engine);
+    return 0;
 }

@@ -9,9 +9,7 @@
  * has moved. No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all
  * the time; and a caller may leave the loop at any turn.
  *
- * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
- * life lines. Where other hosts need it, it is parked on the links and the driver's eventfd as well, and drives when
- * something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
+ * While nothing is pending nobody drives; token.c says whose turn it is.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
  * messages between hosts), or a LEAVE record, which closes the log of the world at one place for all ranks. The
@@ -41,9 +39,6 @@
 #include <stdatomic.h>
 
 #include "engine/lane.h"
-
-/* A call within so long after another continues a stream of calls. */
-enum { HR_STREAM_MS = 1 };
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -90,34 +85,27 @@ struct hr_submission {
 
 /* ---- Driver: who runs the loop. Under the lock of submission, but for atomics and what is the driver's. ---- */
 
-enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+/* The owner of the right to turn the parts; see token.c. */
+enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };
 
 enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
 struct hr_driver {
-    enum hr_driver_who who;
-    int is_parked; /* the background thread, and nobody has kicked it */
+    enum hr_token owner;
+    int64_t since_ns; /* several hosts: when it last changed; CALLER: when that call began to wait */
+    int is_kicked;    /* the thread, which is to look whether it must drive */
+    int looks_soon;   /* the thread sleeps for a while at most */
+    _Atomic int wanted;       /* several hosts: a caller that waits for the only request would drive itself */
+    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
     pthread_t thread;
+    struct hr_sleep sleep; /* the thread's */
     int kick_fd;
     _Atomic int stop;
     int leave_status; /* for others, as the words; written before `stop` */
     char leave_words[HR_LAST_WORDS_MAX + 1];
     pthread_mutex_t leave_lock; /* of the one that joins the thread */
     int has_joined;
-    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
-    _Atomic int wanted;       /* there: a caller that waits for the only request would drive itself */
-    int64_t called_ns;        /* there: when a caller's wait last ended */
-    uint64_t drives;          /* of callers, so far */
-    int looks_soon;           /* the thread is parked for HR_STREAM_MS at most */
     int64_t caller_spin_ns, thread_spin_ns;
-
-    /* The background thread's own. */
-    struct hr_sleep sleep;
-    int is_watching;          /* `sleep` has been prepared, when callers had driven so often: */
-    uint64_t watching_since;
-    int must_look;            /* for others, though nothing is pending here */
-    int has_yielded;          /* to a caller that waits for what is pending */
-    uint64_t rested_at;       /* drives of callers when it rested last */
 
     /* The driver's own. */
     struct hr_part *parts; /* all of these, and those of the lanes, in their order; changed under the lock */
@@ -246,18 +234,26 @@ void hr_engine_note_caller(struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* thread.c */
+/* token.c */
 void *hr_engine_main(void *engine);
+/* With the lock held: whether a caller may take the token. */
+static inline int hr_token_is_free(const struct hr_driver *driver) {
+    return driver->owner == HR_TOKEN_FREE || driver->owner == HR_TOKEN_WATCH;
+}
+/* With the lock held, which it lets go meanwhile: takes it at now_ns, and drives as hr_engine_drive. */
+void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns, int64_t deadline_ns);
+/* Likewise: until the token is free, requests are done, or the deadline. */
+void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
+/* Wakes whoever must notice a change made under the lock. Call with the lock held. */
+void hr_engine_kick(struct hr_engine *engine);
 
 /* drive.c */
 /*
  * Drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
- * NULL: until nothing is pending; where it serves other hosts, until there is nothing to do but wait, for which it has
- * then prepared its sleep, or a caller wants to.
+ * NULL: until no part needs it; where it serves other hosts, until there is nothing to do but wait, or a caller wants
+ * to: 1, and its sleep on all that may come is prepared.
  */
-void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
-/* Wakes whoever must notice a change made under the lock. Call with the lock held. */
-void hr_engine_kick(struct hr_engine *engine);
+int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 
 /* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
 int hr_engine_announce(struct hr_engine *engine);
@@ -326,8 +322,6 @@ void hr_engine_end_nccl(struct hr_engine *engine);
 /* Driver: the team has been removed, and its lane is about to go. */
 void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
 
-/* engine.c: with the lock held, which it lets go meanwhile: until the driver changes, a moment, or the deadline. */
-void hr_engine_wait_for_driver(struct hr_engine *engine, int64_t deadline_ns);
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 

@@ -177,7 +177,7 @@ static int try_to_submit(struct hr_engine *engine, const horo_request *call, str
         request->new_lane = new_lane;
         *handle = request->handle;
         const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
-        if (engine->driver.who != HR_DRIVER_NONE || !sync) {
+        if (!hr_token_is_free(&engine->driver) || !sync) {
             hr_engine_kick(engine);
         }
     }
