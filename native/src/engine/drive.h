@@ -13,7 +13,25 @@ static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {
     return moves;
 }
 
-/* drive.c: the part is turned from now on, or no longer. The driver, with the lock held. */
+/* token.c: the background thread */
+void *hr_engine_main(void *engine);
+/* With the lock held: whether a caller may take the token. */
+static inline int hr_token_is_free(const struct hr_driver *driver) {
+    return driver->owner == HR_TOKEN_FREE || driver->owner == HR_TOKEN_WATCH;
+}
+/* With the lock held, which it lets go meanwhile: takes it at now_ns, and drives as hr_engine_drive. */
+void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns, int64_t deadline_ns);
+/* Likewise: until the token is free, requests are done, or the deadline. */
+void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
+
+/*
+ * drive.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
+ * NULL: until no part needs it; where it serves other hosts, until there is nothing to do but wait, or a caller wants
+ * to: 1, and its sleep on all that may come is prepared.
+ */
+int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
+
+/* The part is turned from now on, or no longer. The driver, with the lock held. */
 void hr_drive_add(struct hr_engine *engine, struct hr_part *part, const struct hr_part_ops *ops, void *owner);
 void hr_drive_remove(struct hr_engine *engine, const struct hr_part *part);
 /* Whether somebody must drive, by the driver or with the lock held while nobody drives. */

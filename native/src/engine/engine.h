@@ -234,26 +234,8 @@ void hr_engine_note_caller(struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* token.c */
-void *hr_engine_main(void *engine);
-/* With the lock held: whether a caller may take the token. */
-static inline int hr_token_is_free(const struct hr_driver *driver) {
-    return driver->owner == HR_TOKEN_FREE || driver->owner == HR_TOKEN_WATCH;
-}
-/* With the lock held, which it lets go meanwhile: takes it at now_ns, and drives as hr_engine_drive. */
-void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns, int64_t deadline_ns);
-/* Likewise: until the token is free, requests are done, or the deadline. */
-void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
-/* Wakes whoever must notice a change made under the lock. Call with the lock held. */
+/* token.c: wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);
-
-/* drive.c */
-/*
- * Drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
- * NULL: until no part needs it; where it serves other hosts, until there is nothing to do but wait, or a caller wants
- * to: 1, and its sleep on all that may come is prepared.
- */
-int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 
 /* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
 int hr_engine_announce(struct hr_engine *engine);

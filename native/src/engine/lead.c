@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
 #ifndef HR_CHECK_QUIET

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
 
 /* The lane of the request's team; with the lock held. */
 static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {

@@ -6,15 +6,15 @@
  *     FREE   | nobody              |                                          |
  *     CALLER | a thread that waits | FREE or WATCH, under the lock that it    | its request is done, its time is up, or
  *            | for a request       | has anyway                               | a signal came
- *     THREAD | the background      | FREE, when it is kicked and needed, or   | nothing needs it; between hosts, nothing
- *            | thread              | after HR_STREAM_MS; WATCH, by an event   | moves and a caller wants it
+ *     THREAD | the background      | FREE, when it is kicked and needed, or   | nothing needs it; between hosts, a
+ *            | thread              | after STREAM_NS; WATCH, by an event      | caller wants it and nothing moves
  *     WATCH  | nobody: the thread  | THREAD, between hosts, when nothing      | an event (THREAD), or a caller, who
  *            | sleeps for whoever  | needs it                                 | clears the mark that this rank sleeps
  *            | comes, on all that  |                                          | and wakes nobody
  *            | may come            |                                          |
  *
  * Otherwise the thread sleeps on its kick and the life lines, so that nothing which comes for a caller wakes it. Where
- * other hosts need this rank it ends that sleep after HR_STREAM_MS, so a stream of calls wakes it once in so long, and
+ * other hosts need this rank it ends that sleep after STREAM_NS, so a stream of calls wakes it once in so long, and
  * takes the token if that has been free all the time. While one call lasts longer it sleeps on: then the caller kicks
  * it. Whoever leaves the token FREE wakes the callers that wait for it, and kicks the thread if something needs it.
  */
