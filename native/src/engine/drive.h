@@ -25,9 +25,9 @@ void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, 
 void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
 
 /*
- * drive.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
- * NULL: until no part needs it; where it serves other hosts, until there is nothing to do but wait, or a caller wants
- * to: 1, and its sleep on all that may come is prepared.
+ * drive.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The
+ * background thread, whose `until` is NULL: until no part needs it; where it serves other hosts, until there is nothing
+ * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
  */
 int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 
