@@ -59,53 +59,41 @@ static int next_kind(struct hr_kinds *kinds) {
     return least;
 }
 
-static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
+/* Of all operands of a kind, the rows that fall to rank r; -1: all that there is. */
+static struct hr_fused fuse(const struct hr_kinds *kinds, struct hr_piece *pieces, int kind, int r) {
     struct hr_fused fused = {.pieces = pieces};
-    for (size_t i = 0; i < count; i++) {
-        const struct hr_operand *operand = &operands[i];
+    for (size_t i = 0; i < kinds->count; i++) {
+        const struct hr_operand *operand = &kinds->operands[i];
         if (kind_of(operand) != kind) {
             continue;
         }
+        size_t begin = 0;
+        size_t bytes = operand->bytes;
+        if (r >= 0 && bytes > 0) {
+            const size_t row_bytes = kinds->row_bytes[i];
+            hr_part(bytes / row_bytes, (size_t)kinds->size, (size_t)r, &begin, &bytes);
+            begin *= row_bytes;
+            bytes *= row_bytes;
+        }
         fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
-        hr_fuse_append(&fused, pieces, operand->input, operand->output, operand->bytes / fused.codec->element_bytes);
+        hr_fuse_append(&fused, pieces, (const char *)operand->input + begin,
+                       r < 0 || r == kinds->rank ? operand->output : NULL, bytes / fused.codec->element_bytes);
     }
     return fused;
 }
 
 int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused) {
     const int kind = next_kind(kinds);
-    if (kind == KIND_COUNT) {
-        return 0;
+    if (kind < KIND_COUNT) {
+        *fused = fuse(kinds, pieces, kind, -1);
     }
-    *fused = fuse_kind(pieces, kinds->operands, kinds->count, kind);
-    return 1;
-}
-
-/* Of all operands of a kind, the rows that fall to rank r. */
-static struct hr_fused fuse_rows(const struct hr_kinds *kinds, struct hr_piece *pieces, int kind, int r) {
-    struct hr_fused fused = {.pieces = pieces};
-    for (size_t i = 0; i < kinds->count; i++) {
-        const struct hr_operand *operand = &kinds->operands[i];
-        const size_t row_bytes = kinds->row_bytes[i];
-        if (kind_of(operand) != kind) {
-            continue;
-        }
-        fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
-        if (operand->bytes > 0) {
-            size_t first;
-            size_t rows;
-            hr_part(operand->bytes / row_bytes, (size_t)kinds->size, (size_t)r, &first, &rows);
-            hr_fuse_append(&fused, pieces, (const char *)operand->input + first * row_bytes,
-                           r == kinds->rank ? operand->output : NULL, rows * row_bytes / fused.codec->element_bytes);
-        }
-    }
-    return fused;
+    return kind < KIND_COUNT;
 }
 
 int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *by_rank) {
     const int kind = next_kind(kinds);
     for (int r = 0; r < kinds->size && kind < KIND_COUNT; r++) {
-        by_rank[r] = fuse_rows(kinds, pieces + (size_t)r * kinds->count, kind, r);
+        by_rank[r] = fuse(kinds, pieces + (size_t)r * kinds->count, kind, r);
     }
     return kind < KIND_COUNT;
 }

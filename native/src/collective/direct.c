@@ -125,11 +125,6 @@ static size_t least_bytes(const struct hr_team *team, const struct hr_move *move
     return team->tuning.direct * size * (is_gather ? size - 1 : 1);
 }
 
-/* Whether it is an alltoall: what it puts into a slot serves one other rank, so that the copy never pays. */
-static int is_for_each(const struct hr_move *move) {
-    return move->shown_count > 1;
-}
-
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
     const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
                     address_bytes(move) <= team->tuning.segment;
@@ -139,15 +134,12 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
     if (move->sum != NULL) {
         return sum_room(team, move) >= SUM_LEAST;
     }
-    return is_for_each(move) || bytes <= team->tuning.direct_most / (size_t)team->local_size;
+    /* what an alltoall puts into a slot serves one other rank: there the copy never pays */
+    return move->shown_count > 1 || bytes <= team->tuning.direct_most / (size_t)team->local_size;
 }
 
 static int shows(const struct hr_direct *run, int rank) {
     return run->move.root_rank < 0 || run->move.root_rank == rank;
-}
-
-static const struct hr_fused *shown_to(const struct hr_direct *run, int rank) {
-    return &run->move.shown[run->move.shown_count == 1 ? 0 : rank];
 }
 
 static const struct hr_fused *part_from(const struct hr_direct *run, int rank) {
@@ -176,7 +168,7 @@ static void show(const struct hr_direct *run) {
 /* Copies what I have for myself. */
 static void keep(const struct hr_direct *run) {
     const struct hr_team *team = run->team;
-    const struct hr_fused *mine = shown_to(run, team->rank);
+    const struct hr_fused *mine = &run->move.shown[run->move.shown_count == 1 ? 0 : team->rank];
     const struct hr_fused *results = part_from(run, team->rank);
     size_t received = 0;
     for (int r = 0; r < team->size; r++) {
@@ -278,23 +270,6 @@ static int read_addends(const struct hr_direct *run, int from, const struct adde
     return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
-/* In the order of ranks, as the slots are added up, so that the way changes no bit. */
-static void add_up(const struct hr_direct *run, const struct addend *addends, int count, const char *read,
-                   size_t room) {
-    struct hr_team *team = run->team;
-    const struct hr_codec *codec = part_from(run, team->rank)->codec;
-    for (int i = 0; i < count; i++) {
-        const char *next = read;
-        for (int r = 0; r < team->size; r++) {
-            team->sources[r] = r == team->rank ? addends[i].mine : next;
-            next += r == team->rank ? 0 : room;
-        }
-        codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
-                      team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
-        read += addends[i].bytes;
-    }
-}
-
 static int sum_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
     const size_t room = sum_room(team, &run->move);
@@ -314,17 +289,21 @@ static int sum_next(struct hr_direct *run) {
             }
             to += from == team->rank ? 0 : room;
         }
-        add_up(run, addends, count, scratch, room);
+        /* In the order of ranks, as the slots are added up, so that the way changes no bit. */
+        const char *read = scratch;
+        const struct hr_codec *codec = part_from(run, team->rank)->codec;
+        for (int i = 0; i < count; i++) {
+            const char *next = read;
+            for (int r = 0; r < team->size; r++) {
+                team->sources[r] = r == team->rank ? addends[i].mine : next;
+                next += r == team->rank ? 0 : room;
+            }
+            codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
+                          team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
+            read += addends[i].bytes;
+        }
     }
     return HR_TASK_MOVED;
-}
-
-/*
- * Whether what was read may be wrong: where the group has ended, a member's call may have failed before I read its
- * memory, which it may have changed.
- */
-static int may_be_untrue(const struct hr_team *team) {
-    return hr_arena_aborted(&team->node->arena).code != 0;
 }
 
 static void end_showing(struct hr_direct *run) {
@@ -353,7 +332,11 @@ static int progress(struct hr_task *task) {
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
     case STAGE_END: /* until all have read, nobody's memory is the caller's again */
-        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || may_be_untrue(team)) {
+        /*
+         * Where the group has ended, what was read may be wrong: a member's call may have failed before I read its
+         * memory, which it may have changed.
+         */
+        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || hr_arena_aborted(&team->node->arena).code != 0) {
             return HR_TASK_BLOCKED;
         }
         conclude(team);

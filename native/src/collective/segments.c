@@ -5,10 +5,6 @@
 #include "base/clock.h"
 #include "base/cut.h"
 
-static struct hr_segments *segments_of(struct hr_task *task) {
-    return (struct hr_segments *)task; /* its first member */
-}
-
 int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
     const size_t whole = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
     if (whole <= team->cross_scratch_bytes) {
@@ -32,12 +28,21 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
     return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
+static void arrive(struct hr_segments *segments, enum hr_phase phase, size_t k) {
+    hr_team_arrive(segments->team, phase, hr_segments_parity(segments, k));
+}
+
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
 static void fill_next(struct hr_segments *segments) {
-    const int is_timed = segments->trial.costs != NULL && segments->filled == 0;
+    const size_t k = segments->filled++;
+    const int is_timed = segments->trial.costs != NULL && k == 0;
     const int64_t begun_ns = is_timed ? hr_now_ns() : 0;
-    segments->ops->fill(segments, segments->filled++);
+    segments->ops->fill(segments, k);
+    arrive(segments, HR_PHASE_FILLED, k);
+    if (segments->ops->keep != NULL) {
+        segments->ops->keep(segments, k);
+    }
     if (is_timed) {
         segments->trial.ns = hr_now_ns() - begun_ns;
     }
@@ -70,6 +75,9 @@ static void finish(struct hr_segments *segments) {
     if (segments->ops->finish != NULL) {
         segments->ops->finish(segments, segments->finished);
     }
+    if (segments->drain_phase == HR_PHASE_REDUCED) {
+        arrive(segments, HR_PHASE_REDUCED, segments->finished);
+    }
     segments->finished++;
 }
 
@@ -82,8 +90,10 @@ static int drain(struct hr_segments *segments) {
     if (exchanges) {
         segments->ops->exchange(segments, k);
         segments->filled++;
+        arrive(segments, HR_PHASE_FILLED, k);
     } else {
         segments->ops->drain(segments, k);
+        arrive(segments, HR_PHASE_DRAINED, k);
     }
     segments->drained++;
     return HR_TASK_MOVED;
@@ -124,7 +134,7 @@ static int begin(struct hr_segments *segments) {
 
 int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
     const size_t before = cross->sent + cross->finished;
-    const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
+    const int status = hr_cross_progress(cross);
     team->pieces += cross->sent + cross->finished - before;
     if (status == HORO_ERR_PEER_LOST) {
         hr_team_suspect_link(team, cross->lost_host);
@@ -165,7 +175,7 @@ static int advance_between_hosts(struct hr_segments *segments) {
 /* ---- The task ---- */
 
 static int progress(struct hr_task *task) {
-    struct hr_segments *segments = segments_of(task);
+    struct hr_segments *segments = (struct hr_segments *)task;
     if (segments->drained < segments->count) {
         const int moved =
             segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
@@ -181,7 +191,7 @@ static int progress(struct hr_task *task) {
 }
 
 static void cancel(struct hr_task *task) {
-    struct hr_segments *segments = segments_of(task);
+    struct hr_segments *segments = (struct hr_segments *)task;
     if (segments->ops != NULL && segments->ops->begin != NULL) {
         hr_team_abandon_data(segments->team); /* posted data lies in the task and in memory that goes away */
     }
@@ -215,5 +225,5 @@ int hr_segments_fill_ahead(struct hr_segments *segments) {
 
 void hr_segments_show_ahead(struct hr_segments *segments) {
     segments->is_filled_ahead = 1;
-    hr_team_arrive(segments->team, HR_PHASE_FILLED, hr_segments_parity(segments, 0));
+    arrive(segments, HR_PHASE_FILLED, 0);
 }

@@ -18,14 +18,6 @@
 
 enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
 
-static struct hr_allgather *run_of(struct hr_segments *segments) {
-    return (struct hr_allgather *)segments; /* its first member */
-}
-
-static unsigned parity(const struct hr_allgather *run, size_t k) {
-    return hr_segments_parity(&run->segments, k);
-}
-
 /* The place that a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
     const struct hr_team *team = run->segments.team;
@@ -68,13 +60,13 @@ static int walk_on(struct walk *walk) {
     walk->is_direct = direct != NULL;
     walk->place = direct;
     if (direct == NULL) {
-        walk->place = hr_team_slot(run->segments.team, walk->owner, parity(run, walk->k)) + walk->slot_offset;
+        walk->place = hr_segments_slot(&run->segments, walk->owner, walk->k) + walk->slot_offset;
     }
     return 1;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
@@ -85,11 +77,10 @@ static void fill(struct hr_segments *segments, size_t k) {
             }
         }
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, parity(run, k));
 }
 
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     const struct hr_team *team = segments->team;
     struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
     memset(parts, 0, (size_t)team->host_count * sizeof *parts);
@@ -101,15 +92,11 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     }
     struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
     call.parts = parts;
-    return run->cross->begin(cross, &call);
-}
-
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    return hr_cross_begin(run->cross, cross, &call);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     for (int owner = 0; owner < run->owners; owner++) {
         struct walk walk = {.run = run, .k = k, .owner = owner};
         while (walk_on(&walk)) {
@@ -119,7 +106,6 @@ static void drain(struct hr_segments *segments, size_t k) {
             }
         }
     }
-    hr_team_arrive(segments->team, HR_PHASE_DRAINED, parity(run, k));
 }
 
 /* The bytes of all parts that one segment takes. */
@@ -136,14 +122,14 @@ static size_t segment_bytes(const struct hr_allgather *run) {
 static int begin_next_run(struct hr_segments *segments);
 
 static const struct hr_segments_ops several_hosts = {
-    .fill = fill, .begin = begin, .finish = finish, .drain = drain, .follow = begin_next_run};
+    .fill = fill, .begin = begin, .drain = drain, .follow = begin_next_run};
 
 /*
  * Begins the next run of ranks: each part in a slot is rounded up, and a run has so few ranks that this takes half of a
  * slot at most. Nearly always one run has all ranks.
  */
 static int begin_next_run(struct hr_segments *segments) {
-    struct hr_allgather *run = run_of(segments);
+    struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
     size_t total = 0;
     if (!hr_members_advance(&run->members, team, team->tuning.segment / (2 * ROUNDING_BYTES))) {

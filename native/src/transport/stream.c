@@ -13,11 +13,6 @@ static struct hr_message *take_spare(struct hr_message **spare) {
     return message;
 }
 
-static void make_spare(struct hr_message **spare, struct hr_message *message) {
-    message->next = *spare;
-    *spare = message;
-}
-
 /* The messages of one io, the first of them; NULL for lack of memory. */
 static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
                               struct hr_io *io, struct hr_message **last) {
@@ -71,7 +66,8 @@ void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_
     if (state != HR_IO_POSTED) {
         message->io->state = state; /* from here on the io is the caller's */
     }
-    make_spare(spare, message);
+    message->next = *spare;
+    *spare = message;
 }
 
 int hr_stream_fail(struct hr_stream *stream, struct hr_message **spare) {
