@@ -291,10 +291,10 @@ static int host_progress(struct hr_backend *backend) {
 
 static void host_cancel(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
-    if (host->task != NULL) {
+    if (host->task != NULL && host->task->cancel != NULL) {
         host->task->cancel(host->task);
-        host->task = NULL;
     }
+    host->task = NULL;
     if (hr_op_tells_rows(host->work.op)) {
         hr_gathered_bury(host->team->node, host->work.results, host->work.count);
     }
@@ -303,7 +303,7 @@ static void host_cancel(struct hr_backend *backend) {
 
 static int host_is_ending(const struct hr_backend *backend) {
     const struct host_backend *host = (const struct host_backend *)backend;
-    return host->task == NULL || host->task->is_ending(host->task);
+    return host->task == NULL || (host->task->is_ending != NULL && host->task->is_ending(host->task));
 }
 
 static void host_destroy(struct hr_backend *backend) {

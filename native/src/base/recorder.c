@@ -41,12 +41,6 @@ static struct hr_record *record_at(const struct hr_recorder *recorder, uint64_t 
     return &recorder->records[place & atomic_load_explicit(&recorder->mask, memory_order_relaxed)];
 }
 
-static uint64_t pack(const struct hr_event *event) {
-    const uint64_t op = event->op < 0 ? OP_NONE : (uint64_t)event->op & 15;
-    return (uint64_t)(uint32_t)event->number << 32 | (uint64_t)(uint16_t)event->team << 16 |
-           (uint64_t)(uint8_t)event->status << 8 | op << 4 | ((uint64_t)event->event & 15);
-}
-
 /*
  * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
  * being written. A fence would do the same, but ThreadSanitizer does not know fences.
@@ -78,10 +72,13 @@ static void write_at(const struct hr_recorder *recorder, uint64_t place, const s
         memcpy(text + mark_bytes, event->name + from, event->name_bytes - from);
     }
     memcpy(words, text, sizeof text);
+    const uint64_t op = event->op < 0 ? OP_NONE : (uint64_t)event->op & 15;
+    const uint64_t what = (uint64_t)(uint32_t)event->number << 32 | (uint64_t)(uint16_t)event->team << 16 |
+                          (uint64_t)(uint8_t)event->status << 8 | op << 4 | ((uint64_t)event->event & 15);
     /* Partners of all these: the loads in read_at. */
     atomic_store_explicit(&record->ticks, event->ticks != 0 ? event->ticks : hr_ticks(), memory_order_release);
     atomic_store_explicit(&record->bytes, (uint64_t)event->bytes, memory_order_release);
-    atomic_store_explicit(&record->what, pack(event), memory_order_release);
+    atomic_store_explicit(&record->what, what, memory_order_release);
     for (int i = 0; i < HR_RECORDER_NAME_WORDS; i++) {
         atomic_store_explicit(&record->name[i], words[i], memory_order_release);
     }

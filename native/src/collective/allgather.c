@@ -25,7 +25,7 @@ static void keep(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     const struct hr_fused *mine = &run->by_rank[segments->team->rank];
     const struct hr_range part = part_of(segments->team, mine, k);
-    hr_fused_copy(mine, part.offset, part.bytes, segments->team->node->kernel, run->result_store);
+    hr_fused_put(mine, part.offset, part.bytes, NULL, segments->team->node->kernel, run->result_store);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -35,8 +35,8 @@ static void drain(struct hr_segments *segments, size_t k) {
         const int from = (team->local_rank + i) % team->local_size;
         const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[from]];
         const struct hr_range part = part_of(team, theirs, k);
-        hr_fused_take(theirs, part.offset, part.bytes, hr_segments_slot(segments, from, k), team->node->kernel,
-                      run->result_store);
+        hr_fused_put(theirs, part.offset, part.bytes, hr_segments_slot(segments, from, k), team->node->kernel,
+                     run->result_store);
     }
 }
 
@@ -55,7 +55,7 @@ int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const str
         total += by_rank[r].bytes;
     }
     if (count == 0) { /* of one rank */
-        hr_fused_copy(&by_rank[team->rank], 0, by_rank[team->rank].bytes, team->node->kernel, HR_STORE_ORDINARY);
+        hr_fused_put(&by_rank[team->rank], 0, by_rank[team->rank].bytes, NULL, team->node->kernel, HR_STORE_ORDINARY);
     }
     run->store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
     run->result_store = hr_store_choose_for_result(team, total);

@@ -303,7 +303,7 @@ int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const str
         .postscale = postscale,
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .unit = hr_share_unit(fused->codec->block_bytes),
-        .segment_bytes = hr_segment_bytes(team, fused->codec),
+        .segment_bytes = hr_codec_blocks(fused->codec, team->tuning.segment) * fused->codec->block_bytes,
     };
     struct hr_segments *segments = &run->segments;
     if (team->size == 1 && fused->bytes > 0) {

@@ -33,8 +33,8 @@ static void take(struct hr_segments *segments, size_t k) {
     for (int i = 1; i < team->size; i++) {
         const int from = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, from, team->rank, k);
-        hr_fused_take(&run->from[from], share.offset, share.bytes,
-                      hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
+        hr_fused_put(&run->from[from], share.offset, share.bytes,
+                     hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
     }
 }
 

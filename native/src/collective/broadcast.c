@@ -47,8 +47,8 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
-        hr_fused_take(&run->fused, segment.offset + share.offset, share.bytes,
-                      share_data(run, owner, k, share.offset), team->node->kernel, run->result_store);
+        hr_fused_put(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
+                     team->node->kernel, run->result_store);
     }
 }
 
@@ -70,7 +70,7 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
     }
     if (team->rank == root_rank) {
         /* the root's own result never travels */
-        hr_fused_copy(fused, 0, fused->bytes, team->node->kernel, run->result_store);
+        hr_fused_put(fused, 0, fused->bytes, NULL, team->node->kernel, run->result_store);
     }
     run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
     run->segments.carries = team->local_rank < run->owners;

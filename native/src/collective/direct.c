@@ -27,29 +27,6 @@ static uint64_t refusal(int peer, int error) {
     return TOLD_NO | (uint64_t)error << TOLD_BITS | (uint64_t)peer << TOLD_RANK_SHIFT;
 }
 
-static uint64_t try_all(const struct hr_team *team) {
-    for (int i = 0; i < team->local_size; i++) {
-        const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
-        if (error != 0) {
-            return refusal(i, error);
-        }
-    }
-    return TOLD_YES;
-}
-
-static void log_way(const struct hr_team *team, int teller, uint64_t told) {
-    char name[HR_TEAM_NAME_BYTES];
-    (void)hr_team_name(team, name);
-    if (told == TOLD_YES) {
-        hr_log(&team->node->log, HORO_LOG_INFO, "%s: large moves read the memory of the other ranks", name);
-        return;
-    }
-    hr_log(&team->node->log, HORO_LOG_INFO,
-           "%s: large moves pass shared memory, since rank %d cannot read the memory of rank %d: %s", name,
-           team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
-           strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
-}
-
 /* All have told before the last arrival, and nobody tells anything else before all have been here. */
 static void conclude(struct hr_team *team) {
     int teller = 0;
@@ -58,17 +35,30 @@ static void conclude(struct hr_team *team) {
         told = atomic_load(told_by(team, teller));
     }
     const int reads = told == TOLD_YES ? 1 : -1;
-    if (reads != team->reads_peers && team->local_rank == 0) {
-        log_way(team, teller, told);
-    }
+    const int is_news = reads != team->reads_peers && team->local_rank == 0;
+    char name[HR_TEAM_NAME_BYTES];
     team->reads_peers = reads;
+    if (is_news && reads > 0) {
+        hr_log(&team->node->log, HORO_LOG_INFO, "%s: large moves read the memory of the other ranks",
+               hr_team_name(team, name));
+    } else if (is_news) {
+        hr_log(&team->node->log, HORO_LOG_INFO,
+               "%s: large moves pass shared memory, since rank %d cannot read the memory of rank %d: %s",
+               hr_team_name(team, name), team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
+               strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
+    }
 }
 
 static int probe(struct hr_task *task) {
     struct hr_probe *self = (struct hr_probe *)task; /* its first member */
     struct hr_team *team = self->team;
     if (!self->has_told) {
-        tell(team, try_all(team));
+        uint64_t told = TOLD_YES;
+        for (int i = 0; i < team->local_size && told == TOLD_YES; i++) {
+            const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
+            told = error == 0 ? TOLD_YES : refusal(i, error);
+        }
+        tell(team, told);
         hr_team_arrive(team, HR_PHASE_REDUCED, 0);
         self->has_told = 1;
         return HR_TASK_MOVED;
@@ -83,20 +73,8 @@ static int probe(struct hr_task *task) {
     return HR_TASK_DONE;
 }
 
-static void cancel(struct hr_task *task) {
-    (void)task; /* nothing is posted anywhere */
-}
-
-static int probe_is_ending(const struct hr_task *task) {
-    (void)task;
-    return 0;
-}
-
 void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
-    *self = (struct hr_probe){
-        .task = {.progress = probe, .cancel = cancel, .is_ending = probe_is_ending},
-        .team = team,
-    };
+    *self = (struct hr_probe){.task = {.progress = probe}, .team = team};
 }
 
 /* ---- Moving ---- */
@@ -134,7 +112,7 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
     if (move->sum != NULL) {
         return sum_room(team, move) >= SUM_LEAST;
     }
-    /* what an alltoall puts into a slot serves one other rank: there the copy never pays */
+    /* an alltoall puts into a slot for one other rank alone: the copy never pays there */
     return move->shown_count > 1 || bytes <= team->tuning.direct_most / (size_t)team->local_size;
 }
 
@@ -201,11 +179,6 @@ static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges
     return count;
 }
 
-/* All will do it again by the slots; if that rank is gone, its life line ends the wait there. */
-static void fail(struct hr_direct *run, int from, int error) {
-    tell(run->team, refusal(from, error));
-}
-
 static int end_reading(struct hr_direct *run) {
     hr_team_arrive(run->team, HR_PHASE_DRAINED, run->parity);
     run->stage = STAGE_END;
@@ -226,7 +199,7 @@ static int read_next(struct hr_direct *run) {
         run->peer++;
     }
     if (error != 0) {
-        fail(run, from, error);
+        tell(team, refusal(from, error)); /* all will do it again by the slots, where a lost rank's life line ends it */
     }
     return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_TASK_MOVED;
 }
@@ -284,7 +257,7 @@ static int sum_next(struct hr_direct *run) {
         for (int from = 0; from < team->size; from++) {
             const int error = from == team->rank ? 0 : read_addends(run, from, addends, count, to);
             if (error != 0) {
-                fail(run, from, error);
+                tell(team, refusal(from, error));
                 return end_reading(run);
             }
             to += from == team->rank ? 0 : room;
@@ -351,7 +324,7 @@ static int is_ending(const struct hr_task *task) {
 
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
     *run = (struct hr_direct){
-        .task = {.progress = progress, .cancel = cancel, .is_ending = is_ending},
+        .task = {.progress = progress, .is_ending = is_ending},
         .team = team,
         .move = *move,
         .parity = (unsigned)(team->segment & 1),

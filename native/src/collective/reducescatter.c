@@ -23,43 +23,25 @@ static int packs_own(const struct hr_reducescatter *run) {
     return run->prescale != 1.0 || !hr_codec_is_plain(run->codec);
 }
 
-/* Goes through the shares of one region in one segment: whose it is, which bytes of that rank's part, where it lies. */
-struct walk {
-    const struct hr_reducescatter *run;
-    size_t index; /* of the share in each part */
-    int next;     /* of run->members.ranks */
-    int rank;
-    struct hr_range share;
-    size_t at; /* in the slot */
-};
-
-static struct walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
-    return (struct walk){
-        .run = run,
+/* `at` is the place in a slot. */
+static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
+    return (struct hr_walk){
+        .by_rank = run->by_rank,
+        .members = &run->members,
+        .unit = run->unit,
+        .share_count = run->share_count,
         .index = k * (size_t)run->owners + (size_t)owner,
         .at = (size_t)owner * run->region_bytes,
     };
 }
 
-/* 1, or 0 behind the last one. */
-static int walk_on(struct walk *walk) {
-    const struct hr_reducescatter *run = walk->run;
-    if (walk->next == run->members.count) {
-        return 0;
-    }
-    walk->at += walk->share.bytes;
-    walk->rank = run->members.ranks[walk->next++];
-    walk->share = hr_units(run->unit, run->by_rank[walk->rank].bytes, walk->index, run->share_count);
-    return 1;
-}
-
-static void pack(const struct hr_reducescatter *run, const struct walk *walk, char *slot) {
+static void pack(const struct hr_reducescatter *run, const struct hr_walk *walk, char *slot) {
     hr_fused_pack(&run->by_rank[walk->rank], walk->share.offset, walk->share.bytes, slot + walk->at,
                   run->segments.team->node->kernel, run->prescale, run->store);
 }
 
 /* One share over the ranks of this host: into the outputs, or else into my slot. */
-static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct walk *walk, int to_outputs,
+static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct hr_walk *walk, int to_outputs,
                          struct hr_scale scale) {
     struct hr_team *team = run->segments.team;
     const struct hr_fused *part = &run->by_rank[walk->rank];
@@ -88,8 +70,8 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
 static void fill(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    struct walk walk = walk_begin(run, k, 0);
-    while (walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, 0);
+    while (hr_walk_on(&walk)) {
         if (walk.rank != team->rank || packs_own(run)) {
             pack(run, &walk, slot_of(run, team->local_rank, k));
         }
@@ -100,8 +82,8 @@ static void drain(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     const int to_outputs = hr_codec_is_plain(run->codec);
-    struct walk walk = walk_begin(run, k, 0);
-    while (walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, 0);
+    while (hr_walk_on(&walk)) {
         if (walk.rank != team->rank) {
             continue;
         }
@@ -123,8 +105,8 @@ static void fill_regions(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = walk_begin(run, k, owner);
-        while ((owner != team->local_rank || packs_own(run)) && walk_on(&walk)) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while ((owner != team->local_rank || packs_own(run)) && hr_walk_on(&walk)) {
             pack(run, &walk, slot_of(run, team->local_rank, k));
         }
     }
@@ -132,8 +114,8 @@ static void fill_regions(struct hr_segments *segments, size_t k) {
 
 static void reduce_region(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct walk walk = walk_begin(run, k, segments->team->local_rank);
-    while (owns(run) && walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, segments->team->local_rank);
+    while (owns(run) && hr_walk_on(&walk)) {
         reduce_share(run, k, &walk, 0, hr_scale_by(run->partial_scale));
     }
 }
@@ -147,9 +129,9 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         parts[host] = (struct hr_cross_part){0};
     }
     char *slot = slot_of(run, team->local_rank, k);
-    struct walk walk = walk_begin(run, k, team->local_rank);
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
     char *region = slot + walk.at;
-    while (walk_on(&walk)) {
+    while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
         part->data = part->bytes == 0 ? slot + walk.at : part->data;
         part->bytes += walk.share.bytes;
@@ -169,8 +151,8 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
 static void finish(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    struct walk walk = walk_begin(run, k, team->local_rank);
-    while (owns(run) && hr_scale_changes(run->postscale) && walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    while (owns(run) && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
         if (team->host_of_rank[walk.rank] == team->host) {
             run->codec->scale(run->codec, team->node->kernel, slot_of(run, team->local_rank, k) + walk.at,
                               hr_codec_blocks(run->codec, walk.share.bytes), run->postscale);
@@ -182,8 +164,8 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = walk_begin(run, k, owner);
-        while (walk_on(&walk)) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
                                 slot_of(run, owner, k) + walk.at, team->node->kernel);

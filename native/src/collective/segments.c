@@ -132,7 +132,8 @@ static int begin(struct hr_segments *segments) {
     return HR_TASK_MOVED;
 }
 
-int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
+/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
+static int move_on(struct hr_team *team, struct hr_cross *cross) {
     const size_t before = cross->sent + cross->finished;
     const int status = hr_cross_progress(cross);
     team->pieces += cross->sent + cross->finished - before;
@@ -144,7 +145,7 @@ int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
 
 static int travel(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
-        HR_TRY(hr_cross_move(segments->team, cross_of(segments, k)));
+        HR_TRY(move_on(segments->team, cross_of(segments, k)));
     }
     if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
         finish(segments);

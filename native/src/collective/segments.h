@@ -39,7 +39,7 @@ struct hr_segments_ops {
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
     /* hr_cross_begin for the share that this rank carries; NULL on one host. */
     int (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
-    void (*finish)(struct hr_segments *segments, size_t k); /* what my share needs at last; NULL: nothing */
+    void (*finish)(struct hr_segments *segments, size_t k); /* the last step of my share; NULL: there is none */
     void (*drain)(struct hr_segments *segments, size_t k);
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
     void (*exchange)(struct hr_segments *segments, size_t k);
@@ -101,9 +101,6 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
         .piece_bytes = team->tuning.piece,
     };
 }
-
-/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
-int hr_cross_move(struct hr_team *team, struct hr_cross *cross);
 
 /*
  * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or

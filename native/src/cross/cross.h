@@ -78,7 +78,7 @@ struct hr_cross_ops {
     size_t (*scratch_bytes)(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
     /* Fills in the plan, zeroed before. HORO_OK, or HORO_ERR_INTERNAL for a call that the algorithm cannot do. */
     int (*plan)(const struct hr_cross_call *call, struct hr_plan *plan);
-    /* What this member does in step `index`. */
+    /* Fills in the work of this member in step `index`. */
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
 };
 

@@ -146,7 +146,7 @@ static int post_sends(struct hr_cross *state) {
         const size_t q = state->send_posted;
         const struct hr_step step = step_of(state, q);
         const size_t source = (size_t)step.after * state->piece_count + q % state->piece_count;
-        if (step.after >= 0 && source >= state->finished) { /* what q sends is not here, or not final */
+        if (step.after >= 0 && source >= state->finished) { /* not here yet, or not final */
             break;
         }
         struct hr_io *io = &state->send[q % HR_CROSS_WINDOW];
