@@ -140,22 +140,6 @@ void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_pi
     }
 }
 
-/*
- * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
- * by page takes as long as to fill it.
- */
-static void *allocate(size_t bytes) {
-    if (bytes < HUGE_WORTH_BYTES) {
-        return malloc(bytes == 0 ? 1 : bytes);
-    }
-    void *data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES));
-    if (data != NULL) {
-        /* a wish: without it all is right too */
-        (void)madvise(data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
-    }
-    return data;
-}
-
 void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (!results[i].is_given) {
@@ -165,7 +149,17 @@ void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, s
     }
 }
 
+/*
+ * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
+ * by page takes as long as to fill it.
+ */
 int hr_gathered_allocate(struct hr_gathered *result) {
-    result->data = allocate((size_t)result->bytes);
+    const size_t bytes = (size_t)result->bytes;
+    if (bytes < HUGE_WORTH_BYTES) {
+        result->data = malloc(bytes == 0 ? 1 : bytes);
+    } else if ((result->data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES))) != NULL) {
+        /* a wish: without it all is right too */
+        (void)madvise(result->data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
+    }
     return result->data == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }

@@ -14,12 +14,6 @@ struct run {
     size_t count;
 };
 
-static int joins(const struct run *run, const horo_event *earlier) {
-    const int alone =
-        earlier->event == HORO_EVENT_BEGUN || earlier->event == HORO_EVENT_LEFT || earlier->event == HORO_EVENT_LOST;
-    return !alone && run->first.event == earlier->event;
-}
-
 /* From the last record backwards; returns how many runs. That all agreed is told by the batch that begins. */
 static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t end, struct run *runs,
                    int most) {
@@ -31,7 +25,9 @@ static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now
             event.event > HORO_EVENT_LOST) {
             continue;
         }
-        if (count == 0 || !joins(&runs[count - 1], &event)) {
+        const int is_alone =
+            event.event == HORO_EVENT_BEGUN || event.event == HORO_EVENT_LEFT || event.event == HORO_EVENT_LOST;
+        if (count == 0 || is_alone || runs[count - 1].first.event != event.event) {
             if (count == most) {
                 break;
             }

@@ -35,11 +35,6 @@ static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, i
     };
 }
 
-static void pack(const struct hr_reducescatter *run, const struct hr_walk *walk, char *slot) {
-    hr_fused_pack(&run->by_rank[walk->rank], walk->share.offset, walk->share.bytes, slot + walk->at,
-                  run->segments.team->node->kernel, run->prescale, run->store);
-}
-
 /* One share over the ranks of this host: into the outputs, or else into my slot. */
 static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct hr_walk *walk, int to_outputs,
                          struct hr_scale scale) {
@@ -65,18 +60,24 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
     }
 }
 
-/* ---- One host ---- */
-
 static void fill(struct hr_segments *segments, size_t k) {
-    struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct hr_team *team = segments->team;
-    struct hr_walk walk = walk_begin(run, k, 0);
-    while (hr_walk_on(&walk)) {
-        if (walk.rank != team->rank || packs_own(run)) {
-            pack(run, &walk, slot_of(run, team->local_rank, k));
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
+    const struct hr_team *team = segments->team;
+    char *slot = slot_of(run, team->local_rank, k);
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
+            /* on one host a share is its rank's, on several its owner's to reduce */
+            const int is_own = team->host_count == 1 ? walk.rank == team->rank : owner == team->local_rank;
+            if (!is_own || packs_own(run)) {
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, slot + walk.at,
+                              team->node->kernel, run->prescale, run->store);
+            }
         }
     }
 }
+
+/* ---- One host ---- */
 
 static void drain(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
@@ -99,17 +100,6 @@ static void drain(struct hr_segments *segments, size_t k) {
 
 static int owns(const struct hr_reducescatter *run) {
     return run->segments.team->local_rank < run->owners;
-}
-
-static void fill_regions(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct hr_walk walk = walk_begin(run, k, owner);
-        while ((owner != team->local_rank || packs_own(run)) && hr_walk_on(&walk)) {
-            pack(run, &walk, slot_of(run, team->local_rank, k));
-        }
-    }
 }
 
 static void reduce_region(struct hr_segments *segments, size_t k) {
@@ -179,7 +169,7 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 static int begin_next_run(struct hr_segments *segments);
 
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
-static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
+static const struct hr_segments_ops several_hosts = {.fill = fill,
                                                      .reduce = reduce_region,
                                                      .begin = begin,
                                                      .finish = finish,

@@ -121,17 +121,6 @@ static int advance_on_one_host(struct hr_segments *segments) {
 
 /* ---- Between hosts ---- */
 
-static int begin(struct hr_segments *segments) {
-    struct hr_cross *cross = cross_of(segments, segments->begun);
-    if (segments->carries) {
-        HR_TRY(segments->ops->begin(segments, segments->begun, cross));
-    } else {
-        cross->status = HORO_OK;
-    }
-    segments->begun++;
-    return HR_TASK_MOVED;
-}
-
 /* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
 static int move_on(struct hr_team *team, struct hr_cross *cross) {
     const size_t before = cross->sent + cross->finished;
@@ -153,7 +142,13 @@ static int travel(struct hr_segments *segments) {
     }
     if (segments->begun < segments->ready &&
         (segments->begun == segments->finished || hr_cross_all_posted(cross_of(segments, segments->begun - 1)))) {
-        return begin(segments);
+        struct hr_cross *cross = cross_of(segments, segments->begun);
+        cross->status = HORO_OK; /* of a rank that carries nothing */
+        if (segments->carries) {
+            HR_TRY(segments->ops->begin(segments, segments->begun, cross));
+        }
+        segments->begun++;
+        return HR_TASK_MOVED;
     }
     return HR_TASK_BLOCKED;
 }

@@ -4,23 +4,16 @@
 
 #include "horo.h"
 
-static struct hr_message *take_spare(struct hr_message **spare) {
-    struct hr_message *message = *spare;
-    if (message == NULL) {
-        return malloc(sizeof *message);
-    }
-    *spare = message->next;
-    return message;
-}
-
 /* The messages of one io, the first of them; NULL for lack of memory. */
 static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
                               struct hr_io *io, struct hr_message **last) {
     struct hr_message *first = NULL;
     struct hr_message **link = &first;
     do {
-        struct hr_message *message = take_spare(spare);
-        if (message == NULL) {
+        struct hr_message *message = *spare;
+        if (message != NULL) {
+            *spare = message->next;
+        } else if ((message = malloc(sizeof *message)) == NULL) {
             hr_messages_free(first);
             return NULL;
         }

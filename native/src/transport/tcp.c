@@ -190,9 +190,8 @@ static int tcp_progress(struct hr_transport *transport) {
 
 enum direction { SEND, RECV };
 
-/* Finds the link for the next io and makes it busy. The statuses of post_send. */
-static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, size_t bytes,
-                        struct link **found) {
+static int post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, char *data, size_t bytes,
+                struct hr_io *io) {
     if (peer < 0 || peer >= tcp->host_count) {
         return HORO_ERR_INTERNAL;
     }
@@ -217,25 +216,19 @@ static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum
         link->unchecked = 1;
         tcp->busy[index / WORD_BITS] |= (uint64_t)1 << (index % WORD_BITS);
     }
-    *found = link;
+    hr_queue_push(direction == SEND ? &link->send : &link->recv, data, bytes, io);
     return HORO_OK;
 }
 
 static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
                          size_t bytes, struct hr_io *io) {
-    struct link *link;
-    HR_TRY(link_to_post((struct tcp *)transport, peer, channel, SEND, bytes, &link));
-    /* iovec has no const; sendmsg does not write. */
-    hr_queue_push(&link->send, (char *)(uintptr_t)data, bytes, io);
-    return HORO_OK;
+    /* iovec has no const; sendmsg does not write */
+    return post((struct tcp *)transport, peer, channel, SEND, (char *)(uintptr_t)data, bytes, io);
 }
 
 static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                          struct hr_io *io) {
-    struct link *link;
-    HR_TRY(link_to_post((struct tcp *)transport, peer, channel, RECV, bytes, &link));
-    hr_queue_push(&link->recv, data, bytes, io);
-    return HORO_OK;
+    return post((struct tcp *)transport, peer, channel, RECV, data, bytes, io);
 }
 
 static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
