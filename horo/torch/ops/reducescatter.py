@@ -13,7 +13,7 @@ from horo.torch.engine.handles import first_of, publish
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.submit import list_group, repeat, start_reducescatter, telling
 from horo.torch.ops.allreduce import Adasum, Average, split_for
-from horo.torch.ops.autograd_scatter import reducescatter_all
+from horo.torch.ops.autograd import reducescatter_all
 from horo.torch.ops.compression import Compression, Compressor
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
 from horo.torch.ops.reduce_op import ReduceOp, factor_of, resolve_op

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,13 +23,15 @@ from horo.torch.optimizer.adasum import DeltaReducer
 from horo.torch.optimizer.at_backward import BackwardReducer
 from horo.torch.optimizer.at_step import StepReducer
 from horo.torch.optimizer.attach import attach, find_duplicates
-from horo.torch.optimizer.first_checks import refuse_ddp_model
+from horo.torch.optimizer.consistency import refuse_ddp_model
+from horo.torch.optimizer.membership import Membership
 from horo.torch.optimizer.parameter_state import ReductionOptions
+from horo.torch.optimizer.strategy import Strategy
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
 _ADASUM = "adasum"
-STRATEGIES: dict[str, type[BackwardReducer] | type[StepReducer] | type[DeltaReducer]] = {
+STRATEGIES: dict[str, Callable[[Membership, Sequence[Sequence[torch.Tensor]]], Strategy]] = {
     "backward": BackwardReducer,
     "step": StepReducer,
     _ADASUM: DeltaReducer,
@@ -168,17 +170,15 @@ def DistributedOptimizer(
     if op == Adasum:
         _check_adasum(optimizer, groups, gradients_ready)
         chosen = _ADASUM
-    strategy = STRATEGIES[chosen]
     options = ReductionOptions(
         op,
         compression,
         float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         passes=backward_passes_per_step,
-        advice=strategy.advice,
         process_set=process_set,
     )
-    attach(optimizer, strategy(optimizer, options, names, grouped), process_set)
+    attach(optimizer, STRATEGIES[chosen](Membership(optimizer, options, names), grouped))
     return cast("Distributed", optimizer)
 
 

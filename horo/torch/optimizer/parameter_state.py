@@ -43,7 +43,6 @@ class ReductionOptions:
         *,
         sparse_as_dense: bool,
         passes: int,
-        advice: str,
         process_set: ProcessSet,
     ) -> None:
         self.op = op
@@ -52,8 +51,8 @@ class ReductionOptions:
         self.postscale = predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.passes = passes
-        self.advice = advice
-        """The advice in the error about a gradient that was changed while it was being reduced."""
+        self.advice = ""
+        """The strategy's advice in the error about a gradient that was changed while it was being reduced."""
         self.process_set = process_set
         """The ranks that take part. A rank that is no member uses its gradients as they are."""
 

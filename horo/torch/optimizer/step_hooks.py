@@ -13,6 +13,7 @@ from horo.torch.compat.torch_private import calls_scaled_step, is_unscaled
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.submit import run_allreduce
 from horo.torch.ops.allreduce import Average
+from horo.torch.optimizer.membership import Membership
 from horo.torch.optimizer.step_inputs import callers
 
 __all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
@@ -22,16 +23,8 @@ class ReducesInClosure(Protocol):
     """A reducer, as the closure of a step needs it."""
 
     @property
-    def size(self) -> int:
-        """The number of ranks that take part."""
-
-    @property
-    def team(self) -> int:
-        """Their team."""
-
-    @property
-    def label(self) -> str:
-        """The prefix of the names of its operations."""
+    def membership(self) -> Membership:
+        """The optimizer's place in the job."""
 
     def begin_closure(self) -> None:
         """Called before the closure."""
@@ -55,9 +48,10 @@ class ReducingClosure:
         self._reducer.begin_closure()
         loss = self._closure()
         self._reducer.end_closure()
-        if self._reducer.size == 1:
+        membership = self._reducer.membership
+        if membership.size == 1:
             return loss
-        spec = Operation("closure", f"{self._reducer.label}.loss", Average, team=self._reducer.team)
+        spec = Operation("closure", f"{membership.label}.loss", Average, team=membership.team)
         if isinstance(loss, torch.Tensor) and loss.is_floating_point():
             return run_allreduce([loss.detach()], spec)[0]
         if isinstance(loss, float):
