@@ -91,6 +91,14 @@ def test_without_the_function_of_a_backward_its_code_is_unknown(monkeypatch: pyt
     assert private.code_of_function_backward() is None
 
 
+def test_without_a_test_for_transforms_no_tensor_counts_as_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace()))
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    assert asked == [True, False]
+
+
 def test_changes_are_counted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     as_before = {"inference_mode": torch.inference_mode, "empty": torch.empty}
     monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace(), **as_before))  # torch itself calls it

@@ -197,8 +197,8 @@ def test_numbers_are_only_where_names_collide(ranks2: RankPool) -> None:
         for model, optimizer in zip((first, second), optimizers, strict=True):
             (sum(p.sum() for p in model.parameters())).backward()  # type: ignore[union-attr]
             optimizer.step()
-        kinds = {state.name: state.kind for optimizer in optimizers for state in optimizer._reducer.membership.states.values()}
-        shared = [state.kind for o in optimizers for state in o._reducer.membership.states.values() if state.name == "shared"]
+        kinds = {state.name: state.kind for optimizer in optimizers for state in optimizer._reducer.states.values()}
+        shared = [state.kind for o in optimizers for state in o._reducer.states.values() if state.name == "shared"]
         assert len(set(shared)) == 2
         assert (kinds["names_left"], kinds["names_right"]) == ("gradient", "gradient")
 

@@ -27,7 +27,7 @@ def test_a_training_step_is_shown_with_the_names_of_its_gradients(ranks2: RankPo
             optimizer.zero_grad()
             found = [event.key for event in profile.key_averages() if event.key.startswith("horo.")]
             for name, parameter in model.named_parameters():
-                kind = optimizer._reducer.membership.states[parameter].kind
+                kind = optimizer._reducer.states[parameter].kind
                 assert f"horo.allreduce {kind}.{name}" in found, found
             assert "horo.synchronize" in found, found
 

@@ -27,6 +27,7 @@ __all__ = [
     "has_step_hooks",
     "is_autograd_compiled",
     "is_step_hooked",
+    "is_transformed",
     "is_unscaled",
     "outer_node",
     "owner_counter",
@@ -38,6 +39,7 @@ __all__ = [
     "sparse_values",
     "storage_key",
     "tells_end_of_backward",
+    "transform_finder",
 ]
 
 PRIVATE_NAMES = {
@@ -45,6 +47,7 @@ PRIVATE_NAMES = {
     "torch._C._current_autograd_node": "likewise",
     "torch.autograd.Variable._execution_engine.queue_callback": "likewise",
     "torch.autograd.function.BackwardCFunction.apply": "a nested backward is known by torch's own entries alone",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "an operation inside torch.func is refused in other words",
     "torch._C._increment_version": "tensors are marked as changed one at a time",
     "torch._C._storage_Use_Count": "every gradient counts as shared",
     "torch.UntypedStorage._cdata": "the address of the memory stands for it",
@@ -132,6 +135,16 @@ def _count_singly(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
+
+
+def transform_finder() -> Callable[[Any], bool]:
+    """The function that finds whether ``torch.func`` has put a tensor into the place of the caller's."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    finder: Callable[[Any], bool] = getattr(functorch, "is_functorch_wrapped_tensor", lambda _: False)
+    return finder
+
+
+is_transformed = transform_finder()
 
 
 def owner_counter() -> Callable[[torch.Tensor], int] | None:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from horo.core import context
 from horo.errors import UnsupportedError
+from horo.torch.compat.torch_private import is_transformed
 from horo.torch.engine import runtime, topology
 from horo.torch.engine.operation import Operation, describe
 from horo.torch.engine.results import Gathered
@@ -129,8 +130,10 @@ def alltoall_one(tensor: torch.Tensor, spec: Operation) -> Gathered:
 
 
 def needs_graph(tensors: Sequence[Any]) -> bool:
-    """Whether autograd is to follow an operation on these."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    """Whether autograd is to follow an operation on these. What ``torch.func`` has wrapped is refused later."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad and not is_transformed(t) for t in tensors
+    )
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
