@@ -51,6 +51,8 @@ def found(name: str) -> Any:
     for number, part in enumerate(parts[1:], 1):
         if part == "_dynamo":
             __import__(".".join(parts[: number + 2]))
+        if part == "_torchdynamo_disable":
+            thing = thing(lambda: None)
         thing = getattr(thing([torch.zeros(1)]) if part == "_optimizer_step_pre_hooks" else thing, part)
     return thing
 
@@ -147,8 +149,18 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
     assert private.code_of_hooked_step() is None
 
 
-def test_without_rules_and_flags_of_dynamo_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    private.add_to_dynamo_rules(SimpleNamespace(), "horo.torch.ops.allreduce")
+def test_older_torch_skips_code_by_another_function_and_one_without_any_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped: list[Any] = []
+    frames = SimpleNamespace(skip_code=skipped.append)
+    for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
+        monkeypatch.setattr(private, "torch", SimpleNamespace(_C=namespace))
+        private.code_skipper()(hide.__code__)
+    assert skipped == [hide.__code__]
+
+
+def test_without_flags_of_dynamo_compiled_autograd_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace())  # type: ignore[arg-type]
     assert private.is_autograd_compiled() is False
 
