@@ -89,7 +89,7 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
     ),
     "a fake tensor": (
         lambda wrong, name: hvd.allreduce(_fake() if wrong else torch.ones(2), name=name),
-        "(FakeTensor) has no memory of its own, so there is nothing to send; call it with the tensor that it stands for",
+        "(FakeTensor) has no memory of its own, so there is nothing to send; call it with the tensor that it",
     ),
     "less memory than the shape needs": (
         lambda wrong, name: hvd.broadcast_(_cut() if wrong else torch.ones(3), 0, name=name),

@@ -92,7 +92,7 @@ class Request:
     def is_held(self) -> bool:
         """Whether somebody else has the very object ``number``, so that ``synchronize`` may still come.
 
-        A finalizer would be told of its end, but a signal handler may raise in there, and Python drops what is raised.
+        A finalizer could note its end, but a signal handler may raise in there, and Python drops such an exception.
         """
         return _count_references(self) > _OWN_REFERENCES
 
@@ -119,7 +119,7 @@ class Request:
         """Blocks until the operation is done and returns its result.
 
         A KeyboardInterrupt (or another exception from a signal handler) leaves the request: its memory and its result
-        are kept, and ``wait`` may be called again. Where several threads wait at once, each gets the result or the
+        are kept, and ``wait`` may be called again. If several threads wait at once, each gets the result or the
         error, but of tensors on a GPU only one gets the result.
 
         Args:

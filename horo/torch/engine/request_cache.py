@@ -142,7 +142,7 @@ class CachedRequest:
     def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor) -> None:
         """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
 
-        Where the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
+        If the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
         result: ``set_tensor`` succeeds from then on.
         """
         seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]

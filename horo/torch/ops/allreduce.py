@@ -1,12 +1,12 @@
 # ruff: noqa: PLR0917  (the order of arguments is Horovod's)
 """Reductions over all ranks: a tensor of each rank becomes one result, which all ranks get.
 
-What they have in common:
+Rules for all of them:
 
-- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides, and of a dtype that the core knows
-  (uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex). Ranks may have them on
+- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides. Their dtype is one that the core knows:
+  uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex. Ranks may have them on
   different devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in
-  its turn; they travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
+  its turn. They travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
   Operations cannot be captured into CUDA graphs.
 - ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
   them, for each kind of operation. A name can be in use once at a time.
@@ -15,9 +15,9 @@ What they have in common:
   may go, and a copy of the number is of no use. Forms with a trailing ``_`` write into their input and are not
   differentiable; the synchronous others are.
 - Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for tensors that the core cannot
-  take, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
-  another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last two
-  in ``synchronize``.
+  take, ``UsageError`` (a ValueError) for other bad arguments. ``MismatchError`` comes when ranks disagree about a
+  tensor, another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last
+  two in ``synchronize``.
 """
 
 from __future__ import annotations

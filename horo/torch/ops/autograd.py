@@ -1,12 +1,12 @@
 """Collectives that autograd can follow.
 
 Every rank has a loss of its own. In the backward pass all ranks communicate again, so all run it, for the same results
-in the same order. What the input of a rank then gets, of the gradients that the ranks have for their results, is
-Horovod's:
+in the same order. The input of a rank then gets, of the gradients that the ranks have for their results, what
+Horovod gives it:
 
 - ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean; with ``Min`` and ``Max`` their sum where this rank
   holds the value, in equal parts if several do; with ``Product`` their sum times the other ranks' values. ``alltoall``:
-  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. Where
+  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. If
   ``DistributedOptimizer`` averages the gradients of parameters, they are those of the mean loss.
 - ``allgather``: for this rank's rows, the *mean* over ranks. ``broadcast``: at the root the mean, else zeros. That is
   1/N of the gradient of the summed losses, so parameters whose gradients ``DistributedOptimizer`` averages get 1/N of
@@ -130,7 +130,7 @@ def alltoall_one(tensor: torch.Tensor, spec: Operation) -> Gathered:
 
 
 def needs_graph(tensors: Sequence[Any]) -> bool:
-    """Whether autograd is to follow an operation on these. What ``torch.func`` has wrapped is refused later."""
+    """Whether autograd is to follow an operation on these. Tensors of ``torch.func`` are refused later."""
     return torch.is_grad_enabled() and any(
         isinstance(t, torch.Tensor) and t.requires_grad and not is_transformed(t) for t in tensors
     )

@@ -5,9 +5,9 @@ change of each parameter with the changes on the other ranks, and the result is 
 like are each rank's own, and parameters are equal on all ranks after each step.
 
 A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
-does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
+does it. If other ranks may have got its result already, since an exception of a signal handler has ended the wait
 for it, that call ends the exchange in progress with that result. Momentum and the like keep their new values.
-Where parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
+If parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class DeltaReducer:
                 self._requests.append(error)
 
     def _finish(self) -> None:
-        """Waits for all requests. What it does may be done twice, since a signal handler may raise anywhere in it."""
+        """Waits for all requests. Each part may be done twice, since a signal handler may raise anywhere in it."""
         if len(self._failures) < len(self._requests) and isinstance(self._requests[-1], Request):
             self._requests[-1].failure()  # one wait instead of many
         while len(self._failures) < len(self._requests):

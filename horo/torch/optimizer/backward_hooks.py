@@ -56,7 +56,7 @@ def is_nested() -> bool:
 def call_at_end(reducer: ReducesAtEnd) -> None:
     """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
 
-    It is called in a hook of autograd. What the end raises comes out of ``backward()``.
+    It is called in a hook of autograd. An exception of the end comes out of ``backward()``.
     """
     run = current_run()
     with HOOK_LOCK:

@@ -88,9 +88,9 @@ def DistributedOptimizer(
 
     The optimizer itself is returned: its class, state, options and ``state_dict()`` stay what they are. It gains
 
-    - ``no_sync()``, a context in which backward only accumulates locally; the next backward outside averages the sum;
+    - ``no_sync()``, a context in which backward only accumulates locally. The next backward outside averages the sum;
     - ``set_backward_passes_per_step(n)``;
-    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``; else it does nothing;
+    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``. Else it does nothing;
     - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are. If they are not averaged, that
       is an error; inside ``no_sync()`` as well, it is not: for steps of one rank alone.
 
@@ -98,9 +98,9 @@ def DistributedOptimizer(
     ``shutdown()`` and ``init()``. Of several over one parameter, the newest averages its gradient.
 
     ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
-    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. Where
+    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If
     no rank did, ``p.grad`` stays None (zeros with ``gradients_ready="step"``, as in Horovod). If a backward uses no
-    parameter of the optimizer at all, or none is called, this rank takes part at ``step()``. There, gradients that no
+    parameter of the optimizer at all, or is not called, this rank takes part at ``step()``. There, gradients that no
     backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks have changed theirs
     by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before gradients are used, takes
     part in time. Parameters frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)``

@@ -5,7 +5,7 @@ core (in place where its memory allows), if no more is expected for it. When all
 call (of unused or thawed parameters) are submitted too, as unused or as they are. Then all are waited for, and the
 results are in ``p.grad``. A subclass decides what is expected, and when gradients are due.
 
-Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
+If one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
 away, and each exchange has two switches of threads and a wait for the slower rank. There the hook submits nothing; all
 gradients are submitted together when they are due, and the calling thread does the exchange itself.
 """

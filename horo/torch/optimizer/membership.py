@@ -41,7 +41,7 @@ class Follower(Protocol):
 class Membership:
     """An optimizer's place among the others, and in the job, which may be another one later.
 
-    Names are given when gradients are reduced for the first time in a job, and all ranks do that, so an optimizer that
+    Names are given when gradients are reduced for the first time in a job, and all ranks do that. So an optimizer that
     only one rank has made or copied or kept from an earlier job does not shift them.
     """
 
@@ -341,7 +341,7 @@ class Newer:
             self._is_swept = False
 
     def any(self) -> bool:
-        """Whether one is alive. What only garbage refers to is collected first."""
+        """Whether one is alive. Garbage is collected first, once."""
         if not self._found:
             return False
         if not self._is_swept:

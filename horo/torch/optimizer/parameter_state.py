@@ -214,7 +214,7 @@ class PendingReduction:
 
 
 class UnsentReduction(PendingReduction):
-    """A gradient that a job of one rank sends to nobody. What is an error with more ranks is one here too."""
+    """A gradient that a job of one rank sends to nobody. Errors are the same as with more ranks."""
 
     __slots__ = ("watched",)
 

@@ -1,4 +1,4 @@
-"""What an optimizer calls of the way in which its ranks come to the same step."""
+"""The protocol of a strategy: how the ranks of an optimizer do the same step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Strategy"]
 
 
 class Strategy(Protocol):
-    """A way in which ranks come to the same step: what an optimizer calls of it, and what it shows its users of it."""
+    """A way to have all ranks do the same step: what an optimizer calls of it, and what it shows its users of it."""
 
     membership: Membership
     """The optimizer's place in the job."""
