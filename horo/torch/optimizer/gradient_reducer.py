@@ -24,14 +24,17 @@ from torch.utils.hooks import RemovableHandle
 from horo.bootstrap.tuned_values import overlap_pays
 from horo.errors import UsageError
 from horo.torch.engine import runtime
+from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
+from horo.torch.engine.submit import run_allreduce
+from horo.torch.ops.allreduce import Average
 from horo.torch.optimizer.consistency import refuse_ddp
 from horo.torch.optimizer.finite import FiniteCheck
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership, Newer
 from horo.torch.optimizer.parameter_state import Group, ParameterState
 from horo.torch.optimizer.phase import refuse_different_steps
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice, is_shared
-from horo.torch.optimizer.step_hooks import ReducingClosure, closure_of, with_closure
+from horo.torch.optimizer.step_hooks import closure_of, with_closure
 from horo.torch.optimizer.submission import GradientSubmitter
 from horo.torch.optimizer.together import reduce_together, wait_last
 
@@ -243,10 +246,6 @@ class GradientReducer(abc.ABC):
             self.submitter.progress.reductions = 0
             self.membership.end_step()
 
-    def begin_closure(self) -> None:
-        """Called before a step's closure: its gradients count as not reduced, unless it calls ``synchronize()``."""
-        self.is_reduced = False
-
     def end_closure(self) -> None:
         """Called after the closure of a step."""
         if self._skip:
@@ -372,6 +371,32 @@ class GradientReducer(abc.ABC):
             state.passes = 0
         for group in self._groups:
             group.waiting = {state for state in group.states if state.parameter.requires_grad}
+
+
+class ReducingClosure:
+    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
+
+    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
+    differ.
+    """
+
+    def __init__(self, closure: Callable[[], Any], reducer: GradientReducer) -> None:
+        self._closure = closure
+        self._reducer = reducer
+
+    def __call__(self) -> Any:
+        self._reducer.is_reduced = False  # unless the closure calls synchronize()
+        loss = self._closure()
+        self._reducer.end_closure()
+        membership = self._reducer.membership
+        if membership.size == 1:
+            return loss
+        spec = Operation("closure", f"{membership.label}.loss", Average, team=membership.team)
+        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
+            return run_allreduce([loss.detach()], spec)[0]
+        if isinstance(loss, float):
+            return run_allreduce([torch.tensor([loss], dtype=torch.float64, device="cpu")], spec)[0].item()
+        return loss
 
 
 def _hook_of(reducer: weakref.ref[GradientReducer], newer: Newer) -> Callable[[torch.Tensor], None]:

@@ -136,7 +136,7 @@ class Membership:
         return None if self.follower is None else self.follower()
 
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> Membership:
-        """That of a copy of the optimizer; ``twins``: its parameters by those of this one."""
+        """A membership for a copy of the optimizer; ``twins``: its parameters by those of this one."""
         names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
         return Membership(optimizer, copy.copy(self.options), names)
 
