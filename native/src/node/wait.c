@@ -23,7 +23,7 @@ static int64_t poll_within_ns(const struct hr_node *node) {
     for (int i = 0; i < node->transport_count; i++) {
         posted_ns = shorter(posted_ns, hr_transport_poll_within_ns(node->transports[i]));
     }
-    return shorter(posted_ns, node->nccl_within_ns > 0 ? node->nccl_within_ns : -1);
+    return shorter(posted_ns, node->poll_within_ns > 0 ? node->poll_within_ns : -1);
 }
 
 static int64_t until_ns(int64_t deadline_ns) {
