@@ -8,6 +8,7 @@
 #include "engine/batch.h"
 #include "engine/engine.h"
 #include "engine/gpu.h"
+#include "wire/frame.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
 
