@@ -113,6 +113,8 @@ def start(
     if config.gpu_operations == "nccl":
         try:
             job.connect_nccl(device)
+            if launch.rank == 0:
+                logging.getLogger("horo").info("NCCL does what it can of tensors on cuda:%d", job.nccl_device)
         except BaseException as error:
             job.close(f"init() has failed: {error}")
             raise

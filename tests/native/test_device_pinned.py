@@ -72,8 +72,7 @@ def submit_four(own: OnGpu, op: str, **options: int) -> list[int]:
     tensor = tensor._replace(input=address, output=address)
     options = {"device": own.device + 1, "stream": own.stream, **options}
     return [
-        own.context.submit(context.RequestBuffer.of(context.OPS[op], f"x{i}", [tensor], **options))
-        for i in range(4)
+        own.context.submit(context.RequestBuffer.of(context.OPS[op], f"x{i}", [tensor], **options)) for i in range(4)
     ]
 
 
