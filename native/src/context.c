@@ -12,6 +12,7 @@
 #include "base/timeline.h"
 #include "engine/engine.h"
 #include "engine/gpu.h"
+#include "node/node_setup.h"
 
 struct horo_context {
     struct hr_node node;
@@ -233,9 +234,7 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_remove_team(&context->engine, team, handle, &failure);
-    }
+    status = status != HORO_OK ? status : hr_engine_remove_team(&context->engine, team, handle, &failure);
     if (status != HORO_OK) {
         copy_error(&failure, error, error_bytes);
     }
@@ -493,7 +492,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .link_bytes = hr_engine_link_bytes(engine),
         .sleeps = atomic_load(&context->node.sleeps),
         .wakes = atomic_load(&context->node.wakes),
-        .moves = atomic_load(&context->node.moves),
+        .moves = atomic_load(&context->node.core_choice.moves),
         .mpi_stranded = atomic_load(&context->node.mpi.stranded),
     };
 }
