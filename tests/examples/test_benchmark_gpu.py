@@ -335,10 +335,15 @@ def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path, form: str) ->
         assert gpu.launched() == 2 * len(gradients.shapes_of("transformer-tiny"))
         assert gpu.lib.double_copies() == 0, "some were staged"
 
-    cuda = build_double(CUDA, tmp_path, DELAYS=20)
+    def begin(*paths: str) -> None:
+        gpu_double.load(*paths)
+        hvd.init()
+
+    cuda = build_double(CUDA, tmp_path, DELAYS=20, DEVICES=2)
     nccl = build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5)
-    pool = RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"})
+    pool = RankPool(2, init=False, environment={"HORO_GPU_OPERATIONS": "nccl"})
     try:
+        pool.run(begin, str(cuda), str(nccl))
         pool.run(average, form, str(cuda), str(nccl))
     finally:
         pool.close()
