@@ -53,10 +53,7 @@ def launcher(name: str, ranks: int) -> list[str]:
 def start(
     command: list[str], *, expected_code: int | None = 0, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code.
-
-    ``expected_code``: None for any.
-    """
+    """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -75,10 +72,7 @@ def start(
 
 
 def forked(script: str, *arguments: str, ranks: int = 2) -> list[tuple[object, str]]:
-    """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints.
-
-    Ranks of a pool have imported torch already. Of each script, ``start`` runs one job at least.
-    """
+    """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints."""
     pool = RankPool(ranks, init=False)
     try:
         return pool.run(_run_here, str(ROOT / "examples" / script), arguments, deadline_s=LIMIT_SECONDS)

@@ -16,10 +16,7 @@ SCRIPT = str(ROOT / "examples" / "digits.py")
 
 @functools.cache
 def lines_of(launcher_name: str, ranks: int) -> tuple[str, ...]:
-    """Progress and result of three epochs; the first line, which names the ranks, is left out.
-
-    The ranks end as those of users do, with a search for garbage among all that torch has made.
-    """
+    """Progress and result of three epochs; the first line, which names the ranks, is left out."""
     command = [*launcher(launcher_name, ranks), SCRIPT, "--epochs", "3"]
     done = start(command, environment=as_users_start())
     return tuple(line for line in done.stdout.splitlines() if line.startswith(("epoch", "test accuracy")))

@@ -46,8 +46,7 @@ def noisy(cost: Callable[[Point], float], seed: int, noise: float) -> Callable[[
 
 points = st.lists(st.integers(1, 12), min_size=1, max_size=8).flatmap(
     lambda counts: st.tuples(
-        st.just(counts),
-        *[st.tuples(*(st.integers(0, count - 1) for count in counts)) for _ in range(3)],
+        st.just(counts), *[st.tuples(*(st.integers(0, count - 1) for count in counts)) for _ in range(3)]
     )
 )
 

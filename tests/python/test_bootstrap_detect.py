@@ -146,8 +146,7 @@ def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("environ", "kind"),
-    [({}, "none"), ({"OMPI_COMM_WORLD_SIZE": "1"}, "none"), (SRUN, "slurm"), (HORORUN, "hororun")],
+    ("environ", "kind"), [({}, "none"), ({"OMPI_COMM_WORLD_SIZE": "1"}, "none"), (SRUN, "slurm"), (HORORUN, "hororun")]
 )
 def test_mpi_is_left_alone_where_it_started_nothing(
     environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch

@@ -221,12 +221,7 @@ def test_a_job_whose_ranks_differ_is_told_of_it(folder: Path) -> None:
     script = f"import ctypes, os\nif os.environ['HOROVOD_RANK'] == '1': ctypes.CDLL({str(folder / CUDA)!r})\n{code}"
     words = [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", sys.executable, "-c", script]
     done = subprocess.run(
-        words,
-        env={**os.environ, "HORO_LOG_LEVEL": "info"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+        words, env={**os.environ, "HORO_LOG_LEVEL": "info"}, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "none on rank 0 (" in done.stderr

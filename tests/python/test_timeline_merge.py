@@ -130,10 +130,7 @@ def test_a_third_machine_may_share_operations_with_the_second_only(tmp_path: Pat
 
 def test_without_a_shared_operation_the_date_decides_and_that_is_said(tmp_path: Path) -> None:
     steps = steps_of(2, 5, 1000)
-    files = [
-        write(tmp_path / "0", 0, "a", lambda t: t, steps[0]),
-        write(tmp_path / "1", 1, "b", lambda t: t + 1e9, []),
-    ]
+    files = [write(tmp_path / "0", 0, "a", lambda t: t, steps[0]), write(tmp_path / "1", 1, "b", lambda t: t + 1e9, [])]
     said = merge(str(tmp_path / "out"), files)
     assert said[1] == "hb: shares no operation with the other files; its times are as right as the dates of ha and hb"
     parse_timeline(tmp_path / "out")

@@ -101,11 +101,7 @@ def test_of_rows_that_are_cut_short_only_the_cut_one_is_lost(tmp_path: Path, byt
     path = tmp_path / "t.json"
     left_behind(path, [*WHOLE[:-1], WHOLE[-1][:bytes_left]])
     assert finish(str(path))
-    assert rows_of(parse_timeline(path, is_ended=False))["x"] == [
-        "NEGOTIATE_ALLREDUCE",
-        "ALLREDUCE",
-        "  SHM_ALLREDUCE",
-    ]
+    assert rows_of(parse_timeline(path, is_ended=False))["x"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
     assert [event["ph"] for event in parse_timeline(path, is_ended=False)[-3:]] == ["E", "B", "B"]
 
 

@@ -291,14 +291,7 @@ def test_what_is_built_is_told_truthfully(alone: None) -> None:
     assert hvd.mpi_built() is (done.returncode == 0)
     with pytest.raises(ValueError, match="did not start through MPI"):
         hvd.mpi_threads_supported()
-    for function in (
-        hvd.mpi_enabled,
-        hvd.gloo_enabled,
-        hvd.gloo_built,
-        hvd.ddl_built,
-        hvd.ccl_built,
-        hvd.rocm_built,
-    ):
+    for function in (hvd.mpi_enabled, hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
         assert function() is False
     # as tests/python/test_gpu_libraries.py shows with what is there and what is not
     assert isinstance(hvd.cuda_built(), bool)
@@ -355,10 +348,7 @@ BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),
     (lambda: hvd.allreduce(torch.ones(1), op="Sum"), "op='Sum' is not a reduction"),  # type: ignore[arg-type]
     (lambda: hvd.allreduce(torch.ones(1), 1), "average=1 is neither True nor False"),  # type: ignore[arg-type]
-    (
-        lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True),
-        "op=True is not a reduction",
-    ),
+    (lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True), "op=True is not a reduction"),
     (lambda: hvd.allreduce(torch.ones(1), postscale_factor="2"), "must be one real number, not '2'"),  # type: ignore[arg-type]
     (
         lambda: hvd.grouped_allreduce([torch.ones(1)], prescale_factor=torch.ones(2)),  # type: ignore[arg-type]

@@ -32,10 +32,7 @@ signal.signal(signal.SIGUSR1, handler)
 """
 
 INTERRUPTIONS = {
-    "init": (
-        "hvd.shutdown(); assert not hvd.is_initialized()",
-        "job.connect = lambda *_: interrupt(); hvd.init()",
-    ),
+    "init": ("hvd.shutdown(); assert not hvd.is_initialized()", "job.connect = lambda *_: interrupt(); hvd.init()"),
     "shutdown": (
         "hvd.shutdown(); assert not hvd.is_initialized()",
         "hvd.init(); close = job.RunningRank.close\n"

@@ -28,13 +28,7 @@ from horo.runner.network import (
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     slot = place([2, 2], 4)[3]
     told = rank_variables(
-        slot,
-        host="h2",
-        mark="m",
-        store="10.0.0.1:5",
-        master=("10.0.0.1", 6),
-        cores=8,
-        threads_set=False,
+        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
     )
     assert told == {
         "HORO_HOST_MARK": "m",
@@ -64,15 +58,7 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
 
 
 def test_threads_the_user_has_set_stay() -> None:
-    told = rank_variables(
-        place([1], 1)[0],
-        host="h",
-        mark="m",
-        store="s",
-        master=None,
-        cores=8,
-        threads_set=True,
-    )
+    told = rank_variables(place([1], 1)[0], host="h", mark="m", store="s", master=None, cores=8, threads_set=True)
     assert not [name for name in told if not name.startswith("HORO")]
 
 

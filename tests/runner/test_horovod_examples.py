@@ -302,11 +302,7 @@ HOROVODRUN = "import sys; from horo.runner.cli import main_for_horovod; sys.exit
 
 @pytest.mark.parametrize(
     ("command", "words", "size"),
-    [
-        ("hororun", ["--fp16-allreduce"], 2),
-        ("horovodrun", ["--use-adasum", "--no-cuda"], 2),
-        ("module", [], 1),
-    ],
+    [("hororun", ["--fp16-allreduce"], 2), ("horovodrun", ["--use-adasum", "--no-cuda"], 2), ("module", [], 1)],
 )
 def test_the_synthetic_benchmark(hororun: Hororun, tmp_path: Path, command: str, words: list[str], size: int) -> None:
     lines = job(hororun, BENCHMARK, tmp_path, *words, command=command)

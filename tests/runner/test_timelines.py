@@ -50,10 +50,7 @@ def exports_of(*words: str, environment: dict[str, str] | None = None) -> dict[s
 def test_options_become_variables_of_the_ranks() -> None:
     words = ("--timeline-filename", "t.json")
     assert exports_of(*words) == {"HORO_TIMELINE": "t.json"}
-    assert exports_of(*words, "--timeline-mark-cycles") == {
-        "HORO_TIMELINE": "t.json",
-        "HORO_TIMELINE_MARK_CYCLES": "1",
-    }
+    assert exports_of(*words, "--timeline-mark-cycles") == {"HORO_TIMELINE": "t.json", "HORO_TIMELINE_MARK_CYCLES": "1"}
     assert exports_of("--no-timeline-mark-cycles") == {"HORO_TIMELINE_MARK_CYCLES": "0"}
     marks = {"HORO_TIMELINE_MARK_CYCLES": "1"}
     assert exports_of("--timeline-mark-cycles", environment={"HOROVOD_TIMELINE": "t.json"}) == marks
