@@ -1,4 +1,4 @@
-"""The benchmark of two builds: a tree beside itself."""
+"""The benchmarks of two builds: a tree beside itself; and what reads traces of calls."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_runs import ROOT, start
+from example_runs import ROOT, start, whole
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import call_trace  # (benchmarks/call_trace.py)
+import wakes  # (benchmarks/wakes.py)
 
 SCRIPT = str(ROOT / "benchmarks" / "builds.py")
 
 
-def test_a_tree_beside_itself(tmp_path: Path) -> None:
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Another tree, which is this one."""
     tree = tmp_path / "tree"
     tree.mkdir()
     (tree / ".venv").symlink_to(Path(sys.executable).parent.parent)  # whole: a Python finds its packages beside itself
-    (tree / "tests").symlink_to(ROOT / "tests")
-    (tree / "horo").symlink_to(ROOT / "horo")
+    for name in ("tests", "horo", "runner"):
+        (tree / name).symlink_to(ROOT / name)
+    return tree
+
+
+@whole
+def test_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    words = [
-        "--layouts",
-        "2;1,1",
-        "--sizes",
-        "4,64K",
-        "--rounds",
-        "2",
-        "--turn-ms",
-        "5",
-        "--models",
-        "",
-        "--json",
-        str(file),
-    ]
-    done = start([sys.executable, SCRIPT, str(tree), str(tree), *words])
+    words = ["--layouts", "2;1,1", "--sizes", "4,64K", "--rounds", "2", "--turn-ms", "5", "--models", "", "--json"]
+    done = start([sys.executable, SCRIPT, str(tree), str(tree), *words, str(file)])
     rows = json.loads(file.read_text())["rows"]
     assert [(row["layout"], row["bytes"]) for row in rows] == [("2", 4), ("2", 65536), ("1,1", 4), ("1,1", 65536)]
     for row in rows:
@@ -42,12 +40,8 @@ def test_a_tree_beside_itself(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 5
 
 
-def test_the_training_step_of_a_tree_beside_itself(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    (tree / ".venv").symlink_to(Path(sys.executable).parent.parent)
-    for name in ("horo", "runner"):
-        (tree / name).symlink_to(ROOT / name)
+@whole
+def test_the_training_step_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["--layouts", "", "--rounds", "2", "--models", "mlp-tiny", "--step-turn-ms", "5", "--json", str(file)]
     done = start([sys.executable, SCRIPT, str(tree), str(tree), *words])
@@ -59,12 +53,26 @@ def test_the_training_step_of_a_tree_beside_itself(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].split()[0] == "mlp-tiny"
 
 
-@pytest.mark.parametrize("missing", ["before", "after"])
-def test_a_tree_that_was_not_built_is_named(tmp_path: Path, missing: str) -> None:
-    built = tmp_path / "built"
-    (built / ".venv" / "bin").mkdir(parents=True)
-    (built / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    bare = tmp_path / "bare"
-    trees = [bare, built] if missing == "before" else [built, bare]
-    done = start([sys.executable, SCRIPT, *map(str, trees)], expected_code=2)
-    assert f"{bare} has no .venv" in done.stderr
+@whole
+def test_wake_ups_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    words = ["--rounds", "1", "--calls", "80", "--traced-calls", "0", "--seconds", "0.1", "--json", str(file)]
+    start([sys.executable, str(ROOT / "benchmarks" / "wakes.py"), str(tree), str(tree), *words])
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["situation"] for row in rows[::3]] == [situation.name for situation in wakes.SITUATIONS]
+    assert all(len(row["before"]) == len(row["after"]) == 1 for row in rows)
+
+
+def test_calls_in_a_log_of_strace_are_those_between_the_marks_of_their_rank() -> None:
+    mark = 'access("wakes {}", F_OK) = -1 ENOENT (No such file or directory)'
+    lines = ["10 read(3, 0x1, 8) = 8", f"10 {mark.format('begin')}", "20 read(3, 0x1, 8) = 8", "11 write(4, 0x1, 8) = 8", "10 ppoll([{fd=4}], 1, NULL, NULL, 8 <unfinished ...>",
+             "10 <... ppoll resumed>) = 1", "10 --- SIGCHLD {si_signo=SIGCHLD} ---", f"20 {mark.format('begin')}", f"10 {mark.format('end')}",
+             "20 sendmsg(5, 0x1, 0) = 4", "11 write(4, 0x1, 8) = 8", "30 write(4, 0x1, 8) = 8"]  # fmt: skip
+    assert wakes.count_calls(lines, [[10, 11], [20]]) == 3
+
+
+def test_figures_of_a_trace_of_calls() -> None:
+    entered = (("run", "context.c"), ("add", "base/map.c"), ("find", "base/map.c"), ("run", "context.c"))
+    trace = call_trace.Trace((*entered, ("run", "engine/drive.c")))
+    assert trace.figures() == {"calls": 5, "functions": 4, "files": 3, "changes of file": 3}
+    assert trace.listing() == ["  context.c: run x2", "  base/map.c: add, find", "  engine/drive.c: run"]

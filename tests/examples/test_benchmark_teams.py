@@ -6,11 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-from example_runs import ROOT, start
+from example_runs import ROOT, start, whole
 
 SCRIPT = str(ROOT / "benchmarks" / "teams.py")
 
 
+@whole
 def test_teams_are_timed_one_after_the_other_at_once_and_beside(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["--layouts", "2;1,1", "--sizes", "4K,64K", "--rounds", "2", "--turn-ms", "5", "--json", str(file)]

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_runs import ROOT, start
+from example_runs import ROOT, start, whole
 
 SCRIPT = str(ROOT / "benchmarks" / "timeline.py")
 
 
+@whole
 def test_steps_are_timed_with_a_timeline_and_without(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["--models", "mlp-tiny,transformer-tiny", "--rounds", "3", "--turn-ms", "20", "--json", str(file)]

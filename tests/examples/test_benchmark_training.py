@@ -8,19 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import ROOT, start
+from example_runs import ROOT, start, whole
 
 FOLDER = ROOT / "benchmarks"
 SHORT = ["--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
 
 sys.path.insert(0, str(FOLDER))
-import latency  # noqa: E402  (benchmarks/latency.py)
 import models  # noqa: E402  (benchmarks/models.py)
-import peers  # noqa: E402  (benchmarks/peers.py)
-import training_step  # noqa: E402  (benchmarks/training_step.py)
-from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from devices import CPU  # noqa: E402  (benchmarks/devices.py)
-from rounds import Case, Heat, Plan, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import training_step as workload  # noqa: E402  (benchmarks/workloads/training_step.py)
 
 
@@ -45,16 +40,6 @@ def test_a_training_step_is_measured_beside_all_ceilings(tmp_path: Path) -> None
     assert done.stdout.count(" ok\n") == 6
 
 
-def test_other_models_train_one_after_another() -> None:
-    models_there = ["resnet50-tiny", "transformer-tiny"]
-    plan = Plan(rounds=1, calls=1, warm=0, check_before=False)
-    results, versions = training_step.measure([peers.HORO], 2, models_there, plan, limit_s=60)
-    assert [(result.case.name, list(result.calls), result.wrong) for result in results] == [
-        (name, ["horo"], {}) for name in models_there
-    ]
-    assert list(versions) == ["horo"]
-
-
 def test_a_rank_that_learns_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(workload._AloneHere):
         kind = "horo"
@@ -73,13 +58,7 @@ def test_a_rank_that_learns_something_else_is_found(monkeypatch: pytest.MonkeyPa
     assert "off after moving" in workload.check_learning(Broken(), models.RECIPES["mlp-tiny"], CPU)
 
 
-def test_efficiency_is_the_ceilings_time_over_the_contestants() -> None:
-    turns = {"ceiling": Turn(90.0, []), "ceiling, memory kept": Turn(80.0, []), "horo": Turn(100.0, [])}
-    result = Result(Case("mlp", {}), dict.fromkeys(turns, 1), heats=[Heat((200.0, 200.0), turns)])
-    assert training_step.efficiency(result, "horo", "ceiling") == pytest.approx(0.9)
-    assert training_step.efficiency(result, "horo", "ceiling, memory kept") == pytest.approx(0.8)
-
-
+@whole
 def test_small_tensors_are_summed_both_ways(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     script = str(FOLDER / "small_tensors.py")
@@ -93,6 +72,7 @@ def test_small_tensors_are_summed_both_ways(tmp_path: Path) -> None:
     assert all((row["submit_us"] > 0) == (row["form"] == "single") for row in rows)
 
 
+@whole
 def test_latency_keeps_the_time_of_single_calls(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     start([sys.executable, str(FOLDER / "latency.py"), *SHORT, "--max", "16", "--json", str(file)])
@@ -106,9 +86,3 @@ def test_latency_keeps_the_time_of_single_calls(tmp_path: Path) -> None:
         ("complete", 16, "gloo"),
     ]
     assert all(row["call_min_us"] <= row["call_median_us"] <= row["call_p99_us"] for row in rows)
-
-
-def test_a_percentile_is_a_value_that_was_measured() -> None:
-    hundred = [float(value) for value in range(1, 101)]
-    assert [latency.percentile(hundred, share) for share in (0.01, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
-    assert latency.percentile([7.0], 0.99) == 7.0

@@ -215,11 +215,6 @@ def test_a_tuner_ends_at_the_quickest_values_and_writes_each_sample(tmp_path: Pa
     assert changed == {"segment", "fusion", "cycle"}
 
 
-def test_a_log_that_cannot_be_written_ends_without_harm(tmp_path: Path) -> None:
-    plan = Search({}, {"segment": (4096, 1 << 22)}, 1, 2, 10, str(tmp_path / "absent" / "log.csv"))
-    assert tune(plan, {"segment": 4096}, lambda values: 1 / values["segment"]).is_final
-
-
 def test_the_log_stays_in_the_folder_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -231,8 +226,3 @@ def test_the_log_stays_in_the_folder_of_the_start(tmp_path: Path, monkeypatch: p
     tune(Search({}, {}, 1, 2, 10, "log.csv"), {}, seconds)
     assert [path.name for path in tmp_path.rglob("*.csv")] == ["log.csv"]
     assert (tmp_path / "log.csv").stat().st_size > 0
-
-
-def test_values_that_change_nothing_are_not_proposed_until_the_end() -> None:
-    context = tune(Search({}, {}, 3, 2, 10), {}, lambda _: 0.1)
-    assert context.proposals == [(context.values, True)]

@@ -272,12 +272,6 @@ def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monke
     assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
 
 
-@pytest.mark.parametrize("controller", ["gloo", "slurm"])
-def test_the_controller_keeps_mpi_out_under_srun(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**PMI2, "HOROVOD_CONTROLLER": controller}).kind == "slurm"
-
-
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
@@ -378,9 +372,3 @@ def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
     detect_launch(environ, read_config(environ))
     detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text
-
-
-def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sys, "argv", ["-c"])
-    detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
-    assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text

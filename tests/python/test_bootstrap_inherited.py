@@ -105,18 +105,6 @@ def test_torchs_variables_that_repeat_the_ranks_place_are_none_to_a_worker(monke
     assert inherited.refuse_inherited({**child, "RANK": "0"})
 
 
-def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = child_of(HORORUN, monkeypatch)
-    del child["RANK"]
-    with pytest.raises(UsageError, match="inherited"):
-        inherited.refuse_inherited(child)
-
-
-def test_variables_that_mpi_adds_in_the_rank_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="inherited"):
-        inherited.refuse_inherited({**child_of(OPEN_MPI, monkeypatch), "PMIX_MCA_mca_base_component": "1"})
-
-
 def test_the_rank_itself_may_start_again() -> None:
     named: list[str] = []
     with pytest.MonkeyPatch.context() as context:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from descriptors import open_descriptors
 from fabric import close_setup
-from joining import SECRET, environments, join_all, run_threads, serving, wait_until
+from joining import environments, join_all, run_threads, serving, wait_until
 from wiring import check_wiring
 
 from horo.bootstrap import job as job_module
@@ -27,11 +27,9 @@ from horo.bootstrap.host import arena as arena_module
 from horo.bootstrap.host.grouping import group_ranks
 from horo.bootstrap.job import connect, start
 from horo.bootstrap.launchers.variables import Place, read_launch, subset
-from horo.bootstrap.net import dial as dial_module
 from horo.bootstrap.net.addresses import Endpoint
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection
-from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.server import StoreServer
 from horo.config.table import read_config
 from horo.core.context import RequestBuffer
@@ -117,18 +115,6 @@ def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer)
     assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
     assert not any(connection.is_homogeneous for connection in connections)
     assert connections[3].hosts == ((0, 2, 3), (1, 4))
-    close_connections(connections)
-
-
-def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
-    environs = environments(server, 2)
-    for rank, environ in enumerate(environs):
-        environ |= {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
-        environ |= {"HOROVOD_CROSS_RANK": str(rank), "HOROVOD_CROSS_SIZE": "2"}
-    connections = whole(join_all(environs))
-    assert [connection.place for connection in connections] == [Place(0, 1, 0, 2), Place(0, 1, 1, 2)]
-    assert all(connection.is_homogeneous for connection in connections)
-    assert connections[0].hosts == ((0, 1),)
     close_connections(connections)
 
 
@@ -254,19 +240,6 @@ def test_many_descriptors_pass_in_pieces() -> None:
         os.close(number)
     near.close()
     far.close()
-
-
-@pytest.mark.parametrize("sent", [0, 2])
-def test_wrong_number_of_descriptors_is_refused_without_a_leak(sent: int) -> None:
-    before = open_descriptors()
-    near, far = socket.socketpair()
-    arena_module.send_descriptors(near, [0] * sent)
-    near.close()
-    far.settimeout(10)
-    with pytest.raises(ResourceError, match="3 descriptors were expected"):
-        arena_module.receive_descriptors(far, 3)
-    far.close()
-    assert open_descriptors() <= before
 
 
 def test_descriptors_cut_short_are_an_error_without_a_leak() -> None:
@@ -474,49 +447,6 @@ def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
         )
 
 
-def test_unauthenticated_connections_to_a_rank_are_refused_and_the_job_starts(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = links_module._IncomingLinks.listen
-    noise: list[socket.socket] = []
-
-    def listen_in_noise(self: links_module._IncomingLinks, *arguments: Any) -> Sequence[Endpoint]:
-        endpoints = real(self, *arguments)
-        for number in range(20):
-            connection = socket.create_connection(endpoints[0])
-            if number % 2:
-                connection.sendall(os.urandom(500))
-            noise.append(connection)
-        return endpoints
-
-    monkeypatch.setattr(links_module._IncomingLinks, "listen", listen_in_noise)
-    environs = environments(server, 2)
-    environs[1]["HORO_HOST_ID"] = "elsewhere"
-    connections = whole(join_all(environs))
-    check_wiring([connection.setup for connection in connections])
-    close_connections(connections)
-    assert "refused a connection from 127.0.0.1: it sent no handshake of horo" in caplog.text
-    for connection in noise:
-        connection.close()
-
-
-def test_dialer_that_gave_up_and_came_again_holds_the_connection_that_counts(server: StoreServer) -> None:
-    environs = environments(server, 2)
-    environs[1]["HORO_HOST_ID"] = "elsewhere"
-    real = dial_module.dial
-
-    def dial_twice(*arguments: object, **options: object) -> object:
-        lost, _ = real(*arguments, **options)  # type: ignore[arg-type]
-        lost.close()
-        return real(*arguments, **options)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links_module, "dial", dial_twice)
-        connections = whole(join_all(environs))
-    check_wiring([connection.setup for connection in connections])
-    close_connections(connections)
-
-
 def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> None:
     environs = environments(server, 3)
     for environ, host in zip(environs, "aab", strict=True):
@@ -583,20 +513,6 @@ def test_lone_jobs_start_and_close_a_hundred_times_without_a_leak() -> None:
         job.close()
     assert open_descriptors() <= before[0]
     assert threading.active_count() <= before[1]
-
-
-def test_ranks_start_and_close_again_and_again_in_one_process(server: StoreServer) -> None:
-    environs = environments(server, 2)
-
-    def cycle(rank: int) -> list[int]:
-        seen = []
-        for _ in range(5):
-            job = start(environs[rank])
-            seen.append(job.rank)
-            job.close()
-        return seen
-
-    assert run_threads([lambda: cycle(0), lambda: cycle(1)]) == [[0] * 5, [1] * 5]
 
 
 def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -673,12 +589,3 @@ def test_ranks_as_processes_start_add_up_and_close_again_and_again(
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
         assert output == f"{rank} {len(labels)} {hosts} {{{total}}}\n" * 3
-
-
-def test_client_secret_never_reaches_the_store(server: StoreServer) -> None:
-    connections = whole(join_all(environments(server, 2)))
-    close_connections(connections)
-    with StoreClient(*server.endpoints[0], SECRET, 5):
-        held = b"".join(key + value for key, value in server._values.items())
-    assert SECRET not in held
-    assert SECRET.hex().encode() not in held

@@ -17,8 +17,7 @@ from fabric import close_setup
 from joining import join_all, run_threads, wait_until
 from wiring import check_wiring
 
-from horo.bootstrap.launchers.torch_store import TorchStore, open_torch_store
-from horo.bootstrap.launchers.variables import TorchMaster
+from horo.bootstrap.launchers.torch_store import TorchStore
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
@@ -110,13 +109,6 @@ def test_store_that_is_gone_is_a_lost_peer() -> None:
     del server
     with pytest.raises(PeerLostError, match=r"torch's store at 127\.0\.0\.1 is gone"):
         client.get("a", 5)
-
-
-def test_unreachable_master_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(PeerLostError, match=f"torch's store at 127.0.0.1:{port} .* cannot be reached"):
-        open_torch_store(TorchMaster("127.0.0.1", port, True), 0, 0.2)
 
 
 def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> None:

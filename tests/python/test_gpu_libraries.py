@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,8 @@ import torch
 from doubles import CUDA, NCCL, build_double
 
 from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
-from horo.bootstrap.host.identity import read_identity
-from horo.bootstrap.launchers.variables import Launch
-from horo.bootstrap.peer_info import PeerInfo, check_agreement
-from horo.config.table import Config
 
 TOLD = "import horo.torch as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
-PEER = PeerInfo.of(Launch("none", 0, 1, "h1"), Config(), read_identity(None), None, "1+abi1")
 BOTH = GpuLibraries("CUDA driver 12.4", "NCCL 2.23.4")
 
 
@@ -80,13 +73,6 @@ def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path
     assert run("-c", code, env=with_libraries(folder, packages=tmp_path)) == "True 22105\n"
 
 
-@without_own_nccl
-def test_what_cannot_be_used_is_not_built(tmp_path: Path) -> None:
-    build_double(CUDA, tmp_path, LACKS_INIT=1)
-    build_double(NCCL, tmp_path, VERSION=20000)
-    assert run("-c", TOLD, env=with_libraries(tmp_path)) == "False 0\n"
-
-
 def test_asking_does_not_initialize_the_driver(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, INIT_CODE=100)
     assert run("-c", TOLD, env=with_libraries(tmp_path)).startswith("True")
@@ -116,17 +102,6 @@ def test_check_build_says_why_not(tmp_path: Path) -> None:
     assert f"{tmp_path / NCCL} is NCCL 2.0.0; horo needs 2.18.1" in nccl
 
 
-def test_the_systems_nccl_is_the_last_place_to_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert nccl_places()[-1] == NCCL
-    file = tmp_path / "nvidia" / "nccl" / "lib" / NCCL
-    file.parent.mkdir(parents=True)
-    file.touch()
-    (tmp_path / "nvidia" / "__init__.py").touch()  # before a package that is installed
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert str(file) in nccl_places()[:-1]
-
-
 def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,11 +116,6 @@ def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
     for folder in (part, whole):
         monkeypatch.syspath_prepend(str(folder.parent))
     assert str(file) in nccl_places()[:-1]
-
-
-def test_what_a_rank_has_survives_the_store() -> None:
-    peer = replace(PEER, gpu=BOTH)
-    assert check_agreement([peer.encode()], lambda rank, host: f"rank {rank} ({host})") == [peer]
 
 
 ONE, NONE = GpuLibraries("CUDA driver 12.4"), GpuLibraries()
@@ -213,17 +183,3 @@ for step in range(3):
     assert done.stderr.count("different libraries for GPUs") == (1 if warns else 0)
     if warns:
         assert "warning: ranks have different libraries for GPUs: CUDA driver 12.4 on rank 0 (" in done.stderr
-
-
-def test_a_job_whose_ranks_differ_is_told_of_it(folder: Path) -> None:
-    code = "import horo.torch as hvd; hvd.init(); print(hvd.size())"
-    # Only rank 1 has the libraries: its own process puts them there before it loads anything.
-    script = f"import ctypes, os\nif os.environ['HOROVOD_RANK'] == '1': ctypes.CDLL({str(folder / CUDA)!r})\n{code}"
-    words = [sys.executable, "-m", "horo.runner", "-np", "2", "--oversubscribe", sys.executable, "-c", script]
-    done = subprocess.run(
-        words, env={**os.environ, "HORO_LOG_LEVEL": "info"}, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "none on rank 0 (" in done.stderr
-    # a build of torch for GPUs brings its own NCCL
-    assert re.search(r"CUDA driver 12\.4( and NCCL [\d.]+)? on rank 1 \(", done.stderr)

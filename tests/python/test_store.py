@@ -114,22 +114,6 @@ def test_add_counts_across_clients_and_threads(server: StoreServer) -> None:
         assert client.get("n", 0) == b"399"
 
 
-def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServer) -> None:
-    with client_of(server) as client:
-        client.set("text", b"abc")
-        with pytest.raises(UsageError, match="holds no integer"):
-            client.add("text", 1)
-        assert client.get("text", 0) == b"abc"
-
-
-def test_deleted_keys_are_gone_and_unknown_ones_ignored(server: StoreServer) -> None:
-    with client_of(server) as client:
-        client.set("a", b"1")
-        client.delete(["a", "unknown"])
-        with pytest.raises(StoreTimeoutError):
-            client.get("a", 0)
-
-
 def test_prefixed_stores_do_not_see_each_other(server: StoreServer) -> None:
     with client_of(server) as client:
         one, other = prefixed(client, "1/"), prefixed(client, "2/")
@@ -158,24 +142,6 @@ def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServ
         with pytest.raises(UsageError, match="too long for one reply"):
             client.get_many([f"v{index}" for index in range(9)], 5)
         assert client.get("big", 5) == value
-
-
-def test_a_hundred_clients_exchange_values(server: StoreServer) -> None:
-    clients = [client_of(server) for _ in range(100)]
-    seen: list[int] = []
-
-    def exchange(index: int) -> None:
-        clients[index].set(f"r{index}", str(index).encode())
-        seen.append(sum(map(int, clients[index].get_many([f"r{i}" for i in range(100)], 20))))
-
-    threads = [threading.Thread(target=exchange, args=(index,)) for index in range(100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    for client in clients:
-        client.close()
-    assert seen == [4950] * 100
 
 
 def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer) -> None:
@@ -337,13 +303,6 @@ def test_many_silent_connections_cannot_keep_members_out() -> None:
             connection.close()
 
 
-def test_member_of_another_kind_is_refused(server: StoreServer, refusals: list[str]) -> None:
-    with pytest.raises(PeerLostError):
-        dial(server.endpoints, SECRET, Claim(Purpose.DATA, 1, 2), 0.05)
-    wait_until(lambda: bool(refusals))
-    assert "it wants a data link, this is the store" in refusals[0]
-
-
 @pytest.mark.parametrize("changed", [5, 6, 11, 15, 19, 23])
 def test_a_claim_that_is_changed_on_the_way_is_no_proof(changed: int) -> None:
     """Purpose, number, source, target, epoch, team: who sits between cannot pass one connection off as another."""
@@ -418,18 +377,6 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     log.refuse("10.0.0.7", "noise", 121.0)
     assert told[-1] == "refused a connection from 10.0.0.7: noise (2982 more refused since the last report)"
     assert len(log._last) <= RefusalLog._ADDRESSES_MAX
-
-
-def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(sentence: str) -> None:
-        raise RuntimeError("reporter broke")
-
-    with StoreServer(["127.0.0.1"], SECRET, on_refused=fail) as server:
-        with raw(server) as connection:
-            connection.sendall(b"?" * 100)
-            wait_until(lambda: "reporting a refused connection failed" in caplog.text)
-        with client_of(server) as client:
-            client.set("a", b"")
 
 
 def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:

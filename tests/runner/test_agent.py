@@ -156,12 +156,6 @@ def test_it_sends_signs_of_life_while_its_ranks_are_silent(agent: Agent) -> None
         agent.message(Kind.PING)
 
 
-def test_a_login_shell_that_talks_is_borne(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, "echo Welcome; echo 'to this host' >&2")
-    done = hororun.run("-np", "1", "echo", "x", where="one:1")
-    assert (done.returncode, done.stdout) == (0, "[0] x\n")
-
-
 def python_that(tmp_path: Path, code: str) -> str:
     """A stand-in for the remote Python that runs ``code`` before the agent."""
     path = tmp_path / "python"
@@ -217,15 +211,6 @@ def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: H
         "hororun: cannot reach host three: ssh says: Could not resolve hostname three",
         "hororun: host four",
     ]
-
-
-def test_a_host_that_is_silent_and_one_that_fails_are_both_named(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, 'case "$*" in *" one "*) exec sleep 60;; *) exit 255;; esac')
-    done = hororun.run("-np", "2", "--start-timeout", "2", "true", where="one:1,two:1")
-    assert done.returncode == 69
-    assert "hororun: 2 of 2 hosts cannot be used" in done.stderr
-    assert "hororun: no answer within 2 s from one" in done.stderr
-    assert "hororun: cannot reach host two" in done.stderr
 
 
 def test_a_remote_shell_that_does_not_exist_is_named(hororun: Hororun) -> None:

@@ -81,12 +81,6 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         assert parsed(f"-np 1 {option} cmd").exports["HORO_STALL_CHECK_DISABLE"] == value
 
 
-def test_a_host_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("h1 slots=4  # big\n\nh2\n")
-    assert parsed(f"-np 5 --hostfile {path} cmd").hosts == (HostSpec("h1", slots=4), HostSpec("h2"))
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [

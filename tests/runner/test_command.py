@@ -62,13 +62,6 @@ def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
         with_python(["./train.py"], "/", str(tmp_path), "h")
 
 
-def test_no_message_prints_the_whole_path(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "1", "no-such-command", where=where, environment={"PATH": "/bin:/usr/bin:/a/b/c"})
-    assert done.returncode == 127
-    host = "localhost" if where.startswith("localhost") else "one"
-    assert done.stderr == f"hororun: command not found on {host}: 'no-such-command' is in no folder of PATH there\n"
-
-
 @pytest.mark.parametrize(
     ("command", "code", "sentence"),
     [

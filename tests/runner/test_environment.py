@@ -57,11 +57,6 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     }
 
 
-def test_threads_the_user_has_set_stay() -> None:
-    told = rank_variables(place([1], 1)[0], host="h", mark="m", store="s", master=None, cores=8, threads_set=True)
-    assert not [name for name in told if not name.startswith("HORO")]
-
-
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -10,68 +9,6 @@ import pytest
 from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
 
 pytest.importorskip("torch")
-
-BENCHMARK = """
-import argparse
-import timeit
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-import torch.optim as optim
-
-import horovod.torch as hvd
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--fp16-allreduce", action="store_true", default=False)
-parser.add_argument("--batch-size", type=int, default=4)
-parser.add_argument("--num-iters", type=int, default=2)
-parser.add_argument("--no-cuda", action="store_true", default=False)
-parser.add_argument("--use-adasum", action="store_true", default=False)
-args = parser.parse_args()
-args.cuda = not args.no_cuda and torch.cuda.is_available()
-
-hvd.init()
-if args.cuda:
-    torch.cuda.set_device(hvd.local_rank())
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 10))
-lr_scaler = hvd.size() if not args.use_adasum else 1
-if args.cuda:
-    model.cuda()
-    if args.use_adasum and hvd.nccl_built():
-        lr_scaler = hvd.local_size()
-optimizer = optim.SGD(model.parameters(), lr=0.01 * lr_scaler)
-compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-optimizer = hvd.DistributedOptimizer(optimizer,
-                                     named_parameters=model.named_parameters(),
-                                     compression=compression,
-                                     op=hvd.Adasum if args.use_adasum else hvd.Average)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-data, target = torch.randn(args.batch_size, 3, 8, 8), torch.LongTensor(args.batch_size).random_() % 10
-
-def benchmark_step():
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(data), target)
-    loss.backward()
-    optimizer.step()
-
-def log(s, nl=True):
-    if hvd.rank() != 0:
-        return
-    print(s, end="\\n" if nl else "")
-
-device = "GPU" if args.cuda else "CPU"
-log("Number of %ss: %d" % (device, hvd.size()))
-timeit.timeit(benchmark_step, number=2)
-img_secs = []
-for x in range(args.num_iters):
-    time = timeit.timeit(benchmark_step, number=2)
-    img_secs.append(args.batch_size * 2 / time)
-    log("Iter #%d: %.1f img/sec per %s" % (x, img_secs[-1], device))
-log("Img/sec per %s: %.1f +-%.1f" % (device, np.mean(img_secs), 1.96 * np.std(img_secs)))
-"""
 
 DIGITS = """
 import argparse
@@ -295,20 +232,6 @@ def job(hororun: Hororun, script: str, folder: Path, *words: str, command: str =
     done = hororun.launch([sys.executable, *starts[command], *words], cwd=folder).finish(TORCH_S)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
-
-
-HOROVODRUN = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "size"),
-    [("hororun", ["--fp16-allreduce"], 2), ("horovodrun", ["--use-adasum", "--no-cuda"], 2), ("module", [], 1)],
-)
-def test_the_synthetic_benchmark(hororun: Hororun, tmp_path: Path, command: str, words: list[str], size: int) -> None:
-    lines = job(hororun, BENCHMARK, tmp_path, *words, command=command)
-    assert lines[0] == f"Number of CPUs: {size}"
-    assert re.fullmatch(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", lines[-1])
-    assert len(lines) == 4
 
 
 @pytest.mark.parametrize("words", ["", "--use-adasum", "--gradient-predivide-factor 2 --fp16-allreduce"])

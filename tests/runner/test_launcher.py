@@ -47,12 +47,6 @@ def test_auto(hosts: tuple[HostSpec, ...], allocation: Allocation | None, there:
     assert choose_launcher("auto", hosts, allocation, anything if there else nothing) == chosen
 
 
-# The names of the cases are spelled out, since pytest-mpi skips what is called just "mpi".
-@pytest.mark.parametrize("asked", ["ssh", "mpi"], ids=["by-ssh", "by-mpi"])
-def test_what_is_asked_for_is_done(asked: str) -> None:
-    assert choose_launcher(asked, HOSTS, SLURM, anything) == asked
-
-
 @pytest.mark.parametrize(
     ("asked", "hosts", "allocation", "there", "fault"),
     [
@@ -85,20 +79,6 @@ def parsed(line: str) -> Job:
     return job
 
 
-@pytest.mark.parametrize(
-    ("line", "launcher"),
-    [
-        ("-np 1 cmd", "ssh"),
-        ("-np 1 --gloo cmd", "ssh"),
-        ("-np 1 --mpi cmd", "mpi"),
-        ("-np 1 --launcher mpi cmd", "mpi"),
-        ("-np 1 --launcher ssh cmd", "ssh"),
-    ],
-)
-def test_words_for_launchers(line: str, launcher: str) -> None:
-    assert parsed(line).launcher == launcher
-
-
 def test_options_for_mpirun_become_part_of_the_job() -> None:
     job = parsed("-np 1 --mpi --mpirun /m --mpi-args=-v --binding-args=--bind-to=core --tcp --dry-run cmd")
     assert (job.mpi.program, job.mpi.arguments, job.mpi.binding) == ("/m", ("-v",), ("--bind-to=core",))
@@ -113,41 +93,3 @@ def test_a_batch_job_gives_hosts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert job.hosts_from == "LSF job 5 (LSB_MCPU_HOSTS=a 2 b 1)"
     job = parsed("--launcher ssh -np 2 -H c:2 cmd")
     assert (job.size, job.hosts, job.hosts_from) == (2, (HostSpec("c", slots=2),), "")
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("--launcher rsh", "rsh"),
-        ("--mpi --launcher ssh", "--launcher"),
-        ("--mpi --jsrun", "--jsrun"),
-        ("--elastic-timeout 3", "--elastic-timeout: an elastic job, which is not in this version of horo"),
-        ("--gloo-timeout-seconds soon", "--gloo-timeout-seconds: 'soon' is not a number"),
-    ],
-)
-def test_words_that_cannot_be_are_one_sentence(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse(["-np", "1", *line.split(), "cmd"])
-    assert end.value.code == 2
-    said = capfd.readouterr().err
-    assert fault in said
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("--mpi-args=x", "--mpi-args is for --launcher jsrun and mpi; ranks of this job are started by ssh"),
-        ("--binding-args=x", "--binding-args is for"),
-        ("--mpirun x", "--mpirun is for --launcher mpi;"),
-        ("--tcp", "--tcp is for"),
-        (
-            "--mpi --host-timeout 3",
-            "--host-timeout is for --launcher slurm and ssh; ranks of this job are started by mpi",
-        ),
-        ("--mpi --remote-python x", "--remote-python is for"),
-    ],
-)
-def test_an_option_without_a_use_is_refused_by_name(line: str, fault: str) -> None:
-    with pytest.raises(JobError, match=fault):
-        parse(["-np", "1", *line.split(), "cmd"])

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from jobs import Hororun
 
-from horo.config.ignored import misspelt
 from horo.runner.cli import main, parse
 from horo.runner.cli.check_build import why_not
 from horo.runner.job.forwarded_variables import outer_rank
@@ -54,35 +53,6 @@ def test_a_hororun_in_a_hororun_warns(hororun: Hororun, where: str) -> None:
 )
 def test_a_hororun_below_another_launcher_is_known(environment: dict[str, str], rank: str) -> None:
     assert outer_rank(environment) == rank
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("--min-np 2", "an elastic job, which is not in this version"),
-        ("--blacklist-cooldown-range 1 2", "an elastic job"),
-        ("--thread-affinity all", "'all' is not a number"),
-    ],
-)
-def test_flags_of_horovod_that_horo_lacks_are_named(line: str, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([*line.split(), "-np", "2", "train.py"])
-    assert end.value.code == 2
-    said = capfd.readouterr().err
-    assert said.startswith(f"hororun: {line.split(maxsplit=1)[0]}: ")
-    assert reason in said
-
-
-def test_horovods_single_dash_is_taken() -> None:
-    job = parse(["-prefix-timestamp", "-np", "1", "x"])
-    assert job is not None
-    assert job.output.timestamp
-
-
-def test_a_misspelt_variable_is_pointed_out() -> None:
-    assert misspelt(
-        {"HORO_FUSION_TRESHOLD": "1", "HORO_SPIN_US": "1", "HORO_HOST_MARK": "x", "HORO_TEST_MARK": "x"}
-    ) == ["HORO_FUSION_TRESHOLD is no variable of horo and means nothing: did you mean HORO_FUSION_THRESHOLD?"]
 
 
 WARNS = "from horo.bootstrap.job import start\nstart().close()\n"
@@ -175,14 +145,6 @@ def test_a_full_disk_behind_stdout_is_named(words: list[str]) -> None:
     code, said = onto(os.open("/dev/full", os.O_WRONLY), words)
     assert said.startswith(b"hororun: stdout cannot be written: No space left on device")
     assert (code, said.count(b"\n")) == (78, 1)
-
-
-@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
-def test_a_closed_stdout_is_named(words: list[str]) -> None:
-    script = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "horo", *words]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
-    assert done.stderr.startswith("hororun: stdout is closed")
 
 
 INTERRUPTED = """

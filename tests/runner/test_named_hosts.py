@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from jobs import Hororun
@@ -64,18 +63,6 @@ def test_what_needs_the_number_beforehand_asks_for_it(hororun: Hororun) -> None:
     done = hororun.run(*words, where="one", environment={"CUDA_VISIBLE_DEVICES": "0"})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--timeline-merge needs the number of ranks before the job starts: say -np N" in done.stderr
-
-
-def test_prefixes_are_as_wide_as_ranks_that_came_later_need(hororun: Hororun) -> None:
-    gpus = ",".join(f"GPU-{number}" for number in range(11))
-    done = hororun.run("sh", "-c", "echo here", where="one", environment={"CUDA_VISIBLE_DEVICES": gpus})
-    assert sorted(done.stdout.splitlines()) == [f"[{rank:2}] here" for rank in range(11)], done.stderr
-
-
-def test_a_host_file_without_slots_is_shared_out_too(hororun: Hororun, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("one\ntwo\n")
-    done = hororun.run("--hostfile", str(tmp_path / "hosts"), "-np", "2", *SHOW, where=None, environment=WITHOUT_GPUS)
-    assert sorted(done.stdout.splitlines()) == ["0 one", "1 two"], done.stderr
 
 
 def test_slots_that_only_the_host_knows_are_asked_of_it(hororun: Hororun) -> None:

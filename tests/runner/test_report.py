@@ -50,11 +50,6 @@ def test_a_host_that_was_lost_is_the_cause_even_when_that_is_detected_later() ->
     assert exit_code(cause) == 69
 
 
-def test_ranks_that_point_at_each_other_do_not_confuse() -> None:
-    endings = [Ending(0, "h", code=1, stderr_tail=LOST % 1), Ending(1, "h", code=2, stderr_tail=LOST % 0)]
-    assert root_cause(endings) in endings
-
-
 def test_what_a_rank_says_counts_more_than_its_last_words() -> None:
     endings = [
         Ending(0, "h1", code=1, stderr_tail=LOST % 3, note=Note(error="PeerLostError: x", points_at=2)),
@@ -127,11 +122,6 @@ def test_the_report_names_rank_host_end_and_last_words_then_the_others() -> None
 def test_a_single_silent_rank_is_one_line() -> None:
     cause = Ending(0, "localhost", code=3)
     assert report(cause, [cause]) == b"hororun: rank 0 on localhost exited with code 3; the job was ended\n"
-
-
-@pytest.mark.parametrize(("ending", "code"), [(Ending(0, "h", code=3), 3), (Ending(0, "h", signal=9), 137)])
-def test_the_exit_code_is_that_of_the_rank(ending: Ending, code: int) -> None:
-    assert exit_code(ending) == code
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

@@ -46,18 +46,6 @@ def test_ranks_behind_an_agent_and_large_values(tmp_path: Path) -> None:
     assert results == [(data[::-1], "one"), (data[::-1], "two")]
 
 
-def test_ranks_work_together() -> None:
-    def total() -> float:
-        import torch  # noqa: PLC0415
-
-        import horo.torch as hvd  # noqa: PLC0415
-
-        hvd.init()
-        return float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
-
-    assert horo.run(total, np=2, options=OVERSUBSCRIBE) == [3.0, 3.0]
-
-
 class OddError(Exception):
     """Cannot be made from its own arguments."""
 
@@ -151,11 +139,6 @@ def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exce
     with pytest.raises(kind) as caught:
         horo.run(**{"func": own_rank, **arguments})  # type: ignore[arg-type]
     assert str(caught.value).startswith(text)
-
-
-def test_a_result_that_cannot_travel_is_told() -> None:
-    with pytest.raises(UnsupportedError, match=r"what .*lock.* has returned in rank 0, a lock, cannot be pickled"):
-        horo.run(threading.Lock, np=1)
 
 
 def test_variables_reach_other_hosts(tmp_path: Path) -> None:
@@ -261,10 +244,3 @@ def test_nothing_is_left_when_the_caller_is_ended(
         wait_until(lambda: not marked_processes(launched.mark), "nothing left")
     finally:
         runner.clean_up()
-
-
-def test_the_rank_side_alone_says_what_it_is_for() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "horo.runner.call"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert (done.returncode, done.stderr) == (1, "horo.runner.call is for horo.run alone: its variables are not set\n")

@@ -95,13 +95,6 @@ def test_ranks_find_the_job_of_slurm_and_not_the_step_of_their_agent(hororun: Ho
     assert told == "SLURM_JOB_ID=7\n"
 
 
-def test_verbose_says_where_the_hosts_came_from(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run("--verbose", "true", where=None, environment=slurm.environment)
-    said = "hosts from the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS_PER_NODE=2,1): one:2,two:1"
-    assert f"hororun: {said}\n" in done.stderr
-    assert "hororun: one: srun --nodes=1" in done.stderr
-
-
 def test_more_ranks_than_slots_names_the_allocation(hororun: Hororun, slurm: Slurm) -> None:
     done = hororun.run("-np", "4", "true", where=None, environment=slurm.environment)
     assert done.returncode == 2
@@ -153,12 +146,6 @@ def test_a_dry_run_shows_ranks_and_commands_and_starts_nothing(hororun: Hororun,
     assert slurm.calls() == []
 
 
-def test_an_old_slurm_is_not_told_to_overlap(hororun: Hororun, slurm: Slurm) -> None:
-    slurm.install(version="20.02.7")
-    assert hororun.run("true", where=None, environment=slurm.environment).returncode == 0
-    assert not any("--overlap" in call for call in slurm.calls())
-
-
 def test_an_srun_that_refuses_is_quoted_and_ends_the_job(hororun: Hororun, slurm: Slurm) -> None:
     said = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
     slurm.install(before=f'test $node = two && {{ echo "{said}" >&2; exit 1; }}')
@@ -197,42 +184,3 @@ def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags:
     done = job.finish()
     assert done.returncode == 128 + number
     assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
-
-
-def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"trap '' TERM INT HUP; : > {flags.folder}/up.$HOROVOD_RANK; while :; do sleep 0.1; done"
-    job = hororun.start("--grace-seconds", "0.2", *shell(script), where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.kill()
-    job.process.wait()
-    job.nothing_is_left()
-
-
-def test_no_secret_is_on_a_command_line(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$HOROVOD_RANK; exec sleep 60"
-    job = hororun.start(*shell(script), where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    secret = flags.read("secret").strip()
-    assert len(secret) == 64
-    assert job.processes("agent")
-    assert not job.processes(secret)
-    job.process.terminate()
-    job.finish()
-
-
-def test_the_code_of_the_rank_that_failed_is_kept(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run(
-        *shell("test $HOROVOD_RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment
-    )
-    assert done.returncode == 9
-    assert "rank 2 on two exited with code 9" in done.stderr
-
-
-def test_output_of_any_shape_comes_through(hororun: Hororun, slurm: Slurm) -> None:
-    script = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 999); sys.stdout.flush(); sys.stdout.write('end')"
-    done = hororun.start(
-        "-np", "1", "--no-prefix", sys.executable, "-c", script, where=None, environment=slurm.environment
-    )
-    out, _ = done.process.communicate(timeout=30)
-    assert out.endswith(b"end\n")
-    assert done.process.returncode == 0
