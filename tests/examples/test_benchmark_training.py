@@ -28,6 +28,7 @@ def test_models_are_what_their_names_say() -> None:
     assert counts(models.RECIPES["mlp"].make()) == (48, 24 * (1024 * 1024 + 1024))
 
 
+@whole
 def test_a_training_step_is_measured_beside_all_ceilings(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     script = str(FOLDER / "training_step.py")

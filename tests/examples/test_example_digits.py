@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from example_runs import ROOT, forked, launcher, start
+from example_runs import ROOT, forked, launcher, start, whole
 from jobs import as_users_start
 
 SCRIPT = str(ROOT / "examples" / "digits.py")
@@ -31,7 +31,7 @@ def test_one_process_learns_the_digits() -> None:
     assert float(match.group(1)) == pytest.approx(int(match.group(2)) / 360, abs=1e-4)
 
 
-@pytest.mark.parametrize(("launcher_name", "ranks"), [("hororun", 2), ("torchrun", 2)])
+@pytest.mark.parametrize(("launcher_name", "ranks"), [("hororun", 2), pytest.param("torchrun", 2, marks=whole)])
 def test_ranks_print_the_lines_of_one_process(launcher_name: str, ranks: int) -> None:
     assert lines_of(launcher_name, ranks) == lines_of("python", 1)
 
