@@ -66,6 +66,6 @@ def test_a_bad_argument_of_an_example_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "examples" / f"{command.split()[0]}.py"))["parse_arguments"]()
+        runpy.run_path(str(ROOT / "examples" / f"{sys.argv[0]}.py"))["parse_arguments"]()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err

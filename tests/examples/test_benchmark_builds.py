@@ -65,9 +65,17 @@ def test_wake_ups_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
 
 def test_calls_in_a_log_of_strace_are_those_between_the_marks_of_their_rank() -> None:
     mark = 'access("wakes {}", F_OK) = -1 ENOENT (No such file or directory)'
-    lines = ["10 read(3, 0x1, 8) = 8", f"10 {mark.format('begin')}", "20 read(3, 0x1, 8) = 8", "11 write(4, 0x1, 8) = 8", "10 ppoll([{fd=4}], 1, NULL, NULL, 8 <unfinished ...>",
-             "10 <... ppoll resumed>) = 1", "10 --- SIGCHLD {si_signo=SIGCHLD} ---", f"20 {mark.format('begin')}", f"10 {mark.format('end')}",
-             "20 sendmsg(5, 0x1, 0) = 4", "11 write(4, 0x1, 8) = 8", "30 write(4, 0x1, 8) = 8"]  # fmt: skip
+    lines = [
+        "10 read(3, 0x1, 8) = 8",
+        f"10 {mark.format('begin')}",
+        "10 ppoll([{fd=4}], 1, NULL, NULL, 8 <unfinished ...>",
+        "20 read(3, 0x1, 8) = 8",
+        "11 write(4, 0x1, 8) = 8",
+        "10 <... ppoll resumed>) = 1",
+        "10 --- SIGCHLD {si_signo=SIGCHLD} ---",
+        *(f"{rank} {mark.format(word)}" for rank, word in ((20, "begin"), (10, "end"))),
+        *("20 sendmsg(5, 0x1, 0) = 4", "11 write(4, 0x1, 8) = 8", "30 write(4, 0x1, 8) = 8"),
+    ]
     assert wakes.count_calls(lines, [[10, 11], [20]]) == 3
 
 

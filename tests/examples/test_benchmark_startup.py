@@ -38,14 +38,6 @@ def test_startup_measures_every_part(tmp_path: Path) -> None:
         assert sum(rows[part]["median_ms"] for part in parts) == pytest.approx(whole, abs=0.1)
 
 
-def test_startup_compares_within_rounds() -> None:
-    target = startup.Target("mine", "mine to ready", None, "theirs")
-    row = startup._check_row(target, {"mine": [1.0, 10.0, 3.0], "theirs": [2.0, 20.0, 3.0]})
-    assert (row.figure, row.peer_figure, row.ratio, row.ok) == (3.0, 3.0, 2.0, True)
-    row = startup._check_row(startup.Target("mine", "mine", 2.5), {"mine": [1.0, 10.0, 3.0]})
-    assert (row.figure, row.ratio, row.ok, row.target) == (3.0, None, False, "<= 2.5 ms")
-
-
 @whole
 def test_idle_counts_nothing_for_horo(tmp_path: Path) -> None:
     file = tmp_path / "out.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from example_runs import ROOT
@@ -76,15 +76,6 @@ def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
         assert (row.peer, row.ratio) == ("MPICH", pytest.approx(2.0))
         assert row.figure == pytest.approx((4 << 20) / 500.0 / 1e3)
     assert "gloo 1.05; cores share a cache" in rows[0].note
-
-
-def test_a_state_of_two_rounds_is_not_spoken_of() -> None:
-    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
-    times = {"horo": 500.0, "gloo": 1000.0}
-    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 3 + [(SLOW, times)] * 2))
-    assert (row.target, row.ok) == (">= 1.3x", True)
-    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 2 + [(SLOW, times)] * 2))
-    assert (row.target, row.ok) == (">= 4x", False)  # neither is certain: the harder one
 
 
 @pytest.mark.parametrize(("micros", "is_met"), [(15.0, True), (15.1, False)])
@@ -158,49 +149,6 @@ def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, ch
 )
 def test_times_have_three_digits(micros: float, text: str) -> None:
     assert report.time_text(micros) == text
-
-
-def document_of(benchmark: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return report.document(benchmark, rows, options={}, versions={"gloo": {"torch": "2.13.0"}})
-
-
-def allreduce_rows() -> list[dict[str, Any]]:
-    """At 4 B MPICH takes a tenth of horo's time, at 4 MiB horo a third of MPICH's."""
-    small = result_of(4, [(FAST, {"horo": 20.0, "MPICH": 2.0})] * 3)
-    large = result_of(4 << 20, [(FAST, {"horo": 1000.0, "MPICH": 3000.0})] * 3)
-    return sizes.rows_of([small, large], 2)
-
-
-def page_of(folder: Path, documents: dict[str, dict[str, Any]]) -> str:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make performance` installs it")
-    import plot  # noqa: PLC0415  (benchmarks/plot.py, which needs matplotlib)
-
-    for name, document in documents.items():
-        report.write(folder / "results" / f"{name}.json", document)
-    plot.write_page(measured.read_folder(folder / "results"), folder / "performance.md")
-    return (folder / "performance.md").read_text()
-
-
-def test_the_page_says_where_a_peer_is_ahead(tmp_path: Path) -> None:
-    page = page_of(tmp_path, {"allreduce-np2": document_of("allreduce", allreduce_rows())})
-    ahead = page.split("## Where a peer is ahead")[1].split("##")[0]
-    assert "4 B 10.00 (MPICH)" in ahead
-    assert "4 MiB" not in ahead
-    assert "| 4 B | 20.0 us | **2.00 us** | 0.00 | 0.10 |" in page
-    assert "| 4 MiB | **1.00 ms** | 3.00 ms | 4.19 | 3.00 |" in page
-    picture = tmp_path / "performance" / "allreduce-np2-sharing.svg"
-    assert f"(performance/{picture.name})" in page
-    assert "bus bandwidth" in picture.read_text()
-    assert "gloo: torch 2.13.0" in page
-
-
-def test_the_same_results_make_the_same_page_and_pictures(tmp_path: Path) -> None:
-    documents = {"allreduce-np2": document_of("allreduce", allreduce_rows())}
-    first = page_of(tmp_path, documents)
-    pictures = {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()}
-    (tmp_path / "performance" / "of-an-older-run.svg").touch()
-    assert page_of(tmp_path, documents) == first
-    assert {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()} == pictures
 
 
 def test_rounds_are_split_by_the_state_of_the_cores() -> None:

@@ -120,15 +120,10 @@ def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer)
 
 def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
     common = {
-        "HORO_SEGMENT_BYTES": "8192",
-        "HOROVOD_FUSION_THRESHOLD": "1000",
-        "HOROVOD_CACHE_CAPACITY": "0",
-        "HOROVOD_CYCLE_TIME": "2.5",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1.5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7",
-        "HORO_PEER_TIMEOUT": "4",
-        "HOROVOD_LOG_LEVEL": "error",
-    }
+        "HORO_SEGMENT_BYTES": "8192", "HOROVOD_FUSION_THRESHOLD": "1000", "HOROVOD_CACHE_CAPACITY": "0",
+        "HOROVOD_CYCLE_TIME": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1.5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7", "HORO_PEER_TIMEOUT": "4", "HOROVOD_LOG_LEVEL": "error",
+    }  # fmt: skip
     connections = whole(join_all(environments(server, 2, common)))
     setup = connections[1].setup
     assert (setup.segment_bytes, setup.fusion_bytes, setup.cache_capacity, setup.cycle_time_us) == (8192, 1000, 0, 2500)
@@ -137,19 +132,19 @@ def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
     close_connections(connections)
 
 
-def test_the_shortest_times_are_not_no_limit() -> None:
-    """0 turns the stall check off; less than half a millisecond does not."""
-    times = {"HORO_STALL_CHECK_TIME_SECONDS": "0.0001", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "0.0001"}
-    (connection,) = whole(join_all([{**times, "HORO_CYCLE_TIME": "0.0001"}]))
-    setup = connection.setup
-    assert (setup.stall_warning_ms, setup.stall_shutdown_ms, setup.cycle_time_us) == (1, 1, 1)
-    close_connections([connection])
+OF_TIMES = [
+    (
+        {"HORO_STALL_CHECK_TIME_SECONDS": "0.0001", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "0.0001"},
+        (1, 1),
+    ),  # not: no limit
+    ({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}, (0, 0)),
+]
 
 
-def test_stall_check_can_be_disabled_altogether() -> None:
-    environ = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}
+@pytest.mark.parametrize(("environ", "times"), OF_TIMES)
+def test_the_shortest_times_and_none_at_all(environ: dict[str, str], times: tuple[int, int]) -> None:
     (connection,) = whole(join_all([environ]))
-    assert (connection.setup.stall_warning_ms, connection.setup.stall_shutdown_ms) == (0, 0)
+    assert (connection.setup.stall_warning_ms, connection.setup.stall_shutdown_ms) == times
     close_connections([connection])
 
 
@@ -163,15 +158,6 @@ def test_segments_are_small_where_they_stay_in_one_host(
     connections = whole(join_all(environs))
     assert [connection.setup.segment_bytes for connection in connections] == [segment_bytes] * 2
     close_connections(connections)
-
-
-def test_lone_process_needs_no_store_and_leaves_nothing() -> None:
-    before = open_descriptors()
-    (connection,) = whole(join_all([{"HORO_SPIN_US": "5"}]))
-    check_wiring([connection.setup])
-    assert (connection.place, connection.is_homogeneous, connection.setup.spin_us) == (Place(0, 1, 0, 1), True, 5)
-    close_connections([connection])
-    assert open_descriptors() <= before
 
 
 # --- sharing memory can fail
@@ -282,23 +268,6 @@ def test_rank_that_does_not_come_is_named_to_all(
     errors.clear()
     results.clear()
     wait_until(lambda: open_descriptors() <= before)
-
-
-def test_waiting_rank_names_the_missing_rank(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
-    environs = environments(server, 2)
-    early: list[Connection | BaseException] = []
-    thread = threading.Thread(target=lambda: early.extend(join_all(environs[:1])))
-    thread.start()
-    reminder = re.compile(
-        r"rank 0 \(name0\) has waited \d+ s in init\(\): rank 1 has not called horo\.torch\.init\(\)$", re.MULTILINE
-    )
-    wait_until(lambda: any(reminder.search(record.getMessage()) for record in caplog.records))
-    late = join_all(environs[1:])
-    thread.join(30)
-    close_connections(whole([*early, *late]))
 
 
 def test_other_version_is_named_on_every_rank(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,17 +403,6 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
         assert fact in str(error)
         assert "HORO_NETWORK_INTERFACES" in str(error)
         assert "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts" in str(error)
-
-
-def test_store_that_is_not_there_is_named(server: StoreServer) -> None:
-    environs = environments(server, 2, {"HORO_START_TIMEOUT": "0.1"})
-    server.close()
-    for error in told(join_all(environs)):
-        assert isinstance(error, PeerLostError)
-        assert (
-            f"store cannot be reached: no connection within 0.1 s ({server.endpoints[0]}: Connection refused)"
-            in str(error)
-        )
 
 
 def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> None:

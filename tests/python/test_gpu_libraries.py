@@ -12,7 +12,7 @@ import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
 
-from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
+from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, tell_difference
 
 TOLD = "import horo.torch as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
 BOTH = GpuLibraries("CUDA driver 12.4", "NCCL 2.23.4")
@@ -100,22 +100,6 @@ def test_check_build_says_why_not(tmp_path: Path) -> None:
     assert cuda.endswith("cuInit failed with code 100: no CUDA-capable device is detected")
     assert nccl.startswith("[ ] NCCL ")
     assert f"{tmp_path / NCCL} is NCCL 2.0.0; horo needs 2.18.1" in nccl
-
-
-def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Some of NVIDIA's packages bring an ``__init__.py``: of two folders, Python then sees one."""
-    whole, part = tmp_path / "site" / "nvidia", tmp_path / "user" / "nvidia"
-    file = part / "nccl" / "lib" / NCCL
-    file.parent.mkdir(parents=True)
-    file.touch()
-    whole.mkdir(parents=True)
-    (whole / "__init__.py").touch()
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    for folder in (part, whole):
-        monkeypatch.syspath_prepend(str(folder.parent))
-    assert str(file) in nccl_places()[:-1]
 
 
 ONE, NONE = GpuLibraries("CUDA driver 12.4"), GpuLibraries()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -19,7 +17,6 @@ from joining import wait_until
 
 from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
-from horo.bootstrap.net import listener as listener_module
 from horo.bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
 from horo.bootstrap.net.dial import dial
 from horo.bootstrap.net.listener import RefusalLog
@@ -267,20 +264,6 @@ def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: St
     wait_until(lambda: refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
 
 
-def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
-    server: StoreServer, refusals: list[str]
-) -> None:
-    with client_of(server) as client:
-        for _ in range(50):
-            with raw(server) as connection:
-                connection.sendall(b"\x00" + os.urandom(300))
-                with contextlib.suppress(ConnectionResetError):
-                    assert connection.recv(1) == b""
-        client.set("a", b"1")
-        assert client.get("a", 0) == b"1"
-    assert refusals == ["refused a connection from 127.0.0.1: it sent no handshake of horo"]
-
-
 def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as silent, raw(server) as slow, client_of(server) as client:
         slow.sendall(b"HORO")
@@ -377,49 +360,6 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     log.refuse("10.0.0.7", "noise", 121.0)
     assert told[-1] == "refused a connection from 10.0.0.7: noise (2982 more refused since the last report)"
     assert len(log._last) <= RefusalLog._ADDRESSES_MAX
-
-
-def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(socket.socket):
-        refusals = 3
-
-        def accept(self) -> tuple[socket.socket, object]:
-            if Full.refusals:
-                Full.refusals -= 1
-                raise OSError(24, "Too many open files")
-            return super().accept()
-
-    plain = bind_all(["127.0.0.1"])[0]
-    full = Full(fileno=plain.detach())
-    full.setblocking(False)
-    monkeypatch.setattr(listener_module, "_NO_DESCRIPTOR_PAUSE_S", 0.01)
-    selector = selectors.DefaultSelector()
-    admitted: list[socket.socket] = []
-    listener = listener_module.Listener(
-        selector,
-        [full],
-        SECRET,
-        admit=lambda connection, handshake: None,
-        on_peer=lambda connection, handshake: admitted.append(connection),
-        on_refused=lambda sentence: None,
-    )
-    dialed: list[socket.socket] = []
-    target = [Endpoint(*full.getsockname())]
-    thread = threading.Thread(target=lambda: dialed.append(dial(target, SECRET, Claim(Purpose.DATA), 10)[0]))
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not admitted and time.monotonic() < deadline:
-        for key, _ in selector.select(listener.timeout_s(time.monotonic())):
-            key.data()
-        listener.expire(time.monotonic())
-    thread.join(10)
-    listener.close()
-    selector.close()
-    assert Full.refusals == 0
-    admitted[0].sendall(b"x")
-    assert dialed[0].recv(1) == b"x"
-    for connection in (*admitted, *dialed):
-        connection.close()
 
 
 # --- pure parts

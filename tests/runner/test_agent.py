@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Hororun, make_remote_shell, wait_until
+from jobs import Hororun, make_remote_shell
 
 from horo import __version__
-from horo.runner.agent.protocol import Kind, Message, MessageReader, encode, encode_json
+from horo.runner.agent.protocol import Kind, Message, MessageReader, encode_json
 
 
 class Agent:
@@ -64,17 +64,6 @@ def agent() -> Iterator[Agent]:
     one.close()
 
 
-def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
-def test_it_says_what_its_host_is(agent: Agent) -> None:
-    host_info = agent.message(Kind.HOST_INFO).json()
-    assert host_info["version"] == __version__
-    assert host_info["cores"] == len(os.sched_getaffinity(0))
-    assert 0 < host_info["free_port"] < 65536
-
-
 def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> None:
     agent.job("echo out; echo err >&2; exit 5")
     seen = [agent.message(Kind.STDOUT, Kind.STDERR, Kind.EXITED) for _ in range(3)]
@@ -88,21 +77,6 @@ def test_ranks_do_not_find_what_they_shall_not(agent: Agent) -> None:
     assert agent.message(Kind.STDOUT).payload == b"/given..\n"
 
 
-def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
-    agent.job("trap '' TERM; while :; do sleep 0.1; done")
-    pid = agent.message(Kind.STARTED).json()["pid"]
-    agent.process.stdin.close()  # type: ignore[union-attr]
-    assert agent.process.wait(30) == 0
-    assert gone(pid)
-
-
-def test_it_ends_its_ranks_when_nothing_is_heard_for_the_time_agreed(agent: Agent) -> None:
-    agent.job(silence_s=0.3)
-    pid = agent.message(Kind.STARTED).json()["pid"]
-    assert agent.process.wait(30) == 0
-    assert gone(pid)
-
-
 def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
     agent.job()
     agent.message(Kind.STARTED)
@@ -110,13 +84,6 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
     assert "SIGTERM came to the agent" in agent.message(Kind.FAILED).json()["message"]
     assert agent.message(Kind.EXITED).json() == {"code": 0, "signal": 15, "asked": True, "overdue": False}
     assert agent.process.wait(30) == 0
-
-
-def test_its_guard_ends_its_ranks_when_it_is_killed(agent: Agent) -> None:
-    agent.job("(trap '' TERM HUP; exec setsid sleep 300) & exec sleep 300")
-    pid = agent.message(Kind.STARTED).json()["pid"]
-    agent.process.kill()
-    wait_until(lambda: gone(pid), "the rank is gone")
 
 
 @pytest.mark.parametrize(
@@ -134,19 +101,6 @@ def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], 
     agent.job(**changed)
     assert fact in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
-
-
-@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1\r\n\r\n", encode(Kind.HOST_INFO), encode(Kind.JOB, 0, b"{}")])
-def test_nonsense_ends_it(agent: Agent, nonsense: bytes) -> None:
-    agent.send(nonsense)
-    assert "an invalid message" in agent.message(Kind.FAILED).json()["message"]
-    assert agent.process.wait(30) == 0
-
-
-def test_orders_before_a_job_and_pings_are_harmless(agent: Agent) -> None:
-    agent.send(encode(Kind.PING) + encode(Kind.TERMINATE) + encode(Kind.KILL))
-    agent.job("exit 0")
-    assert agent.message(Kind.EXITED).json()["code"] == 0
 
 
 def test_it_sends_signs_of_life_while_its_ranks_are_silent(agent: Agent) -> None:
@@ -187,13 +141,6 @@ def test_an_agent_that_is_not_as_it_should_be_is_explained(
     assert fact in done.stderr
     assert "one" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_host_that_does_not_answer_in_time_is_named(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, "exec sleep 60")
-    done = hororun.run("-np", "2", "--start-timeout", "0.3", "true", where="localhost:1,one:1")
-    assert done.returncode == 69
-    assert "no answer within 0.3 s from one" in done.stderr
 
 
 def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: Hororun, tmp_path: Path) -> None:

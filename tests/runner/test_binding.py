@@ -127,12 +127,3 @@ def test_a_host_without_gpus_is_an_error_that_names_it(hororun: Hororun, where: 
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert f"host {where[:3]}" in done.stderr
     assert "--bind-gpus: there is no NVIDIA GPU here" in done.stderr
-
-
-def test_dry_run_shows_gpus(hororun: Hororun) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    words = ["-np", "2", "--bind-gpus", "--dry-run", "true"]
-    done = hororun.run(*words, where="localhost:1,one:1", environment=environment)
-    assert "rank 0 is bound to GPUs 0,1\neach rank elsewhere is bound to its share of the GPUs there\n" in done.stdout
-    done = hororun.run(*words, where="localhost:2", environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1)

@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from jobs import Flags, Hororun, make_remote_shell
+from jobs import Hororun, make_remote_shell
 
 from horo import __version__
 from horo.runner.network import listen, unreachable
@@ -53,14 +53,6 @@ def test_an_interface_that_is_not_there_is_named(hororun: Hororun) -> None:
     done = hororun.run("--check-hosts", "--network-interfaces", "nosuch0", where="localhost,one")
     assert done.returncode == 69
     assert done.stdout.count("--network-interfaces nosuch0: none of them has an address") == 2
-
-
-def test_ctrl_c_ends_it(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; exec sleep 60")
-    job = hororun.start("--check-hosts", where="one")
-    flags.wait(["called"])
-    job.process.send_signal(2)
-    assert job.finish().returncode == 130
 
 
 def test_peers_that_do_not_answer_are_told_apart() -> None:

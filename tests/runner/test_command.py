@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -65,8 +64,6 @@ def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "sentence"),
     [
-        ("folder", 126, "'folder' on {host} is a folder: name a script or a program"),
-        ("./folder", 126, "'./folder' on {host} is a folder: name a script or a program"),
         ("plain", 127, "; for the file in {cwd}, write ./plain after 'chmod +x plain'"),
         ("program", 127, "'program' is in no folder of PATH there; for the file in {cwd}, write ./program"),
         ("./plain", 126, "'./plain' on {host} is not executable: 'chmod +x ./plain', or write its interpreter first"),
@@ -75,22 +72,12 @@ def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
 def test_a_command_that_is_nearly_right_is_told_what_is_missing(
     hororun: Hororun, tmp_path: Path, command: str, code: int, sentence: str
 ) -> None:
-    (tmp_path / "folder").mkdir()
     (tmp_path / "plain").touch()
     (tmp_path / "program").touch(0o755)
     for host in ("localhost", "one"):
         done = hororun.run("-np", "1", command, where=f"{host}:1", cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1)
         assert done.stderr.endswith(sentence.format(host=host, cwd=tmp_path) + "\n")
-
-
-def test_more_ranks_than_cores_of_this_host_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
-    cores = len(os.sched_getaffinity(0))
-    there = "is 1 slot" if cores == 1 else f"are {cores} slots"
-    for words in ([], ["-H", "localhost"]):
-        assert main(["-np", str(cores + 1), *words, "x"]) == 2
-        said = capfd.readouterr().err
-        assert f"{cores + 1} ranks but there {there} on localhost, one for each core: name more" in said
 
 
 @pytest.mark.parametrize("words", ["-n 2", "-n2", "-np2", "-np=2", "--num-proc 2"])

@@ -184,20 +184,16 @@ def host_info(network: str = "another", connection: str = "") -> dict[str, objec
     return {"network": network, "connection": connection}
 
 
-def test_hosts_use_the_addresses_that_ssh_has_used() -> None:
-    assert find_addresses("h", host_info(connection="127.0.0.1 5 127.0.0.9 22"), []) == HostAddresses(
-        ("127.0.0.1",), "127.0.0.9"
-    )
+FOUND = [
+    (host_info(connection="127.0.0.1 5 127.0.0.9 22"), HostAddresses(("127.0.0.1",), "127.0.0.9")),
+    (host_info(connection="192.0.2.7 5 127.0.0.1 22"), HostAddresses(("127.0.0.1",), "127.0.0.1")),
+    (host_info(network_identity()), HostAddresses(("127.0.0.1",), "127.0.0.1")),
+]
 
 
-def test_behind_a_jump_host_the_route_decides() -> None:
-    assert find_addresses("h", host_info(connection="192.0.2.7 5 127.0.0.1 22"), []) == HostAddresses(
-        ("127.0.0.1",), "127.0.0.1"
-    )
-
-
-def test_hosts_in_one_network_namespace_use_loopback() -> None:
-    assert find_addresses("h", host_info(network_identity()), []) == HostAddresses(("127.0.0.1",), "127.0.0.1")
+@pytest.mark.parametrize(("info", "addresses"), FOUND, ids=["as ssh", "behind a jump host", "in one namespace"])
+def test_addresses_that_lead_to_a_host(info: dict[str, object], addresses: HostAddresses) -> None:
+    assert find_addresses("h", info, []) == addresses
 
 
 def test_interfaces_that_the_user_names_are_used() -> None:

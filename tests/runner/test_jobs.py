@@ -77,30 +77,6 @@ def test_more_ranks_than_hororun_may_have_connections_are_refused_at_once() -> N
     )
 
 
-EXCHANGE = """
-import os
-from horo.bootstrap.net.addresses import parse_endpoints
-from horo.bootstrap.store.client import StoreClient
-
-first, *others = parse_endpoints(os.environ["HORO_STORE"])
-secret = bytes.fromhex(os.environ["HORO_SECRET"])
-print(os.environ["HORO_JOB_ID"], len(secret))
-client = StoreClient(first.address, first.port, secret, 20, others)
-client.set("k" + os.environ["HOROVOD_RANK"], b"v")
-print([client.get(f"k{rank}", 20) for rank in range(3)])
-"""
-
-
-def test_ranks_share_a_job_and_can_reach_the_store(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "3", "--no-prefix", sys.executable, "-c", EXCHANGE, where=where)
-    assert done.returncode == 0, done.stderr
-    expected = "[b'v', b'v', b'v']"
-    jobs = set(done.stdout.splitlines()) - {expected}
-    assert done.stdout.count(expected) == 3
-    assert len(jobs) == 1
-    assert " 32" in jobs.pop()
-
-
 def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Hororun, where: str, flags: Flags) -> None:
     script = (
         f"trap 'exit 0' TERM; flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.2; do sleep 0.02; done\n"
@@ -129,17 +105,6 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(
     assert done.returncode == code
     assert f"rank 2 on {'localhost' if where.startswith('localhost') else 'two'} was killed by SIG{name}" in done.stderr
     assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
-
-
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = f"trap '' TERM; flag up; while ! test -e {flags.folder}/up.0; do sleep 0.02; done\n"
-    script += "test $HOROVOD_RANK = 1 && exit 3\n"
-    job = hororun.start(
-        "-np", "2", "--grace-seconds", "0.2", *shell(script + "while :; do sleep 1; done", flags), where=where
-    )
-    done = job.finish()
-    assert done.returncode == 3
-    assert "rank 0 killed by SIGKILL when told to end" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -363,18 +328,3 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
         assert fact in done.stderr
         assert repr(command) in done.stderr
-
-
-def test_a_taken_port_is_named(hororun: Hororun, where: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        for option in ("--store-port", "--master-port"):
-            done = hororun.run("-np", "2", option, port, "true", where=where)
-            assert done.returncode != 0
-            assert port in done.stderr
-            assert done.stderr.count("\n") == 1
-
-
-def test_more_hosts_than_ranks_need_are_left_alone(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, "exit 255")
-    assert hororun.run("-np", "2", "true", where="localhost:2,one:2").returncode == 0

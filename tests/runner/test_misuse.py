@@ -11,7 +11,6 @@ import pytest
 from jobs import Hororun
 
 from horo.runner.cli import main, parse
-from horo.runner.cli.check_build import why_not
 from horo.runner.job.forwarded_variables import outer_rank
 
 
@@ -67,8 +66,7 @@ def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize("way", [[], ["--mpi"]])
-@pytest.mark.parametrize("name", ["HORO_CYCLE_TIME", "HOROVOD_CYCLE_TIME"])
+@pytest.mark.parametrize(("name", "way"), [("HORO_CYCLE_TIME", []), ("HOROVOD_CYCLE_TIME", ["--mpi"])])
 def test_a_wrong_value_in_the_environment_is_one_line_before_any_rank_starts(
     name: str, way: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,21 +106,7 @@ def test_check_build_fails_where_init_would() -> None:
     assert show("--check-build", **inside).returncode == 0
 
 
-NOT_THERE = "cannot open shared object file: No such file or directory"
-
-
-@pytest.mark.parametrize(
-    ("tries", "shown"),
-    [
-        (["libcuda.so.1: " + NOT_THERE, "/usr/lib/wsl/lib/libcuda.so.1: " + NOT_THERE], "not found"),
-        (["libcuda.so.1: " + NOT_THERE, "/x/libcuda.so.1: invalid ELF header"], "/x/libcuda.so.1: invalid ELF header"),
-    ],
-)
-def test_check_build_passes_over_places_without_a_library(tries: list[str], shown: str) -> None:
-    assert why_not("no usable CUDA driver: " + "; ".join(tries)) == shown
-
-
-SHOWS = [["--help"], ["--version"], ["--check-build"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]
+SHOWS = [["--help"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]
 
 
 def onto(stdout: int, words: list[str]) -> tuple[int, bytes]:
@@ -160,9 +144,7 @@ sys.exit(main(["-np", "1", "true"]))
 """Ctrl-C while a module is loaded."""
 
 
-@pytest.mark.parametrize(
-    "at", ["horo.runner.cli.entry", "horo.runner.cli.autotune_options", "horo.runner.job.supervise"]
-)
+@pytest.mark.parametrize("at", ["horo.runner.cli.entry", "horo.runner.job.supervise"])
 def test_an_interrupt_while_hororun_starts_is_one_line(at: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, check=False, timeout=60

@@ -81,34 +81,6 @@ def test_the_code_of_a_rank_is_kept(hororun: Hororun, mpirun: str) -> None:
     assert "hororun: mpirun exited with code 7\n" in done.stderr
 
 
-def test_more_ranks_than_slots_only_when_allowed(hororun: Hororun, mpirun: str) -> None:
-    words = ["--mpi", "--mpirun", mpirun, "-np", "3", "--no-prefix", "echo", "x"]
-    done = hororun.run(*words, where="localhost:2")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "3 ranks but there are 2 slots" in done.stderr
-    assert hororun.run("--oversubscribe", *words, where="localhost:2").stdout == "x\nx\nx\n"
-
-
-def test_files_hold_what_ranks_write(hororun: Hororun, mpirun: str, tmp_path: Path) -> None:
-    words = [
-        "--mpi",
-        "--mpirun",
-        mpirun,
-        "-np",
-        "2",
-        "--output-filename",
-        "out",
-        "--",
-        "sh",
-        "-c",
-        "echo x; echo y >&2",
-    ]
-    done = hororun.run(*words, where="localhost:2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(path.read_text().split()[-1] for path in (tmp_path / "out").iterdir())
-    assert lines == ["x", "x", "y", "y"]  # perhaps after a prefix
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks(hororun: Hororun, mpirun: str, flags: Flags, number: signal.Signals) -> None:
     script = f": > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; exec sleep 300"

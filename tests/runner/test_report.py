@@ -29,12 +29,6 @@ def test_a_rank_that_died_of_a_lost_peer_points_at_the_cause() -> None:
     assert exit_code(cause) == 137
 
 
-def test_a_rank_that_died_because_another_left_points_at_it() -> None:
-    left = b"horo.errors.AbortedError: rank 1 (h2) has shut horo down\n"
-    endings = [Ending(0, "h1", code=1, stderr_tail=left), Ending(1, "h2", code=3)]
-    assert root_cause(endings) == endings[1]
-
-
 def test_a_lost_peer_that_ended_because_it_was_told_to_is_not_the_cause() -> None:
     endings = [Ending(0, "h1", code=1, stderr_tail=LOST % 2), Ending(2, "h2", signal=15, asked=True)]
     assert root_cause(endings) == endings[0]
@@ -117,11 +111,6 @@ def test_the_report_names_rank_host_end_and_last_words_then_the_others() -> None
     assert b"  | line 10" not in lines
     assert b"  | \xff end" in lines
     assert lines[-2] == b"hororun: the others: ranks 0-1 killed by SIGTERM when told to end; rank 5 exited with code 0"
-
-
-def test_a_single_silent_rank_is_one_line() -> None:
-    cause = Ending(0, "localhost", code=3)
-    assert report(cause, [cause]) == b"hororun: rank 0 on localhost exited with code 3; the job was ended\n"
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

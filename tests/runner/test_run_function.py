@@ -141,14 +141,6 @@ def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exce
     assert str(caught.value).startswith(text)
 
 
-def test_variables_reach_other_hosts(tmp_path: Path) -> None:
-    shell = tmp_path / "shell"
-    shell.write_text('#!/bin/sh\nfor command; do :; done\nexec env -i PATH="$PATH" sh -c "$command"\n')
-    shell.chmod(0o755)
-    options = ["--remote-shell", str(shell)]
-    assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]
-
-
 def test_a_process_that_the_function_forks_has_no_outcome() -> None:
     def fork() -> str:
         pid = os.fork()
@@ -212,20 +204,6 @@ def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tm
     *said, results = done.stdout.splitlines()
     assert sorted(said) == ["[0] begins 0 neighbour", "[1] begins 1 neighbour"]
     assert results == "['neighbour', 'neighbour']"
-
-
-def test_modules_are_those_of_the_caller_and_none_from_the_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "packaging.py").write_text("WHO = 'beside the script'\n")
-    code = "import horo\ndef who():\n    import packaging\n    return packaging.WHO\nprint(horo.run(who, np=1))\n"
-    (tmp_path / "scripts" / "script.py").write_text(code)
-    if sys.version_info >= (3, 11):
-        for name in ("packaging", "cloudpickle", "horo"):
-            (tmp_path / f"{name}.py").write_text("raise SystemExit('from the current directory')\n")
-    done = subprocess.run(
-        [sys.executable, "scripts/script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TORCH_S, check=True
-    )
-    assert (done.stdout, done.stderr) == ("['beside the script']\n", "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun
+from jobs import Hororun
 
 SRUN = """#!/bin/sh
 # Stands in for srun, as strict about its words as far as hororun is concerned.
@@ -81,29 +79,6 @@ def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, sl
     ]
 
 
-def test_ranks_find_the_job_of_slurm_and_not_the_step_of_their_agent(hororun: Hororun, slurm: Slurm) -> None:
-    script = "echo $SLURM_NTASKS $SLURM_JOB_NODELIST .$SLURM_PROCID.$SLURM_STEP_ID.$SLURM_STEP_NUM_TASKS."
-    environment = {
-        **slurm.environment,
-        "SLURM_CPUS_PER_TASK": "1",
-        "SRUN_CPUS_PER_TASK": "1",
-        "SLURM_EXPORT_ENV": "NONE",
-    }
-    done = hororun.run("-np", "3", *shell(script), where=None, environment=environment)
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 3 one,two ...." for rank in range(3)], done.stderr
-    told = (slurm.folder / "environment").read_text()
-    assert told == "SLURM_JOB_ID=7\n"
-
-
-def test_more_ranks_than_slots_names_the_allocation(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run("-np", "4", "true", where=None, environment=slurm.environment)
-    assert done.returncode == 2
-    assert "4 ranks but there are 3 slots in the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS" in done.stderr
-    assert done.stderr.count("\n") == 1
-    done = hororun.run("-np", "4", "--oversubscribe", "true", where=None, environment=slurm.environment)
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_allocation_that_makes_no_sense_is_one_sentence_unless_hosts_are_named(
     hororun: Hororun, slurm: Slurm
 ) -> None:
@@ -169,18 +144,3 @@ def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_
     done = hororun.run("--launcher", "slurm", "true", where=None, environment=environment)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert "srun cannot be started" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags: Flags, number: signal.Signals) -> None:
-    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
-    script += (
-        f"signal.signal({int(number)}, end)\nopen('{flags.folder}/up.' + os.environ['HOROVOD_RANK'], 'w').close()\n"
-    )
-    script += "while True: signal.pause()"
-    job = hororun.start(sys.executable, "-S", "-c", script, where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(number)
-    done = job.finish()
-    assert done.returncode == 128 + number
-    assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
