@@ -382,12 +382,6 @@ def test_the_value_of_an_option_that_is_passed_over_is_a_number(
     assert f"hororun: {option}: {expected}" in capsys.readouterr().err
 
 
-def test_numbers_of_cores_are_a_value_of_horovods() -> None:
-    job = parse(["--horovod", "--thread-affinity", "0,1", "-np", "2", "cmd"])
-    assert job is not None
-    assert len(job.passed_over) == 1
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

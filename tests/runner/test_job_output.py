@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -28,11 +27,6 @@ def test_lines_of_any_length_are_never_mixed_and_none_is_lost(hororun: Hororun, 
     assert done.returncode == 0
     expected = Counter(f"[{rank}] {str(rank) * (n * n * 7 % 30000)}" for rank in range(3) for n in range(200))
     assert Counter(done.stdout.splitlines()) == expected
-
-
-def test_streams_stay_apart_and_unfinished_lines_appear(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "1", "--", "sh", "-c", "printf out; printf err >&2", where=where)
-    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
 
 
 def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
@@ -167,9 +161,3 @@ def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
     assert code == 130
     assert b"saved" in shown
     assert b"hororun: SIGINT: the job was ended" in shown
-
-
-def test_a_closed_stderr_disturbs_nobody() -> None:
-    command = [sys.executable, "-m", "horo.runner", "-np", "1", "sh", "-c", "echo gone >&2; echo here"]
-    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], capture_output=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, b"[0] here\n")

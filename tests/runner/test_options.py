@@ -241,12 +241,6 @@ def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun,
     assert "lo 127.0.0.1" in done.stderr
 
 
-def test_a_network_is_as_good_as_an_interface(hororun: Hororun) -> None:
-    show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_NETWORK_INTERFACES"]
-    done = hororun.run("-np", "1", "--network-interfaces", "127.0.0.0/8, eth7", *show)
-    assert (done.returncode, done.stdout) == (0, "127.0.0.0/8,eth7\n")
-
-
 def test_ranks_that_shall_stay_do_so_whatever_the_environment_says(hororun: Hororun) -> None:
     show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_LEAVE_CROWDED_CORES"]
     environment = {"HORO_LEAVE_CROWDED_CORES": "1"}

@@ -152,14 +152,6 @@ def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Fl
     assert job.finish().returncode == 143
 
 
-def test_ranks_that_trap_a_signal_and_end_end_the_job(hororun: Hororun, where: str, flags: Flags) -> None:
-    job = hororun.start("-np", "3", *noting(flags, [USR1], ends=True), where=where)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(USR1)
-    assert job.finish().returncode == 0
-    have_come(flags, [USR1], 3)
-
-
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGRTMIN + 1])
 def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
     hororun: Hororun, where: str, flags: Flags, number: int
