@@ -163,38 +163,6 @@ def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
     assert run_threads([lambda rank=rank: gather(rank) for rank in ranks]) == [[b"0", b"1"]] * 2  # type: ignore[misc]
 
 
-def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from horo.bootstrap.job import start
-            from horo.core.context import RequestBuffer
-            for _ in range(2):
-                job = start()
-                handle = job.context.submit(RequestBuffer.of(3, "barrier"))
-                job.context.wait(handle)
-                job.context.release(handle)
-                sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size}\\n")
-                sys.stdout.flush()
-                job.close()
-            """
-        ),
-        encoding="utf-8",
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")[:-1]) == ["0/2 local 0/2"] * 2 + ["1/2 local 1/2"] * 2
-
-
 def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
