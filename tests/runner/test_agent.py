@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Hororun, make_remote_shell
+from jobs import Hororun, make_remote_shell, wait_until
 
 from horo import __version__
 from horo.runner.agent.protocol import Kind, Message, MessageReader, encode_json
@@ -75,6 +75,25 @@ def test_it_runs_a_rank_and_sends_its_output_before_its_end(agent: Agent) -> Non
 def test_ranks_do_not_find_what_they_shall_not(agent: Agent) -> None:
     agent.job(environment={"PATH": "/given"}, unset=["PATH", "HO*"], command=["/bin/sh", "-c", "echo $PATH.$HOME."])
     assert agent.message(Kind.STDOUT).payload == b"/given..\n"
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
+    agent.job("trap '' TERM; while :; do sleep 0.1; done")
+    pid = agent.message(Kind.STARTED).json()["pid"]
+    agent.process.stdin.close()  # type: ignore[union-attr]
+    assert agent.process.wait(30) == 0
+    assert gone(pid)
+
+
+def test_its_guard_ends_its_ranks_when_it_is_killed(agent: Agent) -> None:
+    agent.job("(trap '' TERM HUP; exec setsid sleep 300) & exec sleep 300")
+    pid = agent.message(Kind.STARTED).json()["pid"]
+    agent.process.kill()
+    wait_until(lambda: gone(pid), "the rank is gone")
 
 
 def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:

@@ -1,4 +1,4 @@
-"""Scripts in the shape of Horovod's examples for PyTorch run as they are: digits, with Adasum and mixed precision."""
+"""Scripts in the shape of Horovod's examples for PyTorch run as they are: digits, in plain and in mixed precision."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def test_digits_with_mixed_precision_by_horovod_run(hororun: Hororun, tmp_path: 
     torch = pytest.importorskip("torch")
     if not hasattr(torch.amp, "GradScaler"):
         pytest.skip("torch.amp.GradScaler for the CPU came with torch 2.3 (`make test TORCH=torch==2.13.0`)")
-    (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--use-adasum", "--num-proc", "2")
+    (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--num-proc", "2")
     assert line.startswith("[0]<stdout>:loss ")
     assert line.endswith("accuracy 100%")
