@@ -14,17 +14,10 @@ from horo.bootstrap.net.addresses import Endpoint
 from horo.errors import UsageError
 
 HORORUN = {
-    "HOROVOD_RANK": "5",
-    "HOROVOD_SIZE": "8",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "4",
-    "HOROVOD_CROSS_RANK": "1",
-    "HOROVOD_CROSS_SIZE": "2",
-    "HOROVOD_HOSTNAME": "h2",
-    "HORO_STORE": "10.0.0.1:4711,[fd00::1]:4711",
-    "HORO_SECRET": "ab" * 32,
-    "HORO_JOB_ID": "j17",
-}
+    "HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4",
+    "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": "h2",
+    "HORO_STORE": "10.0.0.1:4711,[fd00::1]:4711", "HORO_SECRET": "ab" * 32, "HORO_JOB_ID": "j17",
+}  # fmt: skip
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
     "MASTER_ADDR": "h1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "run7", "TORCHELASTIC_RESTART_COUNT": "2",

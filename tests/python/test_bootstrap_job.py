@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from horo.bootstrap import running_rank
 from horo.bootstrap.auth.handshake import HandshakeError
 from horo.bootstrap.host import arena as arena_module
 from horo.bootstrap.host.grouping import group_ranks
-from horo.bootstrap.job import connect, start
-from horo.bootstrap.launchers.variables import Place, read_launch, subset
+from horo.bootstrap.job import start
+from horo.bootstrap.launchers.variables import Place, read_launch
 from horo.bootstrap.net.addresses import Endpoint
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection
@@ -83,27 +83,6 @@ def test_ranks_may_have_several_streams_for_data(sockets: int) -> None:
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
     assert open_descriptors() <= before
-
-
-def test_two_lists_of_ranks_are_two_jobs_side_by_side_in_one_store(server: StoreServer) -> None:
-    lists = {0: [2, 0], 2: [2, 0], 1: [1, 3], 3: [1, 3]}
-
-    def joiner(rank: int, environ: dict[str, str]) -> Callable[[], Connection]:
-        return lambda: connect(subset(read_launch(environ), lists[rank]), read_config(environ), 1, [])
-
-    environs = environments(server, 4, {"HOROVOD_LOCAL_SIZE": "4"})
-    for rank, environ in enumerate(environs):
-        environ["HOROVOD_LOCAL_RANK"] = str(rank)
-    connections = whole(run_threads([joiner(rank, environ) for rank, environ in enumerate(environs)]))
-    assert [connection.setup.rank for connection in connections] == [1, 0, 0, 1]
-    assert [connection.setup.host_name_of_rank for connection in connections] == [
-        ["name2", "name0"],
-        ["name1", "name3"],
-    ] * 2
-    assert [connection.place for connection in connections] == [Place(local, 2, 0, 1) for local in (1, 0, 0, 1)]
-    for some in ([2, 0], [1, 3]):
-        check_wiring([connections[rank].setup for rank in some])
-    close_connections(connections)
 
 
 def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer) -> None:

@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fabric import close_setup
-from joining import join_all, run_threads, wait_until
-from wiring import check_wiring
+from joining import run_threads, wait_until
 
 from horo.bootstrap.launchers.torch_store import TorchStore
 from horo.bootstrap.rendezvous import Rendezvous
-from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo.bootstrap.store.signed import signed
 from horo.errors import PeerLostError
@@ -109,34 +106,6 @@ def test_store_that_is_gone_is_a_lost_peer() -> None:
     del server
     with pytest.raises(PeerLostError, match=r"torch's store at 127\.0\.0\.1 is gone"):
         client.get("a", 5)
-
-
-def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> None:
-    environs = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "3",
-            "LOCAL_RANK": str(rank % 2),
-            "LOCAL_WORLD_SIZE": "2" if rank < 2 else "1",
-            "GROUP_RANK": str(rank // 2),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(torch_server.port),
-            "TORCHELASTIC_RUN_ID": "r",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "HORO_HOST_ID": str(rank // 2),
-            "HORO_START_TIMEOUT": "20",
-        }
-        for rank in range(3)
-    ]
-    connections = join_all(environs)
-    whole = [connection for connection in connections if isinstance(connection, Connection)]
-    assert len(whole) == 3, connections
-    check_wiring([connection.setup for connection in whole])
-    assert [tuple(connection.place) for connection in whole] == [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]
-    assert not whole[0].is_homogeneous
-    for connection in whole:
-        close_setup(connection.setup)
 
 
 def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(

@@ -28,16 +28,10 @@ logging:
   level: INFO
 """
 SET = {
-    "HORO_FUSION_THRESHOLD": str(32 << 20),
-    "HORO_CYCLE_TIME": "2.5",
-    "HORO_CACHE_CAPACITY": "16",
-    "HORO_TIMELINE": "/tmp/timeline.json",
-    "HORO_TIMELINE_MARK_CYCLES": "1",
-    "HORO_STALL_CHECK_DISABLE": "0",
-    "HORO_STALL_CHECK_TIME_SECONDS": "30",
-    "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60",
-    "HORO_LOG_LEVEL": "info",
-}
+    "HORO_FUSION_THRESHOLD": str(32 << 20), "HORO_CYCLE_TIME": "2.5", "HORO_CACHE_CAPACITY": "16",
+    "HORO_TIMELINE": "/tmp/timeline.json", "HORO_TIMELINE_MARK_CYCLES": "1", "HORO_STALL_CHECK_DISABLE": "0",
+    "HORO_STALL_CHECK_TIME_SECONDS": "30", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60", "HORO_LOG_LEVEL": "info",
+}  # fmt: skip
 
 
 def parsed(folder: Path, text: str, *words: str) -> Job:
