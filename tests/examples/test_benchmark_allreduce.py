@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from example_runs import ROOT, start, whole
+from example_runs import ROOT, start
 from jobs import wait_until
 
 FOLDER = ROOT / "benchmarks"
@@ -23,7 +23,6 @@ SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--pe
 sys.path.insert(0, str(FOLDER))
 import report  # noqa: E402  (benchmarks/report.py)
 import sizes  # noqa: E402  (benchmarks/sizes.py)
-import spaces  # noqa: E402  (benchmarks/spaces.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import allreduce as workload  # noqa: E402  (benchmarks/workloads/allreduce.py)
@@ -49,16 +48,6 @@ def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> N
         assert row["min_us"] <= row["median_us"] <= row["max_us"]
     assert done.stdout.count(" ok\n") == 6
     assert done.stderr == ""
-
-
-@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-@whole
-def test_contestants_are_spread_over_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    done = start([sys.executable, SCRIPT, *SHORT, "--hosts", "2", "--rate", "1gbit", "--json", str(file)])
-    assert done.stdout.startswith("allreduce, in-place sum of float32, 2 ranks on 2 hosts, links of 1gbit; ")
-    assert done.stdout.count(" ok\n") == 6
-    assert json.loads(file.read_text())["options"]["hosts"] == 2
 
 
 def test_programs_that_compute_end_with_a_benchmark_that_is_killed() -> None:
