@@ -141,38 +141,6 @@ def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytes
     assert find(environ) == launch  # the same communicator: its starts are counted together
 
 
-@pytest.mark.parametrize(
-    ("environ", "kind"), [({}, "none"), ({"OMPI_COMM_WORLD_SIZE": "1"}, "none"), (SRUN, "slurm"), (HORORUN, "hororun")]
-)
-def test_mpi_is_left_alone_where_it_started_nothing(
-    environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find(environ).kind == kind
-
-
-@pytest.mark.parametrize(("first", "kind"), [(HORORUN, "hororun"), (TORCHRUN, "torchrun")])
-@pytest.mark.parametrize("controller", ["auto", "gloo"])
-def test_hororun_and_torchrun_come_before_mpi(
-    first: dict[str, str], kind: str, controller: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**OPEN_MPI, **SRUN, **first, "HORO_CONTROLLER": controller}).kind == kind
-
-
-@pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "3"}])
-def test_another_mpis_mpirun_is_one_sentence_and_not_several_lone_jobs(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, 0, 1)
-    with pytest.raises(UsageError) as caught:
-        find(environ)
-    variable = next(iter(environ))
-    assert f"{variable}={environ[variable]}, but to mpi4py's MPI (Fake MPI 1.0) this is process 0 of 1" in str(
-        caught.value
-    )
-
-
 def test_missing_mpi4py_under_mpirun_says_what_to_install(no_mpi4py: None) -> None:
     with pytest.raises(ResourceError, match=r"OMPI_COMM_WORLD_SIZE=4: .*not installed.*pip install mpi4py"):
         find(OPEN_MPI)
@@ -212,10 +180,58 @@ PMI2 = {**SRUN, **HYDRA}
 PMIX = {**SRUN, "PMIX_RANK": "1"}
 
 
-@pytest.mark.parametrize("environ", [PMI2, PMIX])
-def test_under_srun_mpi_is_used_where_it_agrees(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 1, 4)
-    assert find(environ).kind == "mpi"
+DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", **HYDRA}  # mpirun starts its daemons with srun, one for each node
+KINDS = [
+    ((1, 4), PMI2, "mpi"),
+    ((1, 4), PMIX, "mpi"),
+    ((0, 1), {"HORO_CONTROLLER": "mpi"}, "mpi"),
+    *((None, environ, "none") for environ in ({}, {"OMPI_COMM_WORLD_SIZE": "1"})),
+    (None, SRUN, "slurm"),
+    *((None, {**OPEN_MPI, **SRUN, **HORORUN, "HORO_CONTROLLER": each}, "hororun") for each in ("auto", "gloo")),
+    *((None, {**OPEN_MPI, **SRUN, **TORCHRUN, "HORO_CONTROLLER": each}, "torchrun") for each in ("auto", "gloo")),
+    (None, {**PMI2, "HOROVOD_CONTROLLER": "slurm"}, "slurm"),
+    (None, {**SRUN, "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}, "none"),  # a shell that srun has started
+    (None, {**SRUN, "PMIX_RANK": "0", "SLURM_STEP_ID": "4294967290"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("mpi", "environ", "kind"), KINDS)
+def test_the_launcher_that_is_found(
+    mpi: tuple[int, int] | None, environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mpi``: the rank and the size that it gives; None: it must not even be imported."""
+    if mpi is None:
+        monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    else:
+        install(monkeypatch, *mpi)
+    assert find(environ).kind == kind
+
+
+ALONE_TO_MPI = "but to mpi4py's MPI (Fake MPI 1.0) this is process 0 of 1"
+REFUSED = [
+    ((0, 1), HYDRA, f"PMI_SIZE=4, {ALONE_TO_MPI}"),
+    ((0, 1), OPEN_MPI, f"OMPI_COMM_WORLD_SIZE=4, {ALONE_TO_MPI}"),
+    ((0, 1), {"PMIX_RANK": "3"}, f"PMIX_RANK=3, {ALONE_TO_MPI}"),
+    ((0, 3), PMI2, "PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"),
+    ((0, 1), DAEMON, "the mpirun of another MPI"),
+    ((0, 1), {**SRUN, **OPEN_MPI}, "the mpirun of another MPI"),
+    ((0, 1), {**HORORUN, "HORO_CONTROLLER": "mpi"}, "to MPI this is a single process, while hororun started 2"),
+    (None, {**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+    (None, {**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+    (None, {"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+    (None, {"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
+]
+
+
+@pytest.mark.parametrize(("mpi", "environ", "told"), REFUSED, ids=[told for *_, told in REFUSED])
+def test_what_cannot_be_is_one_sentence(
+    mpi: tuple[int, int] | None, environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mpi is not None:
+        install(monkeypatch, *mpi)
+    with pytest.raises(UsageError) as caught:
+        find(environ)
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("environ", [PMI2, PMIX])
@@ -231,49 +247,6 @@ def test_under_srun_a_lone_mpi_is_told_and_slurm_decides(
 
 def test_under_srun_without_mpi4py_slurm_decides(no_mpi4py: None) -> None:
     assert find(PMI2).kind == "slurm"
-
-
-def test_under_srun_two_different_sizes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 0, 3)
-    with pytest.raises(UsageError, match="PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"):
-        find(PMI2)
-
-
-def test_mpirun_inside_an_allocation_is_not_mistaken_for_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    # mpirun starts its daemons with srun, one for each node, and their variables reach the ranks.
-    install(monkeypatch, 0, 1)
-    daemons = {**SRUN, "SLURM_STEP_NUM_TASKS": "2"}
-    for environ in ({**daemons, **HYDRA}, {**SRUN, **OPEN_MPI}):
-        with pytest.raises(UsageError, match="the mpirun of another MPI"):
-            find(environ)
-
-
-@pytest.mark.parametrize("step", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967290"}])
-def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
-
-
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
-        ({**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
-        ({"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
-        ({"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
-    ],
-)
-def test_a_controller_that_cannot_be_is_an_error(environ: dict[str, str], told: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        find(environ)
-    assert told in str(caught.value)
-
-
-def test_forced_mpi_that_is_alone_among_several_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 0, 1)
-    with pytest.raises(UsageError, match="to MPI this is a single process, while hororun started 2"):
-        find({**HORORUN, "HORO_CONTROLLER": "mpi"})
-    assert find({"HORO_CONTROLLER": "mpi"}).size == 1
 
 
 def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

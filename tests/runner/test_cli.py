@@ -111,6 +111,11 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         ),
         ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
         ("-np 2 --ssh-args ' cmd", "--ssh-args"),
+        ("-np 2 -- ", "the command is an empty word"),
+        ("-np 2 -m ", "-m needs the name of a module"),
+        ("-np 2 -m", "-m needs the name of a module"),
+        ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
+        ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(

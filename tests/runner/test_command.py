@@ -9,7 +9,7 @@ import pytest
 from jobs import Hororun
 
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.cli import main, parse
+from horo.runner.cli import parse
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
 
@@ -85,23 +85,6 @@ def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: st
     job = parse([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])
     assert job is not None
     assert (job.size, job.command) == (2, ("train.py", "-n7", "-np9"))
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("-np 2 -- ", "the command is an empty word"),
-        ("-np 2 -m ", "-m needs the name of a module"),
-        ("-np 2 -m", "-m needs the name of a module"),
-        ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
-        ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
-    ],
-)
-def test_a_command_line_in_the_wrong_order_is_said(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split(" ")) == 2
-    said = capfd.readouterr().err
-    assert fault in said
-    assert said.count("\n") == 1
 
 
 def test_a_dry_run_shows_the_python(hororun: Hororun, tmp_path: Path) -> None:
