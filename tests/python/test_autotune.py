@@ -226,3 +226,8 @@ def test_the_log_stays_in_the_folder_of_the_start(tmp_path: Path, monkeypatch: p
     tune(Search({}, {}, 1, 2, 10, "log.csv"), {}, seconds)
     assert [path.name for path in tmp_path.rglob("*.csv")] == ["log.csv"]
     assert (tmp_path / "log.csv").stat().st_size > 0
+
+
+def test_values_that_change_nothing_are_not_proposed_until_the_end() -> None:
+    context = tune(Search({}, {}, 3, 2, 10), {}, lambda _: 0.1)
+    assert context.proposals == [(context.values, True)]

@@ -327,3 +327,23 @@ def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
     detect_launch(environ, read_config(environ))
     detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text
+
+
+def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("mpi4py")
+    package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
+
+    def explain(name: str) -> Any:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
+
+    package.__getattr__ = explain  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):
+        find(HYDRA)
+
+
+def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
+    assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text

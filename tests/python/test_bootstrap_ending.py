@@ -209,3 +209,11 @@ def test_what_horo_has_replaced_is_put_back_unless_others_have_replaced_it_since
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stdout == """["ZeroDivisionError('division by zero')", "ValueError('x')"]\n"""
+
+
+def test_an_exception_without_a_message_is_described_all_the_same() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert describe_exception(Silent()) == "Silent: (its message cannot be made)"

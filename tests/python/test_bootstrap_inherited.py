@@ -105,6 +105,13 @@ def test_torchs_variables_that_repeat_the_ranks_place_are_none_to_a_worker(monke
     assert inherited.refuse_inherited({**child, "RANK": "0"})
 
 
+def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = child_of(HORORUN, monkeypatch)
+    del child["RANK"]
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(child)
+
+
 def test_the_rank_itself_may_start_again_and_a_process_id_that_came_again_is_another() -> None:
     for is_another in (False, True):
         named: list[str] = []

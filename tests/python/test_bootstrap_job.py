@@ -27,6 +27,7 @@ from horo.bootstrap.host import arena as arena_module
 from horo.bootstrap.host.grouping import group_ranks
 from horo.bootstrap.job import start
 from horo.bootstrap.launchers.variables import Place, read_launch
+from horo.bootstrap.net import dial as dial_module
 from horo.bootstrap.net.addresses import Endpoint
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection
@@ -94,6 +95,18 @@ def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer)
     assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
     assert not any(connection.is_homogeneous for connection in connections)
     assert connections[3].hosts == ((0, 2, 3), (1, 4))
+    close_connections(connections)
+
+
+def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
+    environs = environments(server, 2)
+    for rank, environ in enumerate(environs):
+        environ |= {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+        environ |= {"HOROVOD_CROSS_RANK": str(rank), "HOROVOD_CROSS_SIZE": "2"}
+    connections = whole(join_all(environs))
+    assert [connection.place for connection in connections] == [Place(0, 1, 0, 2), Place(0, 1, 1, 2)]
+    assert all(connection.is_homogeneous for connection in connections)
+    assert connections[0].hosts == ((0, 1),)
     close_connections(connections)
 
 
@@ -382,6 +395,23 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
         assert fact in str(error)
         assert "HORO_NETWORK_INTERFACES" in str(error)
         assert "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts" in str(error)
+
+
+def test_dialer_that_gave_up_and_came_again_holds_the_connection_that_counts(server: StoreServer) -> None:
+    environs = environments(server, 2)
+    environs[1]["HORO_HOST_ID"] = "elsewhere"
+    real = dial_module.dial
+
+    def dial_twice(*arguments: object, **options: object) -> object:
+        lost, _ = real(*arguments, **options)  # type: ignore[arg-type]
+        lost.close()
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links_module, "dial", dial_twice)
+        connections = whole(join_all(environs))
+    check_wiring([connection.setup for connection in connections])
+    close_connections(connections)
 
 
 def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> None:

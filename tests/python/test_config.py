@@ -181,3 +181,10 @@ def test_init_takes_each_setting_by_its_type() -> None:
     """What type checkers and editors know is the table."""
     wanted = {name: f"{row.kind.__name__} | None" for name, row in variables_of(Config).items() if row.is_argument}
     assert {name: kind.__forward_arg__ for name, kind in InitSettings.__annotations__.items()} == wanted
+
+
+def test_the_longest_times_fit_the_milliseconds_of_the_core() -> None:
+    """They are of type int32_t there."""
+    for name in ("stall_check_time_s", "stall_shutdown_time_s", "peer_timeout_s"):
+        assert variables_of(Config)[name].high * 1000 < 2**31
+    assert read_config({"HORO_PEER_TIMEOUT": "1e6"}).peer_timeout_s == 1e6

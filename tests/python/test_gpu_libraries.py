@@ -12,7 +12,7 @@ import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
 
-from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, tell_difference
+from horo.bootstrap.gpu_libraries import GpuLibraries, describe_difference, nccl_places, tell_difference
 
 TOLD = "import horo.torch as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
 FOUND = "from horo.bootstrap.gpu_libraries import find_cuda, find_nccl; find_cuda(); print(find_nccl().version)"
@@ -167,3 +167,19 @@ for step in range(3):
     assert done.stderr.count("different libraries for GPUs") == (1 if warns else 0)
     if warns:
         assert "warning: ranks have different libraries for GPUs: CUDA driver 12.4 on rank 0 (" in done.stderr
+
+
+def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Some of NVIDIA's packages bring an ``__init__.py``: of two folders, Python then sees one."""
+    whole, part = tmp_path / "site" / "nvidia", tmp_path / "user" / "nvidia"
+    file = part / "nccl" / "lib" / NCCL
+    file.parent.mkdir(parents=True)
+    file.touch()
+    whole.mkdir(parents=True)
+    (whole / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    for folder in (part, whole):
+        monkeypatch.syspath_prepend(str(folder.parent))
+    assert str(file) in nccl_places()[:-1]

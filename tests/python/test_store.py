@@ -111,6 +111,14 @@ def test_add_counts_across_clients_and_threads(server: StoreServer) -> None:
         assert client.get("n", 0) == b"399"
 
 
+def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServer) -> None:
+    with client_of(server) as client:
+        client.set("text", b"abc")
+        with pytest.raises(UsageError, match="holds no integer"):
+            client.add("text", 1)
+        assert client.get("text", 0) == b"abc"
+
+
 def test_prefixed_stores_do_not_see_each_other(server: StoreServer) -> None:
     with client_of(server) as client:
         one, other = prefixed(client, "1/"), prefixed(client, "2/")
@@ -363,6 +371,18 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
 
 
 # --- pure parts
+
+
+def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(sentence: str) -> None:
+        raise RuntimeError("reporter broke")
+
+    with StoreServer(["127.0.0.1"], SECRET, on_refused=fail) as server:
+        with raw(server) as connection:
+            connection.sendall(b"?" * 100)
+            wait_until(lambda: "reporting a refused connection failed" in caplog.text)
+        with client_of(server) as client:
+            client.set("a", b"")
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20))

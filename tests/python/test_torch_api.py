@@ -473,3 +473,8 @@ def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
     assert parameters[1].grad is None
     with pytest.raises(UsageError, match="backward_passes_per_step must be positive, not 0"):
         optimizer.set_backward_passes_per_step(0)
+
+
+def test_the_global_set_is_empty_handed_before_init() -> None:
+    found = hvd.global_process_set
+    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)

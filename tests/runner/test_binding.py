@@ -127,3 +127,23 @@ def test_a_host_without_gpus_is_an_error_that_names_it(hororun: Hororun, where: 
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert f"host {where[:3]}" in done.stderr
     assert "--bind-gpus: there is no NVIDIA GPU here" in done.stderr
+
+
+def test_threads_that_the_user_has_set_stay(hororun: Hororun, where: str) -> None:
+    words = ["-np", "1", "--no-prefix", "--bind-to", "core", "--", sys.executable, *SHOW]
+    done = hororun.run(*words, where=where, environment={"OMP_NUM_THREADS": "7"})
+    assert done.stdout == f"0 {HERE} 7\n", done.stderr
+
+
+def test_dry_run_shows_where_ranks_would_be_bound(hororun: Hororun) -> None:
+    done = hororun.run("-np", "2", "--bind-to", "core", "--dry-run", "true", where="localhost:1,one:1")
+    assert f"rank 0 is bound to CPU{'s' if len(HERE) > 1 else ''} " in done.stdout
+    assert "each rank elsewhere is bound to its share of the cores there" in done.stdout
+
+
+def test_gpus_are_those_of_the_variable_that_ranks_get(hororun: Hororun, where: str) -> None:
+    words = ["-np", "2", "--bind-gpus", "--bind-to", "core", "-x", "CUDA_VISIBLE_DEVICES=7,8", "--verbose", *SHOW_GPUS]
+    done = hororun.run(*words, where=where.replace("2", "1"), environment={"CUDA_VISIBLE_DEVICES": "1"})
+    shares = ["7", "8"] if "localhost" in where else ["7,8", "7,8"]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {share}" for rank, share in enumerate(shares)], done.stderr
+    assert " and GPU" in done.stderr

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -161,3 +162,9 @@ def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
     assert code == 130
     assert b"saved" in shown
     assert b"hororun: SIGINT: the job was ended" in shown
+
+
+def test_a_closed_stderr_disturbs_nobody() -> None:
+    command = [sys.executable, "-m", "horo.runner", "-np", "1", "sh", "-c", "echo gone >&2; echo here"]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"[0] here\n")

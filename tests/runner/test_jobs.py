@@ -328,3 +328,11 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
         assert fact in done.stderr
         assert repr(command) in done.stderr
+
+
+def test_a_stopped_rank_ends_too(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = (
+        f"test $HOROVOD_RANK = 0 && {{ echo $$ > {flags.folder}/pid; exec sleep 60; }}\n"
+        f"while ! test -s {flags.folder}/pid; do sleep 0.02; done; kill -STOP $(cat {flags.folder}/pid); exit 4"
+    )
+    assert hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script), where=where).returncode == 4

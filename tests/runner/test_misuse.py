@@ -156,3 +156,11 @@ def test_hororun_alone_asks_what_to_run(hororun: Hororun) -> None:
     done = hororun.run(where=None, environment={"CUDA_VISIBLE_DEVICES": ""})
     said = "hororun: no command given: say what to run, like 'hororun -np 2 train.py'\n"
     assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_closed_stdout_is_named(words: list[str]) -> None:
+    script = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "horo", *words]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert done.stderr.startswith("hororun: stdout is closed")

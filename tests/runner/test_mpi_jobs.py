@@ -228,3 +228,14 @@ def test_jsrun_is_taken_in_a_job_of_lsf_that_has_it(hororun: Hororun, tmp_path: 
     assert "leave out -H" in done.stderr
     done = hororun.run("--jsrun", "-np", "4", "train", where=None, environment=path_with(tmp_path))
     assert "this is no LSF job" in done.stderr
+
+
+def test_a_second_signal_kills_at_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
+    script = f"trap ': > {flags.folder}/term' TERM; : > {flags.folder}/up; while :; do sleep 0.05; done"
+    words = ["--mpi", "-np", "1", "--grace-seconds", "1000", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
+    flags.wait(["up"])
+    job.process.send_signal(signal.SIGINT)
+    flags.wait(["term"])
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130

@@ -71,3 +71,9 @@ def test_slots_that_only_the_host_knows_are_asked_of_it(hororun: Hororun) -> Non
         done = hororun.run("-np", str(there + 1), "true", where=where, environment=WITHOUT_GPUS)
         assert done.returncode == 2
         assert f"{there + 1} ranks but there are {there} slots" in done.stderr
+
+
+def test_prefixes_are_as_wide_as_ranks_that_came_later_need(hororun: Hororun) -> None:
+    gpus = ",".join(f"GPU-{number}" for number in range(11))
+    done = hororun.run("sh", "-c", "echo here", where="one", environment={"CUDA_VISIBLE_DEVICES": gpus})
+    assert sorted(done.stdout.splitlines()) == [f"[{rank:2}] here" for rank in range(11)], done.stderr

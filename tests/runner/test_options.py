@@ -247,3 +247,9 @@ def test_ranks_that_shall_stay_do_so_whatever_the_environment_says(hororun: Horo
     assert hororun.run("-np", "1", "--no-move-ranks", *show, environment=environment).stdout == "0\n"
     assert hororun.run("-np", "1", *show, environment={"HORO_LEAVE_CROWDED_CORES": "0"}).stdout == "0\n"
     assert hororun.run("-np", "1", *show).stdout == "1\n"
+
+
+def test_a_variable_that_hororun_only_suggests_may_be_set(hororun: Hororun) -> None:
+    show = ["--no-prefix", "--", "sh", "-c", "echo ${PYTHONUNBUFFERED-none}"]
+    assert hororun.run("-np", "1", *show).stdout == "1\n"
+    assert hororun.run("-np", "1", "-x", "PYTHONUNBUFFERED=", *show).stdout == "\n"

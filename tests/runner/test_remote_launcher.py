@@ -7,6 +7,7 @@ import pytest
 from horo.runner.agent.command import without
 from horo.runner.config import Ssh
 from horo.runner.hosts import HostSpec
+from horo.runner.network import connection
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.start.srun import SrunLauncher, knows_overlap
 from horo.runner.start.ssh import SshLauncher
@@ -132,3 +133,10 @@ def test_ranks_of_a_slurm_job_find_the_job_and_not_the_step_of_their_agent() -> 
     here = {**JOB, "SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "3", "HOME": "/"}
     found = {**without(step, SRUN.unset), **SRUN.extra_variables(here)}
     assert found == {**JOB, "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}
+
+
+def test_the_agent_knows_over_which_addresses_it_was_started() -> None:
+    assert connection({"SSH_CONNECTION": "1 2 3 4", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}) == "1 2 3 4"
+    assert connection({"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.9"}).split() == ["127.0.0.9", "0", "127.0.0.1", "0"]
+    assert connection({"SLURM_LAUNCH_NODE_IPADDR": "no address"}) == ""
+    assert connection({}) == ""

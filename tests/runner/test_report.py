@@ -120,3 +120,8 @@ def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
+
+
+@pytest.mark.parametrize(("ending", "code"), [(Ending(0, "h", code=3), 3), (Ending(0, "h", signal=9), 137)])
+def test_the_exit_code_is_that_of_the_rank(ending: Ending, code: int) -> None:
+    assert exit_code(ending) == code

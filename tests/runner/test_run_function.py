@@ -222,3 +222,16 @@ def test_nothing_is_left_when_the_caller_is_ended(
         wait_until(lambda: not marked_processes(launched.mark), "nothing left")
     finally:
         runner.clean_up()
+
+
+def test_a_result_that_cannot_travel_is_told() -> None:
+    with pytest.raises(UnsupportedError, match=r"what .*lock.* has returned in rank 0, a lock, cannot be pickled"):
+        horo.run(threading.Lock, np=1)
+
+
+def test_variables_reach_other_hosts(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/sh\nfor command; do :; done\nexec env -i PATH="$PATH" sh -c "$command"\n')
+    shell.chmod(0o755)
+    options = ["--remote-shell", str(shell)]
+    assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]

@@ -7,10 +7,11 @@ import pty
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import psutil
 import pytest
-from jobs import Flags, Hororun, Launched
+from jobs import Flags, Hororun, Launched, make_remote_shell
 
 from horo.runner.job.signals import SignalsToRanks
 from horo.runner.loop import Timer
@@ -209,3 +210,12 @@ def test_a_terminal_that_is_closed_ends_an_interactive_batch_job(flags: Flags) -
     os.waitpid(pid, 0)
     have_come(flags, [signal.SIGTERM], 2)
     assert not list(flags.folder.glob(f"got.{int(signal.SIGHUP)}.*"))
+
+
+def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
+    job = hororun.start("-np", "1", "true", where="one:1")
+    flags.wait(["called"])
+    job.process.send_signal(signal.SIGQUIT)
+    done = job.finish()
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (131, "hororun: SIGQUIT: the job was ended")
