@@ -26,7 +26,7 @@ NOT_YET = {"explanation/gpu-testing.md", "how-to/autotune.md", "how-to/gpus.md",
 """Pages of docs/ that are not rewritten yet. The list only shrinks: rewrite a page, and take it out."""
 GENERATED = {"performance.md", "reference/api.md", "reference/environment.md"}
 """Pages of docs/ whose words are those of their sources."""
-FINDINGS_IN_SOURCES = 90
+FINDINGS_IN_SOURCES = 28
 """Findings in docstrings and messages of horo/ and runner/: at most so many, and never more again."""
 WORDS_IN_DOCS = 71_000
 """Words of all pages below docs/, as ``wc -w`` counts them. The ceiling only falls; the target is 60 000."""
