@@ -1,16 +1,19 @@
-"""Where ranks are: what ``place_rank.py`` has written, and what it must have."""
+"""Where ranks are: what ``rank_program.py`` has written, and what it must have."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from namespaces import Cluster
 
-__all__ = ["PROGRAM", "expected", "written"]
+__all__ = ["LOSE", "PLACE", "PROGRAM", "expected", "written"]
 
-PROGRAM = Path(__file__).with_name("place_rank.py")
+PROGRAM = [str(Path(__file__).with_name("rank_program.py")), "place"]
+LOSE = [sys.executable, PROGRAM[0], "lose"]
+PLACE = [sys.executable, *PROGRAM]
 Place = dict[str, Any]
 
 

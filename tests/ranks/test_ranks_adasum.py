@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from adasum_oracle import adasum, tolerance
-from rank_pool import RankPool
+from rank_pool import on
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError
@@ -31,74 +31,56 @@ def _check(result: torch.Tensor, vectors: list[torch.Tensor], digits: int = 0, s
 
 
 @pytest.mark.parametrize("dtype", DIGITS, ids=str)
-def test_all_forms_agree_with_the_reference(ranks: RankPool, dtype: torch.dtype) -> None:
-    def check(dtype: torch.dtype) -> None:
-        for count in (0, 1, 7, 5000):
-            vectors = _vectors(count, dtype)
-            mine = vectors[hvd.rank()]
-            before = mine.clone()
-            results = [hvd.allreduce(mine, op=hvd.Adasum, name=f"named{count}") for _ in range(2)]
-            results.append(hvd.synchronize(hvd.allreduce_async(mine, op=hvd.Adasum)))
-            results.append(hvd.allreduce_(mine.clone(), op=hvd.Adasum))
-            results.append(hvd.synchronize(hvd.allreduce_async_(mine.clone(), op=hvd.Adasum)))
-            assert torch.equal(mine, before)
-            _check(results[0], vectors)
-            for result in results:
-                assert torch.equal(result, results[0])
-            everybody = hvd.allgather_object(results[0].tolist())
-            assert all(told == everybody[0] for told in everybody)
-            scaled = hvd.allreduce(mine, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=-4.0)
-            _check(scaled, vectors, scale=-2.0)
-
-    ranks.run(check, dtype)
+@on("ranks")
+def test_all_forms_agree_with_the_reference(dtype: torch.dtype) -> None:
+    for count in (0, 1, 7, 5000):
+        vectors = _vectors(count, dtype)
+        mine = vectors[hvd.rank()]
+        before = mine.clone()
+        results = [hvd.allreduce(mine, op=hvd.Adasum, name=f"named{count}") for _ in range(2)]
+        results.append(hvd.synchronize(hvd.allreduce_async(mine, op=hvd.Adasum)))
+        results.append(hvd.allreduce_(mine.clone(), op=hvd.Adasum))
+        results.append(hvd.synchronize(hvd.allreduce_async_(mine.clone(), op=hvd.Adasum)))
+        assert torch.equal(mine, before)
+        _check(results[0], vectors)
+        for result in results:
+            assert torch.equal(result, results[0])
+        everybody = hvd.allgather_object(results[0].tolist())
+        assert all(told == everybody[0] for told in everybody)
+        scaled = hvd.allreduce(mine, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=-4.0)
+        _check(scaled, vectors, scale=-2.0)
 
 
-def test_each_tensor_of_a_group_by_itself(ranks: RankPool) -> None:
-    def check() -> None:
-        kinds = [(3, torch.float32), (700, torch.float64), (1, torch.float32), (5001, torch.bfloat16)]
-        vectors = [_vectors(count, dtype, seed=i) for i, (count, dtype) in enumerate(kinds)]
-        mine = [each[hvd.rank()] for each in vectors]
-        for results in (
-            hvd.grouped_allreduce(mine, op=hvd.Adasum),
-            hvd.synchronize(hvd.grouped_allreduce_async(mine, op=hvd.Adasum)),
-            hvd.grouped_allreduce_([tensor.clone() for tensor in mine], op=hvd.Adasum),
-        ):
-            for result, each in zip(results, vectors, strict=True):
-                _check(result, each)
-
-    ranks.run(check)
+@on("ranks")
+def test_each_tensor_of_a_group_by_itself() -> None:
+    kinds = [(3, torch.float32), (700, torch.float64), (1, torch.float32), (5001, torch.bfloat16)]
+    vectors = [_vectors(count, dtype, seed=i) for i, (count, dtype) in enumerate(kinds)]
+    mine = [each[hvd.rank()] for each in vectors]
+    for results in (
+        hvd.grouped_allreduce(mine, op=hvd.Adasum),
+        hvd.synchronize(hvd.grouped_allreduce_async(mine, op=hvd.Adasum)),
+        hvd.grouped_allreduce_([tensor.clone() for tensor in mine], op=hvd.Adasum),
+    ):
+        for result, each in zip(results, vectors, strict=True):
+            _check(result, each)
 
 
-@pytest.mark.parametrize(("name", "digits"), [("fp16", 11), ("bf16", 8)])
-def test_it_travels_compressed(ranks2: RankPool, name: str, digits: int) -> None:
-    def check(name: str, digits: int) -> None:
-        vectors = _vectors(3000, torch.float32)
-        compression = getattr(hvd.Compression, name)
-        _check(hvd.allreduce(vectors[hvd.rank()], op=hvd.Adasum, compression=compression), vectors, digits)
-
-    ranks2.run(check, name, digits)
-
-
-def test_members_of_a_process_set(ranks: RankPool) -> None:
-    def check() -> None:
-        members = list(range(1, hvd.size()))
-        part = hvd.add_process_set(members)
-        if hvd.rank() in members:
-            vectors = _vectors(900, torch.float32, members)
-            mine = vectors[members.index(hvd.rank())]
-            _check(hvd.allreduce(mine, op=hvd.Adasum, process_set=part), vectors)
-        hvd.barrier()
-        hvd.remove_process_set(part)
-
-    ranks.run(check)
+@on("ranks")
+def test_members_of_a_process_set() -> None:
+    members = list(range(1, hvd.size()))
+    part = hvd.add_process_set(members)
+    if hvd.rank() in members:
+        vectors = _vectors(900, torch.float32, members)
+        mine = vectors[members.index(hvd.rank())]
+        _check(hvd.allreduce(mine, op=hvd.Adasum, process_set=part), vectors)
+    hvd.barrier()
+    hvd.remove_process_set(part)
 
 
-def test_what_it_is_not_for_is_said(ranks2: RankPool) -> None:
-    def check() -> None:
-        with pytest.raises(UnsupportedError, match=r"this op is not offered for int64"):
-            hvd.allreduce(torch.ones(3, dtype=torch.int64), op=hvd.Adasum)
-        with pytest.raises(UnsupportedError, match=r"allreduce 'x': op=Adasum has no gradient; call it on"):
-            hvd.allreduce(torch.ones(3, requires_grad=True), op=hvd.Adasum, name="x")
-        assert hvd.allreduce(torch.ones(3), op=hvd.Adasum).tolist() == [1, 1, 1]
-
-    ranks2.run(check)
+@on("ranks2")
+def test_what_it_is_not_for_is_said() -> None:
+    with pytest.raises(UnsupportedError, match=r"this op is not offered for int64"):
+        hvd.allreduce(torch.ones(3, dtype=torch.int64), op=hvd.Adasum)
+    with pytest.raises(UnsupportedError, match=r"allreduce 'x': op=Adasum has no gradient; call it on"):
+        hvd.allreduce(torch.ones(3, requires_grad=True), op=hvd.Adasum, name="x")
+    assert hvd.allreduce(torch.ones(3), op=hvd.Adasum).tolist() == [1, 1, 1]

@@ -6,25 +6,16 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 from small_model import make_loss, make_model, sgd
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError
 from horo.torch.lifecycle import _at_exit
-
-
-@pytest.fixture
-def fresh2() -> Iterator[RankPool]:
-    """Two ranks that have not called ``init()``."""
-    pool = RankPool(2, init=False)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("end", ["script", "shutdown"])
@@ -74,7 +65,7 @@ def test_training_whose_gradients_nothing_averages_is_told_of_at_the_end(fresh2:
                 optimizer.step()
             records: list[str] = []
             handler = logging.Handler()
-            handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+            handler.emit = lambda record: records.append(record.getMessage())
             logging.getLogger("horo").addHandler(handler)
             hvd.shutdown()
             logging.getLogger("horo").removeHandler(handler)
@@ -95,19 +86,17 @@ def test_training_whose_gradients_nothing_averages_is_told_of_at_the_end(fresh2:
     assert not any(others.values())
 
 
-def test_what_horo_has_put_into_the_interpreter_is_taken_out_by_shutdown(fresh2: RankPool) -> None:
-    def check() -> None:
-        def now() -> list[Any]:
-            return [sys.excepthook, sys.exit, threading.excepthook, *sys.meta_path]
+@on("fresh2")
+def test_what_horo_has_put_into_the_interpreter_is_taken_out_by_shutdown() -> None:
+    def now() -> list[Any]:
+        return [sys.excepthook, sys.exit, threading.excepthook, *sys.meta_path]
 
-        before = now()
-        for _ in range(2):
-            hvd.init()
-            assert now()[:3] != before[:3]
-            hvd.shutdown()
-            assert now() == before
-
-    fresh2.run(check)
+    before = now()
+    for _ in range(2):
+        hvd.init()
+        assert now()[:3] != before[:3]
+        hvd.shutdown()
+        assert now() == before
 
 
 def test_the_exception_that_has_ended_a_thread_is_told_when_its_rank_comes_to_its_end(fresh2: RankPool) -> None:

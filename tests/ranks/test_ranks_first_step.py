@@ -6,152 +6,110 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from rank_pool import on, one_of
+from small_model import make_loss, make_model, sgd, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
-
-ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
-"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+from horo.torch.optimizer.at_backward import BackwardReducer
 
 
-def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        if hvd.rank() == 1:
-            with torch.no_grad():
-                model[0].bias[2] += 1e-9
-                model[2].weight[0, 0] = -model[2].weight[0, 0]
-        optimizer = sgd(model)
-        start = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(
-            ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
-        ):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
-        assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_a_state_without_value_is_as_no_state(ranks2: RankPool) -> None:
-    """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
-
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        if hvd.rank() == 1:
-            for parameter in model.parameters():
-                optimizer.state[parameter]["momentum_buffer"] = None
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_a_frozen_parameter_that_differs_between_ranks_is_named(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        model[0].weight.requires_grad_(False)
-        if hvd.rank() == 1:
-            model[0].weight[0, 0] += 1
-        optimizer = sgd(model)
-        with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
-
-    ranks2.run(check)
-
-
-def test_a_frozen_parameter_that_has_no_checksum_is_passed_over(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_parameters_of_a_group_that_comes_later_are_compared_then(ranks2: RankPool) -> None:
-    def check() -> None:
-        model, later = make_model(), torch.nn.Linear(3, 1).double()
+@on("ranks2_in_most_orders")
+def test_parameters_that_differ_between_ranks_are_named_once() -> None:
+    model = make_model()
+    if hvd.rank() == 1:
         with torch.no_grad():
-            later.weight.fill_(1.0)
-            later.bias.fill_(hvd.rank())
-        optimizer = sgd(model)
+            model[0].bias[2] += 1e-9
+            model[2].weight[0, 0] = -model[2].weight[0, 0]
+    optimizer = sgd(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
+    ):
         make_loss(model, hvd.rank()).backward()
         optimizer.step()
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": later.parameters()})
-        with pytest.raises(ValueError, match=r"parameter 'allreduce\.noname\.1\.1' is not equal.*\(1 of 2"):
-            later(model(torch.ones(1, 4, dtype=torch.float64))).sum().backward()
-            optimizer.step()
+    assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.zero_grad()
+    train(model, optimizer, 0)
 
-    ranks2.run(check)
+
+@on("ranks2_in_most_orders")
+def test_a_state_without_value_is_as_no_state() -> None:
+    """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
+    model = make_model()
+    optimizer = sgd(model)
+    if hvd.rank() == 1:
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = None
+    train(model, optimizer, 0)
+
+
+@on("ranks2_in_most_orders")
+def test_a_frozen_parameter_that_differs_between_ranks_is_named() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    if hvd.rank() == 1:
+        model[0].weight[0, 0] += 1
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+
+
+@on("ranks2_in_most_orders")
+def test_a_frozen_parameter_that_has_no_checksum_is_passed_over() -> None:
+    model = make_model()
+    frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
+    train(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("what", ["state", "options"])
-def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(ranks2: RankPool, what: str) -> None:
-    def check(what: str) -> None:
-        model = make_model()
-        adam = torch.optim.Adam(model.parameters(), lr=0.1)
-        if hvd.rank() == 0:
-            if what == "state":
-                make_loss(model, 0).backward()
-                start = [p.detach().clone() for p in model.parameters()]
-                adam.step()
-                adam.zero_grad()
-                with torch.no_grad():
-                    for parameter, before in zip(model.parameters(), start, strict=True):
-                        parameter.copy_(before)
-            else:
-                adam.param_groups[0]["lr"] = 0.2
-        optimizer = hvd.DistributedOptimizer(adam, model)
-        sentence = {
-            "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
-            "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
-        }
-        with pytest.raises(ValueError, match=sentence[what]):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
+@on("ranks2_in_most_orders")
+def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str) -> None:
+    model = make_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        if what == "state":
+            make_loss(model, 0).backward()
+            start = [p.detach().clone() for p in model.parameters()]
+            adam.step()
+            adam.zero_grad()
+            with torch.no_grad():
+                for parameter, before in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(before)
+        else:
+            adam.param_groups[0]["lr"] = 0.2
+    optimizer = hvd.DistributedOptimizer(adam, model)
+    sentence = {
+        "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
+        "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
+    }
+    with pytest.raises(ValueError, match=sentence[what]):
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(2):
+        make_loss(model, hvd.rank(), step).backward()
+        optimizer.step()
         optimizer.zero_grad()
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        for step in range(2):
-            make_loss(model, hvd.rank(), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for parameter in model.parameters():
-            assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
-
-    ranks2.run(check, what)
+    for parameter in model.parameters():
+        assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
 
 
-def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.manual_seed(5)
-        layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}).double()
-        parameters = list(layers.parameters())
-        order = parameters if hvd.rank() == 0 else parameters[::-1]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), layers)
-        for _ in range(2):
-            layers["b"](layers["a"](torch.ones(1, 4, dtype=torch.float64))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    ranks2.run(check)
+@on("ranks2_in_most_orders")
+def test_ranks_whose_optimizers_have_other_orders_compare_by_name() -> None:
+    torch.manual_seed(5)
+    layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}).double()
+    parameters = list(layers.parameters())
+    order = parameters if hvd.rank() == 0 else parameters[::-1]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), layers)
+    for _ in range(2):
+        layers["b"](layers["a"](torch.ones(1, 4, dtype=torch.float64))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -164,126 +122,109 @@ def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPo
         ("groups", "the optimizer has 1 parameter groups on rank 0, but 2 on rank 1"),
     ],
 )
-def test_ranks_that_train_different_parameters_name_the_first(ranks2: RankPool, what: str, sentence: str) -> None:
-    def check(what: str, sentence: str) -> None:
-        model = make_model()
-        named = list(model.named_parameters())
-        last = named[-1][1]
-        if hvd.rank() == 1:
-            if what == "more":
-                named.append(("extra", torch.nn.Parameter(torch.ones(2))))
-            if what == "fewer":
-                named.pop()
-            if what == "renamed":
-                named[-1] = "other", last
-            last.requires_grad_(what != "frozen")
-        groups = [{"params": [p for _, p in named]}]
-        if hvd.rank() == 1 and what == "groups":
-            groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
-        with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
-        hvd.barrier()
-        hvd.shutdown()  # a gradient that only one rank has stays in progress
-        hvd.init()
-
-    ranks2.run(check, what, sentence)
+@on("ranks2_in_most_orders")
+def test_ranks_that_train_different_parameters_name_the_first(what: str, sentence: str) -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    last = named[-1][1]
+    if hvd.rank() == 1:
+        if what == "more":
+            named.append(("extra", torch.nn.Parameter(torch.ones(2))))
+        if what == "fewer":
+            named.pop()
+        if what == "renamed":
+            named[-1] = "other", last
+        last.requires_grad_(what != "frozen")
+    groups = [{"params": [p for _, p in named]}]
+    if hvd.rank() == 1 and what == "groups":
+        groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
+    with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
+        make_loss(model, hvd.rank()).backward()
+        optimizer.step()
+    hvd.barrier()
+    hvd.shutdown()  # a gradient that only one rank has stays in progress
+    hvd.init()
 
 
-def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = torch.nn.ParameterList(
-            [
-                torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
-                torch.nn.Parameter(torch.ones(3, 4).t()),
-                torch.nn.Parameter(torch.tensor(2.0)),
-                torch.nn.Parameter(torch.ones(0, 5)),
-            ]
-        )
-        optimizer = sgd(model)
-        counts = []
-        for _ in range(4):
-            before = runtime.current().core.counters()["requests"]
-            torch.stack([p.float().sum() for p in model]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(runtime.current().core.counters()["requests"] - before)
-        assert counts == [5, 4, 5, 4]
-
-    ranks2.run(check)
-
-
-def test_a_model_in_ddp_is_named(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        try:
-            model = make_model()
-            wrapped = torch.nn.parallel.DistributedDataParallel(model)
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
-                hvd.DistributedOptimizer(plain, wrapped)
-            optimizer: Any = hvd.DistributedOptimizer(plain, wrapped.named_parameters())
-            with pytest.raises(ValueError, match=r"'module\.0\.weight' is wrapped in DistributedDataParallel"):
-                wrapped(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-                optimizer.step()
-            del wrapped
-        finally:
-            torch.distributed.destroy_process_group()
-        hvd.barrier()
-
-    ranks2.run(check)
-
-
-def test_a_model_gives_the_names(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        assert [optimizer._parameter_names[p] for p in model.parameters()] == [
-            name for name, _ in model.named_parameters()
+@on("ranks2_in_most_orders")
+def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third() -> None:
+    model = torch.nn.ParameterList(
+        [
+            torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
+            torch.nn.Parameter(torch.ones(3, 4).t()),
+            torch.nn.Parameter(torch.tensor(2.0)),
+            torch.nn.Parameter(torch.ones(0, 5)),
         ]
+    )
+    optimizer = sgd(model)
+    counts = []
+    for _ in range(4):
+        before = runtime.current().core.counters()["requests"]
+        torch.stack([p.float().sum() for p in model]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(runtime.current().core.counters()["requests"] - before)
+    assert counts == [5, 4, 5, 4]
 
-    ranks2.run(check)
 
-
-@pytest.mark.parametrize("pool", ["ranks1_always", "ranks1_never", "ranks1_step"])
-def test_a_job_of_one_rank_refuses_what_more_ranks_refuse(request: pytest.FixtureRequest, pool: str) -> None:
-    def check(in_backward: bool) -> None:
-        table = torch.nn.Embedding(6, 2, sparse=True)
-        optimizer = sgd(table, groups=1)
-        with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
-            table(torch.tensor([1])).sum().backward()
-            optimizer.step()
-        tiny = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([tiny], lr=0.1))
-        with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
-            tiny.float().sum().backward()
-            optimizer.step()
+@on("ranks2_in_most_orders")
+def test_a_model_in_ddp_is_named() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
         model = make_model()
-        optimizer = sgd(model)
-        if in_backward:
-            model[0].register_full_backward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                make_loss(model, 0).backward()
-            with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
-                optimizer.step()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+            hvd.DistributedOptimizer(plain, wrapped)
+        optimizer: Any = hvd.DistributedOptimizer(plain, wrapped.named_parameters())
+        with pytest.raises(ValueError, match=r"'module\.0\.weight' is wrapped in DistributedDataParallel"):
+            wrapped(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        del wrapped
+    finally:
+        torch.distributed.destroy_process_group()
+    hvd.barrier()
 
-    def train() -> None:
-        model, alone = make_model(), make_model()
-        optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
-        for step in range(3):
-            for one, its in ((alone, plain), (model, optimizer)):
-                if in_backward:  # as in a notebook, whose next cell accumulates into what is there
-                    handle = one[0].register_full_backward_hook(lambda *_: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        make_loss(one, 0, step + 7).backward()
-                    handle.remove()
-                make_loss(one, 0, step).backward()
-                its.step()
-                its.zero_grad()
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
-    in_backward = "step" not in pool
-    ranks: RankPool = request.getfixturevalue(pool)
-    ranks.run(check, in_backward)
-    ranks.run(train)
+ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
+
+
+@on("ranks1")
+def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = sgd(table, groups=1)
+    with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    tiny = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([tiny], lr=0.1))
+    with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
+        tiny.float().sum().backward()
+        optimizer.step()
+    model = make_model()
+    optimizer = sgd(model)
+    if isinstance(optimizer._reducer, BackwardReducer):
+        model[0].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_loss(model, 0).backward()
+        with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
+            optimizer.step()
+
+
+@on("ranks1")
+def test_a_job_of_one_rank_trains_as_plain_torch() -> None:
+    """Also after a backward that raises, as in a notebook, whose next cell accumulates into what is there."""
+    model, alone = make_model(), make_model()
+    optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        for one, its in ((alone, plain), (model, optimizer)):
+            if isinstance(optimizer._reducer, BackwardReducer):
+                handle = one[0].register_full_backward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    make_loss(one, 0, step + 7).backward()
+                handle.remove()
+            make_loss(one, 0, step).backward()
+            its.step()
+            its.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))

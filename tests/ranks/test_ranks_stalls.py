@@ -20,7 +20,7 @@ GIVE_UP_S = 4
 """No rank is held up for so long because the machine is busy: it would be named beside the one that is stopped."""
 GIVE_UP = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(GIVE_UP_S)}
 
-everywhere = pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("ab", 0), ("aabb", 0), ("aabb", 1), ("aabb", 2)])
+everywhere = pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("ab", 0), ("aabb", 1)])
 
 
 def logs_of_others(ranks: PlainRanks, victim: int) -> str:
@@ -86,7 +86,7 @@ def test_a_rank_that_is_waited_for_says_where_it_stands(tmp_path: Path, hosts: s
         assert set(ranks.finish()) == {0}
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [("aaa", 2), ("aaa", 1), ("aab", 2), ("abb", 0), ("abc", 1)])
+@pytest.mark.parametrize(("hosts", "victim"), [("aaa", 1), ("aab", 2), ("abc", 1)])
 def test_beside_a_join_only_the_rank_that_is_late_says_where_it_stands(tmp_path: Path, hosts: str, victim: int) -> None:
     """One has joined, one waits for what the last has not submitted: it has not joined either, but is not to blame."""
     joined, waits = (rank for rank in range(3) if rank != victim)
@@ -108,7 +108,7 @@ def test_beside_a_join_only_the_rank_that_is_late_says_where_it_stands(tmp_path:
         assert [rank for rank in range(3) if heading in ranks.log(rank)] == [victim]
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("aa", 0), ("abb", 1), ("abb", 2)])
+@pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("abb", 1)])
 def test_a_rank_whose_interpreter_is_busy_does_not_answer(tmp_path: Path, hosts: str, victim: int) -> None:
     with PlainRanks(tmp_path, hosts, WARN) as ranks:
         ranks.all("start")
@@ -151,7 +151,7 @@ def stop_in_mid_batch(folder: Path, hosts: str, victim: int) -> tuple[dict[int, 
 
 @pytest.mark.parametrize(
     ("hosts", "victim"),
-    [("aa", 1), ("ab", 0), ("aab", 2), ("aab", 1), ("aabb", 0), ("aabb", 1), ("aabb", 2), ("aabb", 3), ("aabbcc", 3)],
+    [("aa", 1), ("aab", 2), ("aabb", 1), ("aabb", 2)],
 )
 def test_a_rank_stopped_in_the_middle_of_transfers_is_named_and_no_other(
     tmp_path: Path, hosts: str, victim: int
