@@ -59,13 +59,17 @@ class RankPool:
         size: number of ranks.
         init: whether the ranks call ``hvd.init()`` before the first check.
         environment: added to the ranks' environment.
+        ranks_per_host: on hosts as far as horo can see; 0: all on one.
     """
 
-    def __init__(self, size: int, *, init: bool = True, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, *, init: bool = True, environment: dict[str, str] | None = None, ranks_per_host: int = 0
+    ) -> None:
         self.size = size
         self.processes: list[ForkServerProcess] = []
         self._init = init
         self._environment = environment or {}
+        self._ranks_per_host = ranks_per_host
         self._channels: list[Connection[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._server: StoreServer | None = None
@@ -135,6 +139,7 @@ class RankPool:
         for rank in range(self.size):
             environment = {
                 "HORO_DEADLOCK_TIME_SECONDS": "30",  # tests wait for signals and others, for long on a busy machine
+                **({"HORO_HOST_ID": f"host {rank // self._ranks_per_host}"} if self._ranks_per_host else {}),
                 **self._environment,
                 "HOROVOD_SIZE": str(self.size),
                 "HOROVOD_RANK": str(rank),
@@ -221,13 +226,13 @@ def on(fixture: str, **options: Any) -> Callable[[Callable[..., None]], Callable
 
 
 def on_own(
-    size: int, *, init: bool = True, deadline_s: float = 60.0, **environment: str
+    size: int, *, init: bool = True, ranks_per_host: int = 0, deadline_s: float = 60.0, **environment: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As ``on``, in a job of the test's own, with ``environment``."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:
-            with RankPool(size, init=init, environment=environment) as pool:
+            with RankPool(size, init=init, environment=environment, ranks_per_host=ranks_per_host) as pool:
                 pool.run(body, *given.values(), deadline_s=deadline_s)
 
         return _as_test(test, body)

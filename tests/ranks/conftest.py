@@ -31,6 +31,18 @@ def _pool(size: int, overlap: str = "", ready: str = "", *, init: bool = True, s
     return pool
 
 
+def _on_hosts(size: int, *ranks_per_host: int) -> Any:
+    """A fixture: ranks in a job that begins without process sets, so many on each host."""
+
+    @pytest.fixture(scope="module", params=ranks_per_host, ids=lambda count: f"{count} a host")
+    def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+        with RankPool(size, ranks_per_host=request.param) as ranks:
+            yield ranks
+
+    return pool
+
+
+three, four = _on_hosts(3, 3, 1), _on_hosts(4, 4, 2)
 ranks2, ranks4 = _pool(2), _pool(4)
 ranks = one_of("ranks2", "ranks4")
 ranks1_always, ranks1_never = _pool(1, "always"), _pool(1, "never")

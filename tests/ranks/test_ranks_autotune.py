@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankError, RankPool
-from small_model import make_loss, make_model, sgd
+from small_model import made, take_step
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -25,13 +25,11 @@ SEARCH = {
 
 def train(steps: int) -> tuple[list[torch.Tensor], bool]:
     """The parameters after each step, and whether the search is over."""
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     after = []
     for step in range(steps):
         optimizer.zero_grad()
-        make_loss(model, hvd.rank(), step % 7).backward()
-        optimizer.step()
+        take_step(model, optimizer, step % 7)
         after.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     return after, runtime.current().job.context.tuning()[1]
 
@@ -72,8 +70,7 @@ def test_a_job_searches_once_optimizers_step_and_again_when_it_begins_again(tmp_
 def test_config_shows_what_the_search_has_put_in_force() -> None:
     def watch() -> list[tuple[list[tuple[Any, str]], list[Any]]]:
         seen = []
-        model = make_model()
-        optimizer = sgd(model)
+        model, optimizer = made()
         for step in range(400):
             settings = hvd.config()
             seen.append(
@@ -83,8 +80,7 @@ def test_config_shows_what_the_search_has_put_in_force() -> None:
                 )
             )
             optimizer.zero_grad()
-            make_loss(model, hvd.rank(), step % 7).backward()
-            optimizer.step()
+            take_step(model, optimizer, step % 7)
         hvd.init(segment_bytes=256 << 10)  # as it was set: no change
         return seen
 

@@ -13,7 +13,9 @@ from interrupts import interrupt
 from rank_pool import RankPool, on
 from small_model import (
     assert_close,
+    backward_averages,
     gradients_of,
+    made,
     make_batch,
     make_loss,
     make_model,
@@ -33,8 +35,7 @@ def _requests() -> int:
 
 @on("ranks2_in_backward")
 def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_again() -> None:
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Sum)
+    model, optimizer = made(op=hvd.Sum)
     for step in range(3):
         wanted = [2 * g for g in mean_gradients(model, 2, step)]
         make_loss(model, hvd.rank(), step).backward()
@@ -57,23 +58,19 @@ def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on("ranks2_in_backward")
 def test_gradients_may_be_cleared_at_any_time(set_to_none: bool) -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for step in range(2):
         make_loss(model, hvd.rank(), step).backward()
         optimizer.zero_grad(set_to_none=set_to_none)
         assert all((g is None) == set_to_none for g in gradients_of(model))
-        wanted = mean_gradients(model, 2, step + 5)
-        make_loss(model, hvd.rank(), step + 5).backward()
-        assert_close(gradients_of(model), wanted)
+        backward_averages(model, step + 5)
         optimizer.step()
         model.zero_grad(set_to_none=set_to_none)
 
 
 @on("ranks2_in_backward")
 def test_no_sync_and_passes_per_step_save_exchanges() -> None:
-    model = make_model()
-    optimizer = sgd(model, backward_passes_per_step=3)
+    model, optimizer = made(backward_passes_per_step=3)
     assert optimizer.backward_passes_per_step == 3
     optimizer.step()  # the first reduction has one request more
     counts = []
@@ -99,8 +96,7 @@ def test_no_sync_and_passes_per_step_save_exchanges() -> None:
 @pytest.mark.parametrize("used", [[0, 1], [1]], ids=["by all", "by one rank"])
 @on("ranks2_in_backward")
 def test_what_a_frozen_parameter_has_accumulated_is_averaged(options: dict[str, Any], used: list[int]) -> None:
-    model = make_model()
-    optimizer = sgd(model, **options)
+    model, optimizer = made(**options)
     optimizer.step()
     optimizer.zero_grad()
     alone = copy.deepcopy(model)
@@ -121,8 +117,7 @@ def test_what_a_frozen_parameter_has_accumulated_is_averaged(options: dict[str, 
 
 @on("ranks2_in_backward")
 def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for _ in range(3):
         optimizer.step()  # the first three reductions have requests of their own
         optimizer.zero_grad()
@@ -214,8 +209,7 @@ class _Broken(torch.autograd.Function):
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @on("ranks2_in_backward")
 def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(op: int, clear: str) -> None:
-    model = make_model()
-    optimizer = sgd(model, op=op)
+    model, optimizer = made(op=op)
     factor = 1 if op == hvd.Average else 2
     optimizer.step()  # with an older torch, nothing travels in the first backward
     optimizer.zero_grad()
@@ -248,8 +242,7 @@ def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(op: int, c
 
 @on("ranks2_in_backward")
 def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     optimizer.zero_grad()
     call = make_loss(model, hvd.rank()).backward
     if hvd.rank() == 0:
@@ -262,16 +255,13 @@ def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> 
         call()
     for step in range(2):
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2, step)
-        make_loss(model, hvd.rank(), step).backward()
-        assert_close(gradients_of(model), wanted)
+        backward_averages(model, step)
         optimizer.step()
 
 
 @on("ranks2_in_backward")
 def test_gradients_as_they_are_take_part_after_an_exception() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     if hvd.rank() == 0:
         with pytest.raises(RuntimeError, match="broken in the middle"):
             model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
@@ -280,9 +270,7 @@ def test_gradients_as_they_are_take_part_after_an_exception() -> None:
         make_loss(model, 1).backward()
     for _ in range(2):
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        assert_close(gradients_of(model), wanted)
+        backward_averages(model)
 
 
 @on("ranks2_in_backward")
@@ -291,18 +279,14 @@ def test_a_mismatch_comes_out_of_backward_on_every_rank_and_the_job_goes_on() ->
     optimizer = sgd(layer)
     with pytest.raises(hvd.HorovodInternalError, match=r"(?s)'gradient\d*\.weight'.*\[3, 2\].*\[3, 3\]"):
         layer(torch.ones(1, 2 + hvd.rank(), dtype=torch.float64)).sum().backward()
-    model = make_model()
-    optimizer = sgd(model)
-    wanted = mean_gradients(model, 2)
-    make_loss(model, hvd.rank()).backward()
-    assert_close(gradients_of(model), wanted)
+    model, optimizer = made()
+    backward_averages(model)
     optimizer.step()
 
 
 @on("ranks2_in_backward")
 def test_ctrl_c_comes_out_of_a_backward_that_waits() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
 
     def are_submitted() -> bool:
         return any(request.label.startswith("gradient") for request in runtime.current().requests.values())
@@ -319,16 +303,13 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits() -> None:
         hvd.barrier()
         make_loss(model, 1).backward()
     optimizer.zero_grad()
-    wanted = mean_gradients(model, 2)
-    make_loss(model, hvd.rank()).backward()
-    assert_close(gradients_of(model), wanted)
+    backward_averages(model)
 
 
 @needs_cpu_scaler
 @on("ranks2_in_backward")
 def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with optimizer.no_sync():
         scaler.scale(make_loss(model, hvd.rank())).backward()
@@ -342,8 +323,7 @@ def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error() -> No
 
 @on("ranks2_in_backward")
 def test_the_argument_wins_over_the_environment() -> None:
-    model = make_model()
-    optimizer = sgd(model, gradients_ready="step")
+    model, optimizer = made(gradients_ready="step")
     make_loss(model, hvd.rank()).backward()
     with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
         optimizer.zero_grad()
@@ -354,8 +334,7 @@ def test_the_argument_wins_over_the_environment() -> None:
 
 def test_a_hook_that_steps_inside_backward_is_refused(ranks2_in_backward: RankPool) -> None:
     def check(call: str) -> None:
-        model = make_model()
-        optimizer = sgd(model)
+        model, optimizer = made()
         before = [p.detach().clone() for p in model.parameters()]
         hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: getattr(optimizer, call)())
         with pytest.raises(ValueError, match=rf"{call}\(\) was called inside backward\(\), by a hook"):
@@ -364,9 +343,7 @@ def test_a_hook_that_steps_inside_backward_is_refused(ranks2_in_backward: RankPo
         assert_close(model.parameters(), before)
         optimizer.synchronize()  # takes part in what the other rank waits for
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        assert_close(gradients_of(model), wanted)
+        backward_averages(model)
 
     ranks2_in_backward.run(check, "step")
     ranks2_in_backward.run(check, "zero_grad")

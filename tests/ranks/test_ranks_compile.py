@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, one_of
-from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd, train
+from small_model import assert_close, gradients_of, made, make_batch, make_loss, make_model, mean_gradients, train
 
 import horo.torch as hvd
 from horo.torch.optimizer.at_backward import BackwardReducer
@@ -35,8 +35,7 @@ def warnings_about_horo(caught: list[warnings.WarningMessage]) -> list[str]:
 
 @on("ranks2", deadline_s=DEADLINE_S)
 def test_compiled_functions_that_communicate_warn_of_nothing() -> None:
-    model = make_model()
-    optimizer: Any = sgd(model)
+    model, optimizer = made()
 
     def step(number: int) -> torch.Tensor:
         optimizer.zero_grad()
@@ -87,8 +86,7 @@ def test_torch_compile_that_is_loaded_after_init_warns_of_nothing() -> None:
 
 @on("ranks2", deadline_s=DEADLINE_S)
 def test_a_compiled_model_trains_as_alone() -> None:
-    model = make_model()
-    optimizer: Any = sgd(model)
+    model, optimizer = made()
     compiled = torch.compile(model, backend="aot_eager")
     for number in range(3):
         wanted = mean_gradients(model, hvd.size(), number)
@@ -178,8 +176,7 @@ def compiled_autograd() -> str:
 @on("ranks2", deadline_s=DEADLINE_S)
 def test_compiled_autograd_works_in_horovods_order_and_is_refused_in_the_other(compiled_autograd: str) -> None:
     enable = importlib.import_module(compiled_autograd)._enable
-    model = make_model()
-    optimizer: Any = sgd(model)
+    model, optimizer = made()
     for number in range(3):
         wanted = mean_gradients(model, hvd.size(), number)
         with enable(torch.compile(backend="eager")):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd, train
+from small_model import assert_close, gradients_of, made, make_model, mean_gradients, sgd, take_step, train
 
 import horo.torch as hvd
 
@@ -40,8 +40,7 @@ def test_a_deep_copy_of_model_and_optimizer_trains_like_the_original(order: str,
 
 @on("ranks2_in_each_order")
 def test_a_copy_on_one_rank_only_disturbs_nobody() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     best: Any = None
     for step in range(3):
         train(model, optimizer, step)
@@ -55,8 +54,7 @@ def test_a_copy_on_one_rank_only_disturbs_nobody() -> None:
 
 @on("ranks2_in_each_order")
 def test_a_copy_keeps_the_options() -> None:
-    model = make_model()
-    optimizer: Any = sgd(model, op=hvd.Sum, backward_passes_per_step=2)
+    model, optimizer = made(op=hvd.Sum, backward_passes_per_step=2)
     copied: Any
     model2, copied = copy.deepcopy((model, optimizer))
     assert copied.op == hvd.Sum
@@ -64,15 +62,13 @@ def test_a_copy_keeps_the_options() -> None:
     copied.set_backward_passes_per_step(1)
     assert optimizer.backward_passes_per_step == 2
     wanted = [hvd.size() * g for g in mean_gradients(model2, hvd.size())]
-    make_loss(model2, hvd.rank()).backward()
-    copied.step()
+    take_step(model2, copied)
     assert_close(gradients_of(model2), wanted)
 
 
 @on("ranks2_in_each_order")
 def test_an_optimizer_is_not_saved_whole_and_the_sentence_names_its_state() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     train(model, optimizer, 0)
     for attempt in (
         lambda: pickle.dumps(optimizer),
@@ -94,8 +90,7 @@ def test_a_copy_goes_with_its_last_reference() -> None:
     import gc  # noqa: PLC0415
     import weakref  # noqa: PLC0415
 
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     gc.disable()  # no cycle may keep the hooks of a copy alive
     try:
         model2, optimizer2 = copy.deepcopy((model, optimizer))

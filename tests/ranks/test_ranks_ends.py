@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import make_loss, make_model, sgd
+from small_model import made, make_loss, make_model, sgd, take_step
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError
@@ -22,11 +22,9 @@ from horo.torch.lifecycle import _at_exit
 def test_a_rank_that_runs_out_of_data_is_named_with_the_steps_of_both(fresh2: RankPool, end: str) -> None:
     def check() -> str:
         hvd.init()
-        model = make_model()
-        optimizer = sgd(model)
+        model, optimizer = made()
         for _ in range(2):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
+            take_step(model, optimizer)
             optimizer.zero_grad()
         text = ""
         if hvd.rank() == 0:

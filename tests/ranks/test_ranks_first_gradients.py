@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, made, make_loss, make_model, mean_gradients, sgd, take_step
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -23,8 +23,7 @@ def _warnings_of(train: Callable[[], None]) -> list[str]:
 
 
 def _train(batch: int, steps: int = 5, scale: float = 1.0, **options: Any) -> None:
-    model = make_model()
-    optimizer = sgd(model, **options)
+    model, optimizer = made(**options)
     for step in range(steps):
         optimizer.zero_grad()
         (make_loss(model, batch, step) * scale).backward()
@@ -73,8 +72,7 @@ def test_ranks_that_differ_are_told_of_nothing(ranks2_in_most_orders: RankPool) 
                 optimizer.step()
 
         def one_step_differs() -> None:
-            model = make_model()
-            optimizer = sgd(model)
+            model, optimizer = made()
             for step in range(4):
                 optimizer.zero_grad()
                 make_loss(model, hvd.rank() * (step == 1), step).backward()
@@ -152,8 +150,7 @@ def _spoil(model: torch.nn.Module, name: str, value: float) -> Any:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @on("checking2")
 def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, ready: str) -> None:
-    model = make_model()
-    optimizer = sgd(model, gradients_ready=ready)
+    model, optimizer = made(gradients_ready=ready)
     for step in range(4):
         optimizer.zero_grad()
         wanted = mean_gradients(model, 2, step)
@@ -165,8 +162,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, re
                 ValueError,
                 match=r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 ",
             ):
-                make_loss(model, hvd.rank(), step).backward()
-                optimizer.step()
+                take_step(model, optimizer, step)
             own = [p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None]
             assert own == ([True] * 4 if hvd.rank() == 0 else [False, True, True, False])
             for handle in handles:
@@ -179,8 +175,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, re
 
 @on("checking2")
 def test_a_gradient_that_is_not_finite_is_found_before_adasum_combines_steps() -> None:
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Adasum)
+    model, optimizer = made(op=hvd.Adasum)
     if hvd.rank() == 0:
         _spoil(model, "0.bias", float("inf"))
     make_loss(model, hvd.rank()).backward()

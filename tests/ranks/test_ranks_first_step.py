@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, one_of
-from small_model import make_loss, make_model, sgd, train
+from small_model import made, make_loss, make_model, sgd, take_step, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -26,8 +26,7 @@ def test_parameters_that_differ_between_ranks_are_named_once() -> None:
     with pytest.raises(
         ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
     ):
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
+        take_step(model, optimizer)
     assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer.zero_grad()
@@ -37,8 +36,7 @@ def test_parameters_that_differ_between_ranks_are_named_once() -> None:
 @on("ranks2_in_most_orders")
 def test_a_state_without_value_is_as_no_state() -> None:
     """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     if hvd.rank() == 1:
         for parameter in model.parameters():
             optimizer.state[parameter]["momentum_buffer"] = None
@@ -53,8 +51,7 @@ def test_a_frozen_parameter_that_differs_between_ranks_is_named() -> None:
         model[0].weight[0, 0] += 1
     optimizer = sgd(model)
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
+        take_step(model, optimizer)
 
 
 @on("ranks2_in_most_orders")
@@ -87,13 +84,11 @@ def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str)
         "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
     }
     with pytest.raises(ValueError, match=sentence[what]):
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
+        take_step(model, optimizer)
     optimizer.zero_grad()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for step in range(2):
-        make_loss(model, hvd.rank(), step).backward()
-        optimizer.step()
+        take_step(model, optimizer, step)
         optimizer.zero_grad()
     for parameter in model.parameters():
         assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
@@ -140,8 +135,7 @@ def test_ranks_that_train_different_parameters_name_the_first(what: str, sentenc
         groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
     with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
+        take_step(model, optimizer)
     hvd.barrier()
     hvd.shutdown()  # a gradient that only one rank has stays in progress
     hvd.init()
@@ -202,8 +196,7 @@ def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
     with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
         tiny.float().sum().backward()
         optimizer.step()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     if isinstance(optimizer._reducer, BackwardReducer):
         model[0].register_full_backward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

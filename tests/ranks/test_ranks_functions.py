@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on
+from rank_pool import RankPool, on, on_own
 
 import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
+from horo.torch.engine import runtime
+from horo.torch.engine.submit import start_broadcast
+from horo.torch.functions import broadcast_state, objects
 
 
 def _model(seed: int) -> torch.nn.Module:
@@ -39,16 +43,17 @@ def test_parameters_and_buffers_become_the_roots() -> None:
 
 
 @on("ranks2")
-def test_large_parameters_are_cut_into_requests() -> None:
-    from horo.torch.functions import broadcast_state as functions  # noqa: PLC0415
-
-    before, functions._CHUNK_BYTES = functions._CHUNK_BYTES, 1000
-    try:
-        tensors = [torch.full((size,), float(hvd.rank())) for size in (10, 300, 200, 60, 0, 100)]
-        hvd.broadcast_parameters(tensors, root_rank=1)
+def test_many_tensors_travel_in_few_requests_and_large_ones_in_several() -> None:
+    tensors = [torch.full((size,), float(hvd.rank())) for size in (10, 300, 200, 60, 0, 100, *[10] * 494)]
+    for chunk_bytes, requests in ((broadcast_state._CHUNK_BYTES, range(3)), (1000, range(10, 100))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(broadcast_state, "_CHUNK_BYTES", chunk_bytes)
+            before = runtime.current().core.counters()["requests"]
+            hvd.broadcast_parameters(tensors, root_rank=1)
+        assert runtime.current().core.counters()["requests"] - before in requests
         assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
-    finally:
-        functions._CHUNK_BYTES = before
+        for tensor in tensors:
+            tensor.fill_(hvd.rank())
 
 
 def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPool) -> None:
@@ -79,20 +84,17 @@ def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPoo
         ]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (torch.ones(2), "expected a model, its state_dict\\(\\) or named_parameters\\(\\), or a list, not Tensor"),
+@on("ranks2")
+def test_what_is_no_list_of_tensors_is_named() -> None:
+    for params, message in (
+        (torch.ones(2), r"expected a model, its state_dict\(\) or named_parameters\(\), or a list, not Tensor"),
         (3, "not int"),
         ({"a": torch.ones(1), "b": 7}, "'b' is no tensor but int; use broadcast_object"),
         ([("x", None)], "'x' is no tensor but NoneType"),
         ([torch.ones(1, device="meta")], "'0': the tensor is on meta"),
-    ],
-)
-@on("ranks2")
-def test_what_is_no_list_of_tensors_is_named(params: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hvd.broadcast_parameters(params, 0)
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.broadcast_parameters(params, 0)
 
 
 @on("ranks2")
@@ -262,8 +264,6 @@ def test_objects_travel_whole() -> None:
 
 @on("ranks2")
 def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting() -> None:
-    import threading  # noqa: PLC0415
-
     odd = threading.Lock() if hvd.rank() == 0 else 5
     wanted, text = (TypeError, "pickle") if hvd.rank() == 0 else (ValueError, "rank 0 could not")
     with pytest.raises(wanted, match=text):
@@ -273,40 +273,34 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting() -> None:
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
 
+class _LeftError(Exception):
+    pass
+
+
 @pytest.mark.parametrize("operation", ["broadcast", "allgather"])
+@on_own(2)
 def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation: str) -> None:
     """Rank 0 leaves before it sends its object, rank 1 when it has sent its part, as by signal handlers that raise."""
 
-    def check() -> None:
-        from horo.torch.engine.submit import start_broadcast  # noqa: PLC0415
-        from horo.torch.functions import objects  # noqa: PLC0415
+    def run() -> Any:
+        return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
 
-        class LeftError(Exception):
-            pass
+    real, calls = objects.start_allgather, []
 
-        def run() -> Any:
-            return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
+    def leave(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if operation == "allgather" and len(calls) == 1:
+            return real(*arguments, **options)
+        if hvd.rank() == 1:
+            (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
+        raise _LeftError
 
-        real = objects.start_allgather
-        calls = []
-
-        def leave(*arguments: Any, **options: Any) -> Any:
-            calls.append(arguments)
-            if operation == "allgather" and len(calls) == 1:
-                return real(*arguments, **options)
-            if hvd.rank() == 1:
-                (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
-            raise LeftError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
-            with pytest.raises(LeftError):
-                run()
-        for _ in range(3):
-            assert run() == (8 if operation == "broadcast" else [8, 8])
-
-    with RankPool(2) as pool:
-        pool.run(check)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
+        with pytest.raises(_LeftError):
+            run()
+    for _ in range(3):
+        assert run() == (8 if operation == "broadcast" else [8, 8])
 
 
 @pytest.mark.parametrize("name", [None, "settings"])

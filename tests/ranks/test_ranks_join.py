@@ -14,7 +14,7 @@ import pytest
 import torch
 from interrupts import interrupt
 from rank_pool import on
-from small_model import assert_close, make_loss, make_model
+from small_model import assert_close, make_loss, make_model, take_step
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -83,8 +83,7 @@ def test_gradients_meet_after_a_join_whatever_optimizers_were_there_before_it() 
     for _ in range(2):
         model = make_model()
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        make_loss(model, hvd.rank(), 0).backward()
-        optimizer.step()
+        take_step(model, optimizer, 0)
     compare(make_model(), make_loss, groups=1)
 
 
@@ -151,8 +150,7 @@ def test_who_goes_on_with_an_older_model_is_warned() -> None:
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        make_loss(model, hvd.rank(), number).backward()
-        optimizer.step()
+        take_step(model, optimizer, number)
 
     step(0)
     if hvd.rank() == 0:

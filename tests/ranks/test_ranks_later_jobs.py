@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd, train
+from small_model import assert_close, gradients_of, made, make_loss, make_model, mean_gradients, sgd, take_step, train
 
 import horo.torch as hvd
 
@@ -29,8 +29,7 @@ def again() -> None:
 @on("idle2")
 def test_an_optimizer_goes_on_after_shutdown_and_init_beside_a_new_one() -> None:
     hvd.init()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     train(model, optimizer, 0)
     for _round in range(2):
         again()
@@ -84,8 +83,7 @@ def test_a_rank_that_goes_on_meets_one_that_begins() -> None:
 @on("idle2")
 def test_gradients_of_an_earlier_job_are_reduced_anew(op: str) -> None:
     hvd.init()
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Sum if op == "sum" else hvd.Average)
+    model, optimizer = made(op=hvd.Sum if op == "sum" else hvd.Average)
     make_loss(model, hvd.rank()).backward()
     optimizer.synchronize()
     found = [g.clone() for g in gradients_of(model) if g is not None]
@@ -105,8 +103,7 @@ def test_gradients_of_an_earlier_job_are_reduced_anew(op: str) -> None:
 @on("idle2")
 def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(clears: bool) -> None:
     hvd.init()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     train(model, optimizer, 0)
     rank = hvd.rank()
     hvd.barrier()
@@ -130,16 +127,14 @@ def test_a_backward_between_two_jobs_says_so_and_the_next_job_goes_on(clears: bo
 @on("idle2")
 def test_parameters_are_compared_again_in_a_new_job() -> None:
     hvd.init()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     train(model, optimizer, 0)
     again()
     if hvd.rank() == 1:
         with torch.no_grad():
             model[0].weight += 1
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks"):
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
+        take_step(model, optimizer)
     hvd.shutdown()
 
 
@@ -154,8 +149,7 @@ def test_an_optimizer_more_on_one_rank_shifts_no_names() -> None:
             finder.step()
             assert not torch.equal(before, tried[0].weight)
             finder.zero_grad()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     train(model, optimizer, 0)
     if hvd.rank() == 1:
         unused = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1))

@@ -10,6 +10,7 @@ import torch
 from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo.torch.engine import runtime
 
 
 def uneven_means() -> tuple[dict[str, float], dict[str, float], int]:
@@ -17,9 +18,9 @@ def uneven_means() -> tuple[dict[str, float], dict[str, float], int]:
     for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
         averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
     averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
-    before = hvd._runtime.current().core.counters()["requests"]
+    before = runtime.current().core.counters()["requests"]
     first = averages.compute()
-    requests = hvd._runtime.current().core.counters()["requests"] - before
+    requests = runtime.current().core.counters()["requests"] - before
     averages.reset()
     averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
     return first, averages.compute(), requests

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import wait_until
-from rank_pool import RankPool, on
+from rank_pool import RankPool, on, on_own
 from torch.distributed import ReduceOp
 
 import horo.torch as hvd
@@ -245,24 +245,15 @@ def _count(folder: Path, late: int) -> int:
     return len(list(folder.glob(f"{late} *")))
 
 
-@pytest.mark.parametrize("ranks_per_host", [2])
-def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(
-    ranks_per_host: int, tmp_path: Path
-) -> None:
+@on_own(4, ranks_per_host=2)
+def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(tmp_path: Path) -> None:
     """Whichever it is: the first one of the job, of another host, or of one that hears of it through a third."""
-
-    def check(folder: Path, ranks_per_host: int) -> None:
-        os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
-        hvd.init()
-        for late in range(hvd.size()):
-            if hvd.rank() == late:
-                wait_until(lambda late=late: _count(folder, late) == 3, "the others come", deadline_s=60)
-            (folder / f"{late} {hvd.rank()}").touch()
-            hvd.barrier()
-            assert _count(folder, late) == 4
-
-    with RankPool(4, init=False) as pool:
-        pool.run(check, tmp_path, ranks_per_host)
+    for late in range(hvd.size()):
+        if hvd.rank() == late:
+            wait_until(lambda late=late: _count(tmp_path, late) == 3, "the others come", deadline_s=60)
+        (tmp_path / f"{late} {hvd.rank()}").touch()
+        hvd.barrier()
+        assert _count(tmp_path, late) == 4
 
 
 def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors(ranks: RankPool) -> None:
@@ -300,8 +291,6 @@ def test_an_average_compressed_to_float16_does_not_overflow_before_it_is_divided
 @on("ranks")
 def test_random_sequences_of_operations_give_known_answers() -> None:
     seed = 1234
-    import random  # noqa: PLC0415
-
     shared = random.Random(seed)  # the same on all ranks: what comes next
     n, r = hvd.size(), hvd.rank()
     for step in range(30):

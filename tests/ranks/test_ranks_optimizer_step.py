@@ -8,7 +8,16 @@ import warnings
 import pytest
 import torch
 from rank_pool import on, one_of
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, needs_cpu_scaler, sgd
+from small_model import (
+    assert_close,
+    gradients_of,
+    made,
+    make_loss,
+    make_model,
+    mean_gradients,
+    needs_cpu_scaler,
+    take_step,
+)
 
 import horo.torch as hvd
 
@@ -41,8 +50,7 @@ def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
 
 @on("ranks2")
 def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     start = [p.detach().clone() for p in model.parameters()]
     make_loss(model, hvd.rank()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -54,8 +62,7 @@ def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
     model.zero_grad()
     with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
         optimizer.step()
-    make_loss(model, hvd.rank()).backward()
-    optimizer.step()
+    take_step(model, optimizer)
 
 
 HOROVODS_WARNING = (
@@ -68,8 +75,7 @@ HOROVODS_WARNING = (
 
 @on("ranks2")
 def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_twice() -> None:
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Sum)
+    model, optimizer = made(op=hvd.Sum)
     wanted = [hvd.size() * g for g in mean_gradients(model, hvd.size())]
     make_loss(model, hvd.rank()).backward()
     optimizer.synchronize()
@@ -87,8 +93,7 @@ def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_tw
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on("ranks2")
 def test_zero_grad_takes_its_argument_and_refuses_while_gradients_are_under_way(set_to_none: bool) -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for step in range(3):
         optimizer.zero_grad(set_to_none=set_to_none)
         wanted = mean_gradients(model, hvd.size(), step)
@@ -104,8 +109,7 @@ def test_zero_grad_takes_its_argument_and_refuses_while_gradients_are_under_way(
 @on("ranks")
 def test_several_backward_passes_add_up_before_one_reduction() -> None:
     n, r = hvd.size(), hvd.rank()
-    model = make_model()
-    optimizer = sgd(model, backward_passes_per_step=3)
+    model, optimizer = made(backward_passes_per_step=3)
     assert optimizer.backward_passes_per_step == 3
     for _ in range(2):
         optimizer.zero_grad()
@@ -128,8 +132,7 @@ def test_several_backward_passes_add_up_before_one_reduction() -> None:
 @on("ranks2")
 def test_one_backward_too_many_is_refused() -> None:
     for passes, groups in ((1, None), (2, None), (1, 1)):
-        model = make_model()
-        optimizer = sgd(model, backward_passes_per_step=passes, groups=groups)
+        model, optimizer = made(backward_passes_per_step=passes, groups=groups)
         for _ in range(passes):
             make_loss(model, hvd.rank()).backward()
         with pytest.raises(AssertionError, match=f"more often than backward_passes_per_step={passes}"):
@@ -142,8 +145,7 @@ def test_one_backward_too_many_is_refused() -> None:
 @on("ranks")
 def test_no_sync_accumulates_locally() -> None:
     n, r = hvd.size(), hvd.rank()
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     wanted = [sum(g) for g in zip(*(mean_gradients(model, n, step) for step in range(3)), strict=True)]
     with optimizer.no_sync():
         make_loss(model, r, 0).backward()
@@ -158,8 +160,7 @@ def test_no_sync_accumulates_locally() -> None:
     with optimizer.no_sync():
         make_loss(model, r, 0).backward()
         make_loss(model, r, 1).backward()
-    make_loss(model, r, 2).backward()
-    optimizer.step()
+    take_step(model, optimizer, 2)
     assert_close(gradients_of(model), wanted)
 
 
@@ -169,8 +170,7 @@ def test_parameter_groups_added_later_are_reduced() -> None:
     model = make_model()
     names = dict(model.named_parameters())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), names.items())
-    make_loss(model, r).backward()
-    optimizer.step()
+    take_step(model, optimizer)
     optimizer.zero_grad()
     model.zero_grad()
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
@@ -185,29 +185,14 @@ def test_parameter_groups_added_later_are_reduced() -> None:
 def test_loading_a_state_waits_for_gradients_under_way() -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
-    make_loss(model, hvd.rank()).backward()
-    optimizer.step()
+    take_step(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.zero_grad()
     make_loss(model, hvd.rank(), 1).backward()
     optimizer.load_state_dict(state)
     assert not optimizer._handles
     optimizer.zero_grad()
-    make_loss(model, hvd.rank(), 2).backward()
-    optimizer.step()
-
-
-@on("ranks2")
-def test_ranks_may_take_two_models_in_different_orders() -> None:
-    n, r = hvd.size(), hvd.rank()
-    models = [make_model(1), make_model(2)]
-    optimizers = [sgd(model) for model in models]
-    wanted = [mean_gradients(model, n) for model in models]
-    for model in models if r == 0 else models[::-1]:
-        make_loss(model, r).backward()
-    for model, optimizer, gradients in zip(models, optimizers, wanted, strict=True):
-        optimizer.step()
-        assert_close(gradients_of(model), gradients)
+    take_step(model, optimizer, 2)
 
 
 @on("ranks2")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import make_loss, make_model, sgd, train
+from small_model import made, make_loss, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -19,8 +19,7 @@ def test_gradients_travel_before_or_after_the_end_of_backward(request: pytest.Fi
     def check(ready: str) -> list[int]:
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # every core computes
-        model = make_model()
-        optimizer = sgd(model, gradients_ready=ready)
+        model, optimizer = made(gradients_ready=ready)
         optimizer.step()  # the first reduction has one request more
         optimizer.zero_grad()
         counters = runtime.current().core.counters
@@ -44,8 +43,7 @@ def test_gradients_travel_before_or_after_the_end_of_backward(request: pytest.Fi
 def test_ranks_may_differ_in_when_they_reduce(kinds: tuple[str, str]) -> None:
     job = runtime.current().job
     before, job.overlap = job.overlap, kinds[hvd.rank()]
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for step in range(3):
         make_loss(model, hvd.rank(), step).backward()
         if step == 1:
@@ -69,8 +67,7 @@ def _profiled(call: Any) -> dict[str, int]:
 
 @on("ranks2_in_each_order")
 def test_a_training_step_is_shown_with_the_names_of_its_gradients() -> None:
-    model = make_model()
-    optimizer: Any = sgd(model)
+    model, optimizer = made()
     for step in range(2):  # the first reduction compares parameters, the second repeats requests
         found = _profiled(lambda step=step: train(model, optimizer, step))
         for name, parameter in model.named_parameters():

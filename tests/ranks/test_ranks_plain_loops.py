@@ -216,25 +216,6 @@ def second_order(side: Side) -> Iterator[Tensors]:
         optimizer.step()
 
 
-def sharpness_aware(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    optimizer = side.wrap(momentum(model), model)
-    for step in range(STEPS):
-        loss_of(model(side.batch(step))).backward()
-        moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield state_of(model)
-
-
 def checkpoints(side: Side, reentrant: bool = True) -> Iterator[Tensors]:
     """A block inside a checkpoint inside another, and one that two checkpoints share."""
     inner, outer, shared = make_model(1), torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 4).double()
@@ -271,22 +252,6 @@ def sparse(side: Side, **options: Any) -> Iterator[Tensors]:
         yield [table.weight.detach().clone()]
 
 
-def thawed_and_added(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    model[0].weight.requires_grad_(False)
-    optimizer = side.wrap(momentum(model[0]), model)
-    for step in range(6):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
-        model[0].weight.requires_grad_(step in {3, 4})
-        model.zero_grad()
-        optimizer.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.05)
-        optimizer.step()
-        yield [p.detach().clone() for p in model.parameters()]
-
-
 LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "accumulate": (accumulate, {}),
     "accumulate, counted": (accumulate, {"backward_passes_per_step": 3}),
@@ -306,10 +271,8 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "retained graph": (retained_graph, {}),
     **({"scaler": (scaler, {})} if hasattr(torch.amp, "GradScaler") else {}),
     "second order": (second_order, {}),
-    "sharpness aware": (sharpness_aware, {}),
     "sparse": (sparse, {}),
     "sparse as dense": (sparse, {"sparse_as_dense": True}),
-    "thawed and added": (thawed_and_added, {}),
     "two optimizers of one loss": (two_optimizers_of_one_loss, {}),
 }
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from interrupts import interrupt
+from jobs import wait_until
 from rank_pool import RankPool, on
 
 import horo.torch as hvd
@@ -23,19 +22,6 @@ from horo.torch.engine import runtime as _runtime
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(scope="module", params=[3, 1], ids=["one host", "three hosts"])
-def three(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Three ranks, so many of them on a host, in a job without process sets."""
-    with RankPool(3, init=False) as pool:
-        pool.run(begin, request.param)
-        yield pool
-
-
-def begin(ranks_per_host: int) -> None:
-    os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
-    hvd.init()
-
-
 class _LeftError(Exception):
     pass
 
@@ -43,13 +29,6 @@ class _LeftError(Exception):
 def leave(call: Callable[[], Any]) -> None:
     """Does a call that waits for other ranks, and leaves the wait by an exception of a signal handler."""
     interrupt(call, _LeftError, lambda: bool(_runtime.current().active_calls), 0.01)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # ---- What was begun in a set that is gone ----
@@ -116,7 +95,7 @@ def test_threads_that_add_and_remove_lose_no_set() -> None:
         first = hvd.add_process_set([0, 1])
         removal = threading.Thread(target=hvd.remove_process_set, args=(first,))
         removal.start()
-        wait_for(lambda first=first: bool(_runtime.current().active_calls) or first.process_set_id is None)
+        wait_until(lambda first=first: _runtime.current().active_calls or first.process_set_id is None, "it waits")
         second = hvd.add_process_set([1, 2])
         removal.join(DEADLINE_S)
         assert not removal.is_alive()
@@ -195,26 +174,26 @@ def test_a_call_that_an_exception_has_left_at_its_end_has_added_the_set() -> Non
     hvd.remove_process_set(members)
 
 
+def _leave_and_start_again() -> None:
+    for _ in range(2):
+        members = hvd.ProcessSet([0])
+        if hvd.rank() == 0:
+            leave(lambda members=members: hvd.add_process_set(members))
+            hvd.shutdown()
+        else:
+            with pytest.raises(AbortedError):
+                hvd.allreduce(torch.ones(1))
+            hvd.shutdown()
+        assert members.process_set_id is None
+        hvd.init()
+        hvd.remove_process_set(hvd.add_process_set(members))
+    hvd.shutdown()
+
+
 @pytest.mark.parametrize("ranks_per_host", [2, 1])
 def test_a_job_ends_though_an_exception_has_left_a_change(ranks_per_host: int) -> None:
-    def check() -> None:
-        begin(ranks_per_host)
-        for _ in range(2):
-            members = hvd.ProcessSet([0])
-            if hvd.rank() == 0:
-                leave(lambda members=members: hvd.add_process_set(members))
-                hvd.shutdown()
-            else:
-                with pytest.raises(AbortedError):
-                    hvd.allreduce(torch.ones(1))
-                hvd.shutdown()
-            assert members.process_set_id is None
-            hvd.init()
-            hvd.remove_process_set(hvd.add_process_set(members))
-        hvd.shutdown()
-
-    with RankPool(2, init=False) as pool:
-        pool.run(check)
+    with RankPool(2, ranks_per_host=ranks_per_host) as pool:
+        pool.run(_leave_and_start_again)
 
 
 # ---- What is told ----
@@ -307,7 +286,7 @@ def test_a_process_that_is_in_no_communicator_takes_part_in_the_change() -> None
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
     assert hvd.remove_process_set(pair)
     hvd.shutdown()
-    begin(3)
+    hvd.init()
     split = hvd.ProcessSet(Communicator(hvd.rank() // 2))
     hvd.shutdown()
     hvd.init(process_sets=[split])

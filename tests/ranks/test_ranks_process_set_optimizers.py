@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +13,6 @@ import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
 
 forms = pytest.mark.parametrize("form", ["backward", "step"])
-
-
-@pytest.fixture(scope="module", params=[4, 2], ids=["one host", "two hosts"])
-def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    def begin(ranks_per_host: int) -> None:
-        os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
-        hvd.init()
-
-    with RankPool(4, init=False) as pool:
-        pool.run(begin, request.param)
-        yield pool
 
 
 def make(seed: int = 0) -> torch.nn.Sequential:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +12,6 @@ import horo.torch as hvd
 from horo.errors import MismatchError
 
 SETS = [[0, 1], [2, 3], [0, 2], [1, 2, 3], [3]]
-
-
-@pytest.fixture(scope="module", params=[4, 2], ids=["4 a host", "2 a host"])
-def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Four ranks of which so many are on each host, in a job that begins without process sets."""
-
-    def begin(ranks_per_host: int) -> None:
-        number = int(os.environ["HOROVOD_RANK"]) // ranks_per_host
-        os.environ["HORO_HOST_ID"] = f"host {number}"
-        hvd.init()
-
-    with RankPool(4, init=False) as pool:
-        pool.run(begin, request.param)
-        yield pool
 
 
 def ranks_sum(ranks: list[int], factor: float = 1.0) -> float:

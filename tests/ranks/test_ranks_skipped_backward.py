@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, made, make_loss, mean_gradients, sgd
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -24,8 +24,7 @@ def parts_of_rank_0(model: torch.nn.Module, step: int = 0) -> list[torch.Tensor]
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_backward")
 def test_gradients_clipped_where_another_rank_skipped_backward_are_an_error_on_all(groups: int | None) -> None:
-    model = make_model()
-    optimizer = sgd(model, groups=groups)
+    model, optimizer = made(groups=groups)
     for step in range(2):
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), step).backward()
@@ -47,8 +46,7 @@ def test_gradients_clipped_where_another_rank_skipped_backward_are_an_error_on_a
 
 @on("ranks2_in_backward")
 def test_synchronize_on_every_rank_makes_clipping_right_where_one_skipped_backward() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for step in range(4):
         optimizer.zero_grad()
         wanted = parts_of_rank_0(model, step)
@@ -65,8 +63,7 @@ def test_synchronize_on_every_rank_makes_clipping_right_where_one_skipped_backwa
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_each_order")
 def test_a_skipped_backward_is_no_error_where_gradients_stay_as_they_are(groups: int | None) -> None:
-    model = make_model()
-    optimizer = sgd(model, groups=groups)
+    model, optimizer = made(groups=groups)
     for step in range(6):
         optimizer.zero_grad()
         if step % 2:
@@ -104,8 +101,7 @@ def test_a_sparse_gradient_clipped_where_another_rank_skipped_backward_is_an_err
 
 @on("ranks2_in_backward")
 def test_a_backward_more_on_one_rank_does_not_meet_that_of_the_next_step() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     make_loss(model, hvd.rank()).backward()
     if hvd.rank() == 1:
         optimizer.step()
@@ -118,8 +114,7 @@ def test_a_backward_more_on_one_rank_does_not_meet_that_of_the_next_step() -> No
 
 @on_own(2, HORO_OVERLAP="always", HORO_GRADIENTS_READY="backward")
 def test_a_second_backward_after_one_that_another_rank_has_joined_from_its_step_is_an_error() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     if hvd.rank() == 0:
         make_loss(model, 0).backward()
         with pytest.raises(ValueError, match=r"rank 1 .* waits in optimizer\.step\(\)"):
@@ -132,8 +127,7 @@ def test_a_second_backward_after_one_that_another_rank_has_joined_from_its_step_
 
 @on("ranks2_in_backward")
 def test_who_comes_late_costs_one_request_in_later_steps() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     assert isinstance(optimizer._reducer, BackwardReducer)
     optimizer.step()  # the first reduction has one request more
     counts = []
@@ -148,23 +142,6 @@ def test_who_comes_late_costs_one_request_in_later_steps() -> None:
     # first three reductions. From then on, which of them each rank has used; and the second time the same for the
     # first gradient only.
     assert counts == [4, 14, 5, 5, 8, 5]
-
-
-@on("ranks2_in_backward")
-def test_a_rank_that_uses_sparse_rows_again_after_a_step_without_them_is_known_to_use_them() -> None:
-    table, other = torch.nn.Embedding(6, 2, sparse=True).double(), torch.nn.Linear(2, 2).double()
-    hvd.broadcast_parameters(table.state_dict(), 0)
-    hvd.broadcast_parameters(other.state_dict(), 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*table.parameters(), *other.parameters()], lr=0.1))
-    wanted = table.weight.detach().clone()
-    for step in range(4):
-        optimizer.zero_grad()
-        row = torch.tensor([step])
-        x = table(row) if hvd.rank() == step % 2 else torch.ones(1, 2, dtype=torch.float64)
-        (x.sum() + other(torch.ones(1, 2, dtype=torch.float64)).sum()).backward()
-        optimizer.step()
-        wanted[step] -= 0.1 / 2
-        assert_close([table.weight.detach()], [wanted])
 
 
 @on("ranks2_in_each_order")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd, train
+from small_model import assert_close, made, make_loss, make_model, needs_cpu_scaler, sgd, take_step, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -85,8 +85,7 @@ def test_uneven_batches_with_a_scaler_are_the_steps_of_one_process(ranks: RankPo
 )
 @on("ranks2_in_most_orders")
 def test_scales_that_differ_are_an_error_with_both(scales: tuple[float | None, float], words: str) -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     scale = scales[hvd.rank()]
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     with pytest.raises(ValueError, match=words):
@@ -115,14 +114,12 @@ def test_scalers_that_have_counted_other_numbers_of_steps_are_an_error_after_a_j
 
 @on("ranks2_in_most_orders")
 def test_learning_rates_that_part_are_an_error_with_both() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     words = r"optimizer\.step\(\): the 'lr' of parameter group 0 is \S+ on rank 0 and \S+ on rank 1, "
     with pytest.raises(ValueError, match=words):
         for step in range(9):
-            make_loss(model, hvd.rank(), step).backward()
-            optimizer.step()
+            take_step(model, optimizer, step)
             optimizer.zero_grad()
             scheduler.step(float(step if hvd.rank() else -step))  # of this rank alone
     optimizer.zero_grad()
@@ -167,8 +164,7 @@ def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale() -> Non
         def state_dict(self) -> dict[str, Any]:
             return {"inner": super().state_dict()}
 
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     scaler = Wrapping("cpu", init_scale=4.0)
     for step in range(8):
         step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
@@ -181,8 +177,7 @@ def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale() -> Non
 
 @on("ranks2_in_step")
 def test_inputs_are_compared_beside_a_failure_of_one_rank() -> None:
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     for step in range(8):
         optimizer.param_groups[0]["lr"] += hvd.rank() * (step == 7)
         train(model, optimizer, step)

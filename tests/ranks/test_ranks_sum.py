@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_pool import on
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from small_model import assert_close, gradients_of, made, make_loss, make_model, mean_gradients, sgd
 
 import horo.torch as hvd
 
@@ -42,8 +42,7 @@ def test_a_dtype_that_changes_between_two_passes_is_refused() -> None:
 
 @on("ranks2_in_backward")
 def test_a_backward_that_adds_to_a_gradient_that_was_replaced_is_refused() -> None:
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Sum)
+    model, optimizer = made(op=hvd.Sum)
     make_loss(model, hvd.rank()).backward()
     for parameter in model.parameters():
         parameter.grad = parameter.grad * 0.5
@@ -62,8 +61,7 @@ def test_a_backward_that_adds_to_a_gradient_that_was_replaced_is_refused() -> No
 @pytest.mark.parametrize("by_model", [False, True])
 @on("ranks2_in_backward")
 def test_a_backward_adds_to_gradients_that_were_set_by_hand_after_older_ones_were_cleared(by_model: bool) -> None:
-    model = make_model()
-    optimizer = sgd(model, op=hvd.Sum)
+    model, optimizer = made(op=hvd.Sum)
     for step in range(3):
         if by_model:
             model.zero_grad(set_to_none=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import wait_until
 from rank_pool import RankPool, on
 from trace_events import look_at, names_of_rows, parse_timeline, rows_of
 
@@ -28,11 +29,7 @@ STEP = ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
 
 def wait_for_row(path: Path, name: str) -> None:
     """Until the timeline that is being written has a row of that name; the job goes on."""
-    deadline = time.monotonic() + DEADLINE_S
-    while name not in look_at(path):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"no {name} in {path}: {look_at(path)}")
-        time.sleep(0.005)
+    wait_until(lambda: name in look_at(path), f"{name} in {path}", deadline_s=DEADLINE_S)
 
 
 def test_rank_0_writes_what_all_have_done_with_horovods_names(ranks2: RankPool, tmp_path: Path) -> None:
@@ -208,7 +205,9 @@ def test_a_path_that_cannot_be_written_is_refused_and_the_job_goes_on(tmp_path: 
 def test_a_variable_with_such_a_path_fails_init_by_its_name(fresh2: RankPool, tmp_path: Path) -> None:
     def check(path: str) -> None:
         os.environ["HORO_TIMELINE"] = path
-        with pytest.raises(hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{hvd_rank()}.*' cannot be written"):
+        with pytest.raises(
+            hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{os.environ['HOROVOD_RANK']}.*' cannot be written"
+        ):
             hvd.init()
         assert not hvd.is_initialized()
         os.environ["HORO_TIMELINE"] = ""
@@ -216,9 +215,6 @@ def test_a_variable_with_such_a_path_fails_init_by_its_name(fresh2: RankPool, tm
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
         hvd.barrier()
         hvd.shutdown()
-
-    def hvd_rank() -> str:
-        return os.environ["HOROVOD_RANK"]
 
     fresh2.run(check, str(tmp_path / "none" / "{rank}.json"))
 

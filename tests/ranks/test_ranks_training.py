@@ -97,17 +97,3 @@ def _check_equal_to_one_process(pool: RankPool, kind: str, dtype: torch.dtype, o
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_train_as_one_process_with_the_whole_batch(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
     _check_equal_to_one_process(ranks, kind, dtype, {})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"groups": 2},
-        {"groups": "pairs"},
-        {"gradient_predivide_factor": 4.0},
-        {"gradient_predivide_factor": 0.5, "groups": 1},
-    ],
-    ids=str,
-)
-def test_options_that_change_only_the_way_change_no_result(ranks2_always: RankPool, options: dict[str, Any]) -> None:
-    _check_equal_to_one_process(ranks2_always, "transformer", torch.float64, options)
