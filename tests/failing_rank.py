@@ -37,15 +37,9 @@ ANSWERS = ("uncaught", "uncaught", "exit", "wrapped", "slow", "deaf", "leave")
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in the job of a seed.
+    """What happens in the job of a seed: after so many steps the culprit fails in a way of ``CODES``.
 
-    Attributes:
-        size: its ranks, the first half on one host, the others on another if ``hosts`` is 2.
-        hosts: 1 or 2, as far as horo can see.
-        culprit: the rank that fails.
-        way: one of ``CODES``.
-        steps: collectives before it does.
-        answers: of all ranks, one of ``ANSWERS`` each.
+    The first half of the ranks is on one host, the others on another if ``hosts`` is 2. Each has one of ``ANSWERS``.
     """
 
     size: int

@@ -23,12 +23,9 @@ def written(folder: Path) -> dict[int, Place]:
 
 
 def expected(layout: str, cluster: Cluster, mpi: str = "") -> dict[int, Place]:
-    """What they must have written.
+    """What they must have written; ``layout``: a letter per rank for its host, ``a`` for the first of the cluster.
 
-    Args:
-        layout: a letter per rank for its host, ``a`` for the first of the cluster.
-        cluster: the hosts.
-        mpi: the first word of the version of the MPI through which they have started.
+    ``mpi``: the first word of the version of the MPI through which they have started.
     """
     size = len(layout)
     places = {}

@@ -51,15 +51,10 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes on this host, each in the same job.
+    """``size`` processes on this host, each in the same job; ``init``: they call ``hvd.init()`` before the first check.
 
     A check that fails on a rank spoils the pool (the ranks are out of step); it is replaced at the next ``run``.
-
-    Args:
-        size: number of ranks.
-        init: whether the ranks call ``hvd.init()`` before the first check.
-        environment: added to the ranks' environment.
-        ranks_per_host: on hosts as far as horo can see; 0: all on one.
+    ``ranks_per_host``: on hosts as far as horo can see; 0: all on one.
     """
 
     def __init__(
@@ -81,12 +76,9 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
-        """Runs ``function(*args)`` on every rank and returns the results in rank order.
+        """Runs ``function(*args)`` on every rank; results in rank order, or ``RankError`` if it failed or hung on one.
 
         The function travels by value with what it uses of its module, so the module is not imported there.
-
-        Raises:
-            RankError: it failed or hung on a rank.
         """
         return self.run_each(function, [args] * self.size, deadline_s=deadline_s)
 
@@ -208,12 +200,7 @@ class RankPool:
 
 
 def on(fixture: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The body of a test runs on every rank of the pool that a fixture gives, with the test's other arguments.
-
-    Args:
-        fixture: its name.
-        options: of ``RankPool.run``.
-    """
+    """The body of a test runs on every rank of the pool of a fixture, with the test's other arguments."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:

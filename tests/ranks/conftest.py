@@ -12,14 +12,10 @@ from rank_pool import RankPool, one_of
 
 
 def _pool(size: int, overlap: str = "", ready: str = "", *, init: bool = True, scope: Any = "session") -> Any:
-    """A fixture: ranks on this host.
+    """A fixture: ranks on this host; ``init``: they have called ``init()``. A test that ends the job has its own.
 
-    Args:
-        size: how many.
-        overlap: ``always``: they reduce gradients while backward runs; ``never``: at its end, or at the step.
-        ready: ``step``: Horovod's order of calls.
-        init: whether they have called ``init()``.
-        scope: of the fixture; a test that ends the job needs one of its own.
+    ``overlap`` ``always``: they reduce gradients while backward runs; ``never``: at its end, or at the step. ``ready``
+    ``step``: Horovod's order of calls.
     """
 
     @pytest.fixture(scope=scope)
