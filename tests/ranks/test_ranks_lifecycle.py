@@ -303,28 +303,26 @@ def _until_a_call_waits() -> None:
         time.sleep(0.001)
 
 
-def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on(ranks2: RankPool) -> None:
+@on("ranks2")
+def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on() -> None:
     def interrupt() -> None:
         _until_a_call_waits()
         os.kill(os.getpid(), signal.SIGINT)
 
-    def check() -> None:
-        if hvd.rank() == 1:
-            hvd.broadcast_object(None)
-            assert hvd.allreduce(torch.ones(2), name="late", op=hvd.Sum).tolist() == [2.0, 2.0]
-            return
-        tensor = torch.ones(2)
-        handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
-        interrupter = threading.Thread(target=interrupt)
-        with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
-            interrupter.start()
-            hvd.synchronize(handle)
-        interrupter.join()
+    if hvd.rank() == 1:
         hvd.broadcast_object(None)
-        assert hvd.synchronize(handle) is tensor
-        assert tensor.tolist() == [2.0, 2.0]
-
-    ranks2.run(check)
+        assert hvd.allreduce(torch.ones(2), name="late", op=hvd.Sum).tolist() == [2.0, 2.0]
+        return
+    tensor = torch.ones(2)
+    handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
+    interrupter = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
+        interrupter.start()
+        hvd.synchronize(handle)
+    interrupter.join()
+    hvd.broadcast_object(None)
+    assert hvd.synchronize(handle) is tensor
+    assert tensor.tolist() == [2.0, 2.0]
 
 
 @on("ranks2")

@@ -18,7 +18,8 @@ def ranks_sum(ranks: list[int], factor: float = 1.0) -> float:
     return sum((rank + 1) * factor for rank in ranks)
 
 
-def test_every_operation_concerns_the_members_only(four: RankPool) -> None:
+@on("four")
+def test_every_operation_concerns_the_members_only() -> None:
     def operations(members: Any, ranks: list[int], shift: int) -> None:
         own, count = float(hvd.rank() + 1), len(ranks)
         for name in (None, "named", "named"):  # twice: as a new request and as a repeated one
@@ -52,20 +53,17 @@ def test_every_operation_concerns_the_members_only(four: RankPool) -> None:
             assert hvd.broadcast_object({"of": hvd.rank()}, ranks[-1], name, members) == {"of": ranks[-1]}
             assert hvd.allgather_object("x" * hvd.rank(), name, members) == ["x" * rank for rank in ranks]
 
-    def check() -> None:
-        added = [hvd.add_process_set(ranks) for ranks in SETS]
-        assert [members.process_set_id for members in added] == list(range(1, len(SETS) + 1))
-        for shift, (members, ranks) in enumerate(zip(added, SETS, strict=True)):
-            if members.included():
-                assert members.rank() == ranks.index(hvd.rank())
-                operations(members, ranks, shift)
-        operations(hvd.global_process_set, [0, 1, 2, 3], 0)
-        for members in reversed(added):
-            assert hvd.remove_process_set(members)
-            assert members.process_set_id is None
-            assert not hvd.remove_process_set(members)
-
-    four.run(check)
+    added = [hvd.add_process_set(ranks) for ranks in SETS]
+    assert [members.process_set_id for members in added] == list(range(1, len(SETS) + 1))
+    for shift, (members, ranks) in enumerate(zip(added, SETS, strict=True)):
+        if members.included():
+            assert members.rank() == ranks.index(hvd.rank())
+            operations(members, ranks, shift)
+    operations(hvd.global_process_set, [0, 1, 2, 3], 0)
+    for members in reversed(added):
+        assert hvd.remove_process_set(members)
+        assert members.process_set_id is None
+        assert not hvd.remove_process_set(members)
 
 
 @on("four")

@@ -202,21 +202,20 @@ def test_a_path_that_cannot_be_written_is_refused_and_the_job_goes_on(tmp_path: 
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
 
 
-def test_a_variable_with_such_a_path_fails_init_by_its_name(fresh2: RankPool, tmp_path: Path) -> None:
-    def check(path: str) -> None:
-        os.environ["HORO_TIMELINE"] = path
-        with pytest.raises(
-            hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{os.environ['HOROVOD_RANK']}.*' cannot be written"
-        ):
-            hvd.init()
-        assert not hvd.is_initialized()
-        os.environ["HORO_TIMELINE"] = ""
+@on("fresh2")
+def test_a_variable_with_such_a_path_fails_init_by_its_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "none" / "{rank}.json")
+    os.environ["HORO_TIMELINE"] = path
+    with pytest.raises(
+        hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{os.environ['HOROVOD_RANK']}.*' cannot be written"
+    ):
         hvd.init()
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-        hvd.barrier()
-        hvd.shutdown()
-
-    fresh2.run(check, str(tmp_path / "none" / "{rank}.json"))
+    assert not hvd.is_initialized()
+    os.environ["HORO_TIMELINE"] = ""
+    hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.barrier()
+    hvd.shutdown()
 
 
 def test_a_forked_child_is_refused_and_leaves_the_file_alone(ranks2: RankPool, tmp_path: Path) -> None:
