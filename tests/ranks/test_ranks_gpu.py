@@ -33,8 +33,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @on("pool")
 def test_values_are_taken_behind_the_current_stream_which_waits_for_the_results(double: str) -> None:
-    path = double
-    gpu = gpu_double.load(path)
+    gpu = gpu_double.load(double)
     for stream in (0, gpu.make_stream()):
         gpu.stream = stream
         gate = gpu.hold()
@@ -55,8 +54,7 @@ def test_values_are_taken_behind_the_current_stream_which_waits_for_the_results(
 
 @on("pool")
 def test_the_stream_that_waits_is_the_one_of_synchronize(double: str) -> None:
-    path = double
-    gpu = gpu_double.load(path)
+    gpu = gpu_double.load(double)
     x = gpu.put(torch.ones(70_000))
     handle = hvd.allreduce_async_(x, op=hvd.Sum)
     gpu.stream = gpu.make_stream()
@@ -67,17 +65,10 @@ def test_the_stream_that_waits_is_the_one_of_synchronize(double: str) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("check", ["reductions", "moves", "large_reductions"])
 @on("pool")
-def test_reductions(double: str, on_gpu: tuple[int, ...]) -> None:
-    path = double
-    gpu_checks.reductions(gpu_double.load(path), on_gpu)
-
-
-@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-@on("pool")
-def test_moves(double: str, on_gpu: tuple[int, ...]) -> None:
-    path = double
-    gpu_checks.moves(gpu_double.load(path), on_gpu)
+def test_a_check_of_real_gpus(double: str, on_gpu: tuple[int, ...], check: str) -> None:
+    getattr(gpu_checks, check)(gpu_double.load(double), on_gpu)
 
 
 def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) -> None:
@@ -140,17 +131,9 @@ def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(po
     assert pool.run(check, double) == [[3], [3]]
 
 
-@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-@on("pool")
-def test_large_reductions(double: str, on_gpu: tuple[int, ...]) -> None:
-    path = double
-    gpu_checks.large_reductions(gpu_double.load(path), on_gpu)
-
-
 @on("pool")
 def test_an_exception_of_a_signal_handler_while_values_are_on_their_way_loses_nothing(double: str) -> None:
-    path = double
-    gpu = gpu_double.load(path)
+    gpu = gpu_double.load(double)
     x = gpu.put(torch.full((5 << 18,), float(hvd.rank())))
     hvd.barrier()
     gpu.lib.double_let_copies(0)
@@ -184,8 +167,7 @@ def test_a_rank_that_is_killed_while_values_are_on_their_way_is_named(
 
 @on("pool")
 def test_what_cannot_be_done_is_refused_and_the_next_call_works(double: str) -> None:
-    path = double
-    gpu = gpu_double.load(path)
+    gpu = gpu_double.load(double)
     gpu.capture(True)
     with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
         hvd.allreduce(gpu.put(torch.ones(2)))
@@ -209,8 +191,7 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(double: str) -> 
 @on("pool")
 def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(double: str, is_current: bool) -> None:
     """Also where it is a stream of another GPU than the current one, of which torch was asked."""
-    path = double
-    gpu, r = gpu_double.load(path), hvd.rank()
+    gpu, r = gpu_double.load(double), hvd.rank()
     if not is_current:
         torch.cuda.is_current_stream_capturing = lambda: False
     handles = [
@@ -231,8 +212,7 @@ def test_results_for_a_stream_that_is_captured_are_refused_and_come_later(double
 
 @on("pool")
 def test_it_works_again_after_shutdown_and_init(double: str) -> None:
-    path = double
-    gpu = gpu_double.load(path)
+    gpu = gpu_double.load(double)
     assert gpu.read(hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum)).tolist() == [2, 2]
     gate = gpu.hold()
     handle = hvd.allreduce_async(gpu.put(torch.ones(2)), name="left")

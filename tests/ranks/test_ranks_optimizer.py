@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import warnings
@@ -249,33 +248,6 @@ def test_sparse_gradients_are_summed_row_by_row(as_dense: bool, op: int) -> None
     assert table.weight.grad.is_sparse
     torch.testing.assert_close(table.weight.grad.to_dense(), gradient)
     torch.testing.assert_close(table.weight.detach(), 1 - 2 * gradient)
-
-
-def test_sparse_adam_works_with_gathered_rows(ranks2_in_most_orders: RankPool) -> None:
-    def check() -> torch.Tensor:
-        torch.manual_seed(0)
-        table = torch.nn.Embedding(6, 2, sparse=True)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters()), table.named_parameters())
-        for step in range(3):
-            optimizer.zero_grad()
-            table(torch.tensor([hvd.rank(), step])).square().sum().backward()
-            optimizer.step()
-        return table.weight.detach()
-
-    first, second = ranks2_in_most_orders.run(check)
-    assert torch.equal(first, second)
-
-
-@on("ranks2_in_most_orders")
-def test_a_gradient_that_is_not_contiguous_is_reduced() -> None:
-    layer = torch.nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters())
-    data = torch.randn(2, 1, 3, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    twin = copy.deepcopy(layer)
-    (sum(twin(data[k]).square().sum() for k in range(2)) / 2).backward()
-    layer(data[hvd.rank()]).square().sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
 
 
 def test_one_optimizer_may_compress_gradients_of_several_dtypes_in_groups_and_alone(ranks2: RankPool) -> None:

@@ -151,19 +151,6 @@ def gan(side: Side) -> Iterator[Tensors]:
         yield state_of(critic)
 
 
-def two_optimizers_of_one_loss(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    first = side.wrap(momentum(model[0]), model[0])
-    second = side.wrap(torch.optim.Adam(model[2].parameters()), model[2])
-    for step in range(STEPS):
-        model.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        first.step()
-        second.step()
-        yield state_of(model)
-
-
 def closure_that_clips(side: Side) -> Iterator[Tensors]:
     model = make_model()
     optimizer = side.wrap(momentum(model), model)
@@ -329,7 +316,6 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "second order": (second_order, {}),
     "sparse": (sparse, {}),
     "sparse as dense": (sparse, {"sparse_as_dense": True}),
-    "two optimizers of one loss": (two_optimizers_of_one_loss, {}),
 }
 
 pools = one_of("ranks2_always", "ranks2_never", "ranks4_always")

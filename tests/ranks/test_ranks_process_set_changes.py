@@ -16,7 +16,7 @@ from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.core.signal_safe_call import ThreadCall
-from horo.errors import AbortedError, DeadlockError, MismatchError, ResourceError, UsageError
+from horo.errors import AbortedError, DeadlockError, MismatchError, UsageError
 from horo.torch.engine import runtime as _runtime
 
 DEADLINE_S = 30.0
@@ -225,19 +225,6 @@ def test_a_thread_that_waits_for_its_turn_counts_as_waiting() -> None:
 def _swallow(ranks: list[int]) -> None:
     with pytest.raises((DeadlockError, AbortedError)):
         hvd.add_process_set(ranks)
-
-
-@on("three")
-def test_a_full_table_is_no_error_of_usage() -> None:
-    every = [[0], [1], [2], [0, 1], [0, 2], [1, 2]]
-    runtime = _runtime.current()
-    teams = []
-    for number in range(63):  # as sets of equal ranks, which add_process_set() refuses
-        teams.append(runtime.change_teams("test", lambda _, n=number: runtime.job.add_team(every[n % 3])))
-    with pytest.raises(ResourceError, match="there are 64 process sets already, and no more are possible"):
-        hvd.add_process_set([0, 1])
-    for team in teams:
-        runtime.change_teams("test", lambda _, team=team: runtime.core.remove_team(team))
 
 
 # ---- Communicators ----

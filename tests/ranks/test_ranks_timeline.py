@@ -63,27 +63,6 @@ def test_rank_0_writes_what_all_have_done_with_horovods_names(ranks2: RankPool, 
     assert ready == {"0", "1"}
 
 
-def test_a_training_step_is_on_the_timeline_within_a_moment(ranks2: RankPool, tmp_path: Path) -> None:
-    def check(path: Path) -> None:
-        hvd.start_timeline(path)
-        model = torch.nn.Linear(20, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-        model(torch.ones(2, 20)).sum().backward()
-        optimizer.step()
-        hvd.barrier()
-        if hvd.rank() == 0:  # nobody has stopped it
-            wait_for_row(path, "gradient.weight")
-        hvd.stop_timeline()
-        hvd.barrier()
-
-    ranks2.run(check, tmp_path / "t.json")
-    rows = rows_of(parse_timeline(tmp_path / "t.json"))
-    for name in ("weight", "bias"):
-        (row,) = (steps for key, steps in rows.items() if key.endswith(name))
-        assert row == STEP
-
-
 def test_every_rank_writes_a_file_of_its_own_and_they_merge(ranks4: RankPool, tmp_path: Path) -> None:
     def check(path: str) -> None:
         hvd.start_timeline(path)
