@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,23 +174,3 @@ def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
     inner.write_text(PLAIN + INNER_BY_HAND)
     lines = run(tmp_path / "train.py", PLAIN + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
     assert sorted(lines) == ["inner [0, 2] [3.0, 3.0]"] * 2 + ["inner [1, 2] [3.0, 3.0]"] * 2
-
-
-def test_a_rank_that_replaces_its_program_is_still_the_rank(tmp_path: Path) -> None:
-    text = f"""{PLAIN}
-if "again" not in sys.argv:
-    from horo.bootstrap.launchers.inherited import name_rank
-    from horo.bootstrap.launchers.variables import read_launch
-    name_rank(os.environ, read_launch(os.environ))
-    assert os.environ["HORO_RANK_PROCESS"]
-    os.execv(sys.executable, [sys.executable, __file__, "again"])
-print(rank.start())
-rank.close()
-"""
-    assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == ["[0, 2]", "[1, 2]"]
-
-
-def test_the_children_of_a_job_of_one_are_jobs_of_one(tmp_path: Path) -> None:
-    text = f"{PLAIN}{MAIN}    print(start('spawn'))\n"
-    assert run(tmp_path / "train.py", text, *INNER["hororun -np 1"]).stdout == "joined as 0 of 1\n"
-    assert "HORO_RANK_PROCESS" not in os.environ
