@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/agree.h"
+#include "engine/agree/agree.h"
 
 enum { NAME_BYTES = 64 };
 
