@@ -26,6 +26,13 @@ def _nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def _fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - it takes a second
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
 def _cut() -> torch.Tensor:
     """A tensor whose storage has lost its end."""
     tensor = torch.ones(4)
@@ -44,6 +51,9 @@ CALLS: dict[str, Callable[[Any, str | None], Any]] = {
     "broadcast_": lambda x, name: hvd.broadcast_(x, 0, name=name),
     "compression": lambda x, name: hvd.allreduce(torch.ones(2), compression=x, name=name),
     "compression to scatter": lambda x, name: hvd.grouped_reducescatter([torch.ones(2)], compression=x, name=name),
+    "func.grad": lambda x, name: (
+        hvd.allgather(x, name=name) if x.any() else torch.func.grad(lambda y: hvd.allgather(y, name=name).sum())(x)
+    ),
     "group": lambda x, name: hvd.grouped_allreduce([torch.ones(2), x], name=name),
     "grouped_allgather": lambda x, name: hvd.grouped_allgather(x, name=name),
     "grouped_allreduce": lambda x, name: hvd.grouped_allreduce(x, name=name),
@@ -63,7 +73,11 @@ CALLS: dict[str, Callable[[Any, str | None], Any]] = {
     ),
     "sparse": lambda x, name: hvd.sparse_allreduce_async(x, name=name, op=hvd.Sum)(),
     "splits": lambda x, name: hvd.alltoall(torch.ones(2), x, name=name),
+    "vmap": lambda x, name: (
+        hvd.allreduce(x, name=name) if x.any() else torch.func.vmap(lambda row: hvd.allreduce(row, name=name))(x)
+    ),
 }
+_NO_RULE = "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of the"
 REFUSALS: list[tuple[str, Any, Any, str]] = [
     # the call, what is right, what is wrong (functions: what they return), and the reason
     ("adasum", ONES, INTEGERS, "Adasum is for floats"),
@@ -72,7 +86,20 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
     ("allreduce", ONES, lambda: torch.empty(2, dtype=torch.float8_e5m2), "float8_e5m2 cannot be reduced"),
     ("allreduce", ONES, [1.0], "expected a torch.Tensor, not list"),
     ("allreduce", ONES, lambda: torch.ones(2, device="meta"), "meta"),
-    ("allreduce", ONES, _nested, "nested tensors are not supported here"),
+    (
+        "allreduce",
+        ONES,
+        _nested,
+        "their parts may have another shape on each rank; use torch.nested.to_padded_tensor(tensor, 0.0)",
+    ),
+    ("vmap", ONES, torch.zeros(1, 2), _NO_RULE),
+    ("func.grad", ONES, torch.zeros(2), _NO_RULE),
+    (
+        "allreduce",
+        ONES,
+        _fake,
+        "(FakeTensor) has no memory of its own, so there is nothing to send; call it with the tensor that it",
+    ),
     ("alltoall", ONES, _nested, "nested tensors are not supported here"),
     ("broadcast_", torch.ones(3), _cut, "needs 16 bytes, and its storage has 8"),
     (
