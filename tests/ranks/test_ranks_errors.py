@@ -92,7 +92,7 @@ def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone() -> No
         hvd.barrier()  # it is done on all ranks: requests of a rank are done in their order
         del tensor
         kept = [handle]
-        assert type(handle) is int
+        assert isinstance(handle, int)
         assert handle > 0
         with refused:
             hvd.allreduce_async(torch.ones(3), name="taken")
