@@ -54,7 +54,7 @@ def test_all_that_nccl_does(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == int(count)
-    assert "NCCL does what it can of tensors on GPU 0" in done.stdout + done.stderr
+    assert "NCCL does what it can of tensors on cuda:0" in done.stdout + done.stderr
 
 
 @on("nccl1")

@@ -78,7 +78,7 @@ static int turn_running(struct hr_engine *engine) {
     const int announced = hr_engine_announce(engine);
     HR_TRY(announced);
     int moved = told > 0 || announced > 0;
-    moved |= hr_engine_turn_nccl(engine);
+    moved |= hr_gpu_turn(engine);
     for (int i = 0; i < engine->lane_count; i++) { /* the world's may add and remove others behind it */
         if (hr_drive_skips(engine, i)) {
             continue;
@@ -155,7 +155,7 @@ static void begin_ending(struct hr_engine *engine) {
         hr_lane_cancel(engine->lanes[i]);
         engine->lanes[i]->executor.outcome = 0;
     }
-    hr_engine_leave_nccl(engine, has_failed(engine));
+    hr_gpu_leave(engine, has_failed(engine));
     engine->driver.stage = HR_ENGINE_ENDING;
     engine->driver.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
 }
@@ -221,7 +221,7 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet = !has_failed(engine) || hr_engine_is_nccl_quiet(engine);
+    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
         return 0;
     }
@@ -322,7 +322,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
         return engine->driver.stage == HR_ENGINE_ENDED && atomic_load(&engine->submission.pending) == 0;
     }
     return !atomic_load(&engine->driver.serves_hosts) && !hr_engine_is_called(engine) &&
-           atomic_load(&engine->submission.pending) == 0 && !hr_engine_is_nccl_busy(engine);
+           atomic_load(&engine->submission.pending) == 0 && !hr_gpu_is_busy(engine);
 }
 
 /*
@@ -331,7 +331,7 @@ static int may_return(const struct hr_engine *engine, const struct hr_request *u
  */
 static int may_yield(const struct hr_engine *engine, const struct hr_request *until) {
     const struct hr_driver *driver = &engine->driver;
-    const int is_at_work = atomic_load(&engine->submission.pending) > 0 || hr_engine_is_nccl_busy(engine);
+    const int is_at_work = atomic_load(&engine->submission.pending) > 0 || hr_gpu_is_busy(engine);
     return until == NULL && driver->stage == HR_ENGINE_RUNNING && atomic_load(&driver->serves_hosts) &&
            !atomic_load(&driver->stop) && !hr_engine_is_called(engine) &&
            (atomic_load(&driver->wanted) || !is_at_work);

@@ -3,6 +3,7 @@
 #define HR_ENGINE_DRIVE_H
 
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 static inline int hr_drive_is_aborted(const struct hr_engine *engine) {
     return hr_arena_aborted(&engine->node->arena).code != 0;

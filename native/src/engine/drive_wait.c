@@ -18,7 +18,7 @@ static int ring_has_room(const struct hr_lane *lane) {
 }
 
 static int is_at_task(enum hr_execution state) {
-    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_TELLING || state == HR_EXECUTION_CHANGING;
+    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_CHANGING;
 }
 
 /*
@@ -59,7 +59,7 @@ static int has_work(struct hr_node *node, void *arg) {
     case HR_ENGINE_RUNNING: break;
     }
     if (hr_drive_is_aborted(engine) || hr_drive_may_close(engine) || atomic_load(&engine->submission.queued) > 0 ||
-        hr_engine_has_blocked(engine) || hr_engine_nccl_has_work(engine) ||
+        hr_engine_has_blocked(engine) || hr_gpu_has_work(engine) ||
         (atomic_load(&engine->driver.stop) && !hr_engine_world(engine)->announcer.has_asked_to_leave)) {
         return 1;
     }

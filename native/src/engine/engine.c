@@ -124,7 +124,7 @@ void hr_engine_fini(struct hr_engine *engine) {
         hr_engine_wait_for_driver(engine, INT64_MAX);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    hr_engine_end_nccl(engine);
+    hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
@@ -200,7 +200,7 @@ static void drive_as_caller(struct hr_engine *engine, const struct hr_request *r
     driver->who = HR_DRIVER_NONE;
     const int leaves_links = atomic_load(&driver->serves_hosts) &&
                              (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
-    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_nccl_busy(engine) ||
+    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_gpu_is_busy(engine) ||
         hr_engine_is_called(engine) || atomic_load(&driver->stop)) {
         hr_engine_kick(engine);
     }

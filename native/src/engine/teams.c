@@ -8,6 +8,7 @@
 
 #include "base/op.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 /* ---- The callers' side ---- */
 
@@ -209,6 +210,9 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
         return error.code;
     }
+    if (lane != NULL) {
+        hr_gpu_attach(engine, lane);
+    }
     (void)pthread_mutex_lock(&engine->submission.lock);
     request->new_lane = NULL;
     request->team_added = place->id;
@@ -250,7 +254,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (lane != NULL) {
-        hr_engine_remove_nccl(engine, lane);
+        hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
         hr_lane_destroy(lane);
     }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 #define TIMER_SLACK_NS                                                                                                 \
     1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
@@ -93,7 +94,7 @@ static void rest(struct hr_engine *engine) {
 static int must_drive(const struct hr_engine *engine) {
     const struct hr_driver *driver = &engine->driver;
     return driver->who == HR_DRIVER_NONE && !driver->has_yielded &&
-           (driver->must_look || atomic_load(&engine->submission.pending) > 0 || hr_engine_is_nccl_busy(engine) ||
+           (driver->must_look || atomic_load(&engine->submission.pending) > 0 || hr_gpu_is_busy(engine) ||
             hr_engine_is_called(engine));
 }
 

@@ -61,7 +61,7 @@ struct hr_node {
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;  /* 0: never */
     int64_t stall_shutdown_ns; /* 0: never */
-    int64_t nccl_within_ns;    /* NCCL is waited for, of which no event tells: the longest sleep; 0: it is not */
+    int64_t poll_within_ns;    /* a GPU is waited for, of which no event tells: the longest sleep; 0: it is not */
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;

@@ -24,7 +24,7 @@ static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t 
     fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
     sleep->life_count = hr_node_life_fds(node, fds + 1);
     sleep->count = 1 + sleep->life_count;
-    sleep->look_ns = node->nccl_within_ns > 0 ? node->nccl_within_ns : -1; /* the longest sleep; -1: any */
+    sleep->look_ns = node->poll_within_ns > 0 ? node->poll_within_ns : -1; /* the longest sleep; -1: any */
     for (int i = 0; i < node->transport_count; i++) {
         sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(node->transports[i]));
         const size_t left = room - sleep->count;

@@ -193,7 +193,7 @@ static shim_wire_request request_from_core(const struct hr_wire_request *request
         .op = request->op,
         .reduce_op = request->reduce_op,
         .transient = request->transient,
-        .by_nccl = request->by_nccl,
+        .on_gpu = request->on_gpu,
         .root_rank = request->root_rank,
         .prescale = request->prescale,
         .postscale = request->postscale,
