@@ -318,7 +318,7 @@ BREAKS = (
         "state.summed = None if grad is None else (weakref.ref(grad), self.membership.size)",
         "state.summed = None",
         "With op=Sum, a backward onto gradients that are summed already counts those of other ranks twice.",
-        "tests/ranks/test_ranks_sum.py",
+        "tests/ranks/test_ranks_backward.py -k 'summed_once or another_dtype or replaced or set_by_hand'",
     ),
     Break(
         "torch-postscale",

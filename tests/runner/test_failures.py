@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blame import find_wrong
+from failing_rank import find_wrong
 from jobs import Flags, Hororun
 
 RANK = """
