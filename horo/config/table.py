@@ -1,7 +1,7 @@
 """The table of all settings, and every other variable that horo reads; the library reads the environment only here.
 
 Each variable is a field of one of the frozen dataclasses in ``GROUPS``, with its name, kind, unit, default, range and
-meaning; a setting also has its options of hororun and its place in a file of Horovod's form. From them come
+meaning. A setting also has its options of hororun and its place in a file of Horovod's form. From them come
 ``docs/reference/environment.md``, the options in ``hororun --help`` and the keys of ``--config-file``. ``HORO_X`` takes
 precedence over ``HOROVOD_X``. An empty value counts as not set.
 """
@@ -279,8 +279,8 @@ class Config:
         "GPU_OPERATIONS",
         "staged",
         "How tensors on GPUs travel: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
-        "`nccl`, which moves them from GPU to GPU where each rank has one of its own and the same NCCL; what it cannot "
-        "do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
+        "`nccl`, which moves them from GPU to GPU: each rank needs one of its own and the same NCCL, else `init()` "
+        "fails; what NCCL cannot do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
         choices=("staged", "mpi", "nccl"),
     )

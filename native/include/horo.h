@@ -165,7 +165,7 @@ typedef struct {
 /* The functions of MPI that horo calls, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
     HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
-    HORO_MPI_ERROR_STRING = 5, HORO_MPI_FINALIZED = 6, HORO_MPI_FUNCTION_COUNT = 7,
+    HORO_MPI_FINALIZED = 5, HORO_MPI_FUNCTION_COUNT = 6,
 };
 
 /*
@@ -181,7 +181,7 @@ typedef struct {
     int32_t size;           /* of the communicator */
     uint64_t communicator;  /* handles by value, the lower bytes count */
     uint64_t byte;          /* MPI_BYTE */
-    uint64_t functions[7];  /* HORO_MPI_FUNCTION_COUNT addresses */
+    uint64_t functions[6];  /* HORO_MPI_FUNCTION_COUNT addresses */
     const int32_t *rank_of_host;  /* [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
     const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */
@@ -294,7 +294,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi31": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi32": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

@@ -57,7 +57,7 @@ BREAKS = (
     ),
     Break(
         "base-log-wake-up",
-        "native/src/base/log_queue.c",
+        "native/src/base/log.c",
         "(void)pthread_cond_signal(&queue->changed);",
         "",
         "A warning reaches the logging module when the next one comes, or seconds later on stderr.",
@@ -129,9 +129,9 @@ BREAKS = (
     ),
     Break(
         "local-own-share",
-        "native/src/local/stages.c",
-        "return call->prescale != 1.0 || !hr_codec_is_plain(call->fused->codec);",
-        "return !hr_codec_is_plain(call->fused->codec);",
+        "native/src/collective/allreduce.c",
+        "return run->prescale != 1.0 || !hr_codec_is_plain(run->fused.codec);",
+        "return !hr_codec_is_plain(run->fused.codec);",
         "With prescale_factor, each rank's own part of a sum is not scaled.",
         "tests/native/test_engine.py -k scales_before",
     ),
@@ -323,10 +323,10 @@ BREAKS = (
     Break(
         "torch-summed-twice",
         "horo/torch/optimizer/at_backward.py",
-        "state.summed = None if grad is None else (weakref.ref(grad), self.size)",
+        "state.summed = None if grad is None else (weakref.ref(grad), self.membership.size)",
         "state.summed = None",
         "With op=Sum, a backward onto gradients that are summed already counts those of other ranks twice.",
-        "tests/ranks/test_ranks_sum.py",
+        "tests/ranks/test_ranks_backward.py -k 'summed_once or another_dtype or replaced or set_by_hand'",
     ),
     Break(
         "torch-postscale",

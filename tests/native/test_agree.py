@@ -532,7 +532,7 @@ def test_teams_that_differ_read_as_different(
 
 
 def test_a_tensor_that_is_nccls_on_one_rank_only_is_told_as_that(native: ModuleType) -> None:
-    text = mismatch(native, Request("x", reduce_op=1), Request("x", reduce_op=1, by_nccl=True))
+    text = mismatch(native, Request("x", reduce_op=1), Request("x", reduce_op=1, on_gpu=True))
     assert text == (
         "allreduce 'x': rank 0 (h) sent it in host memory or on another GPU, "
         "rank 1 (h) sent it on the GPU that NCCL uses"

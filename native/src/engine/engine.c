@@ -9,6 +9,7 @@
 
 #include "base/descriptor.h"
 #include "base/thread.h"
+#include "node/node_setup.h"
 
 enum {
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
@@ -135,7 +136,7 @@ void hr_engine_fini(struct hr_engine *engine) {
         hr_token_wait(engine, INT64_MAX);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    hr_engine_end_nccl(engine);
+    hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {

@@ -158,7 +158,7 @@ struct hr_engine {
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
-    struct hr_by_nccl *_Atomic by_nccl; /* NULL: all of them are staged */
+    struct hr_on_gpu *_Atomic on_gpu; /* NULL: all of them are staged */
 };
 
 static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
@@ -246,64 +246,6 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 /* With the lock held: it can be announced. */
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
 
-/* staged.c: requests with tensors on GPUs */
-/* As horo_use_cuda and horo_copy_back. */
-int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
-int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
-/* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
-int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* After submission: it gets into the queue when the values are there. Without the lock. */
-void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: buries the memory on the host of a batch that was cut off. */
-void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Ends the group: a request that others rely on has no values. */
-void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
-/*
- * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
- * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.
- */
-int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* After all requests are gone. */
-void hr_engine_end_cuda(struct hr_engine *engine);
-
-/* by_nccl.c, nccl_setup.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
-/* As horo_use_nccl. */
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
-/*
- * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
- * Without the lock. And, with the lock held: whether that has changed meanwhile.
- */
-int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request);
-/* With the lock held: it is over, or its values have come. */
-void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request);
-/* Whether something may run on a GPU that somebody has to look after. Any thread. */
-int hr_engine_is_nccl_busy(const struct hr_engine *engine);
-/*
- * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
- * run, which others hold up, or the group has been aborted: what runs then may never end, and nobody would hear why.
- */
-void hr_engine_trim_pinned(struct hr_engine *engine);
-/* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
-struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
-int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
-const char *hr_engine_holds_record(const struct hr_lane *lane);
-/* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
-int hr_engine_orders_turn(const struct hr_lane *lane);
-int hr_engine_awaits_turn(const struct hr_lane *lane);
-/* Driver: whether the lane's batch waits for the GPU of this rank, which shows on no other rank. */
-int hr_engine_awaits_gpu(const struct hr_lane *lane);
-/* Driver: whether the lane's batch is not NCCL's, and kernels of NCCL run here: another rank may wait for such. */
-int hr_engine_is_beside_nccl(const struct hr_lane *lane);
-/* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
-int hr_engine_is_nccl_quiet(struct hr_engine *engine);
-/* Ends NCCL, when nobody drives any more. */
-void hr_engine_end_nccl(struct hr_engine *engine);
-/* Driver: the team has been removed, and its lane is about to go. */
-void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
-
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 
@@ -364,7 +306,7 @@ void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *reque
 /* Requests that are over; before they can be released. */
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
 /* For a timeline: the record of the log that is executed; before its batch is noted. */
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl);
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int on_gpu);
 /* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
 /* The end of the group, once. Any thread. */

@@ -93,7 +93,7 @@ enum {
 };
 
 static int is_at_task(enum hr_execution state) {
-    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_TELLING || state == HR_EXECUTION_CHANGING;
+    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_CHANGING;
 }
 
 static int execute(struct hr_lane *lane) {

@@ -14,6 +14,7 @@
 #include "node/team.h"
 
 struct hr_engine;
+struct hr_gpu_team;
 
 /* A control link to a neighbour in the tree of hosts: a stream of frames each way. Leaders only. */
 struct hr_link {
@@ -63,7 +64,6 @@ enum hr_execution {
     HR_EXECUTION_IDLE,     /* none has been begun */
     HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
     HR_EXECUTION_CHANGING, /* a batch that adds or removes a team */
-    HR_EXECUTION_TELLING,  /* none: in front of the first one for NCCL; the task is the backend's, see by_nccl.h */
     HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
 };
 
@@ -78,7 +78,7 @@ struct hr_executor {
     uint64_t record_bytes;  /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave; /* the last record of the log */
     struct hr_batch *batch; /* see batch.h */
-    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
+    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of the GPU */
 };
 
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
@@ -146,6 +146,7 @@ struct hr_lane {
     struct hr_node *node;
     struct hr_team *team;
     struct hr_backend *backend;
+    struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
     int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
     _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
@@ -339,17 +340,6 @@ void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
-
-/* ---- nccl_setup.c ---- */
-
-/*
- * In front of a record: HR_TASK_DONE if it can be executed; HR_TASK_MOVED: the state is TELLING now; HR_TASK_BLOCKED:
- * not yet; or a status. And: all have told, or are connected.
- */
-int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
-void hr_lane_finish_telling(struct hr_lane *lane);
-/* by_nccl.c: makes a request that was for NCCL, which has been refused, one like any other. Its batch begins. */
-void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request);
 
 /* ---- gather.c ---- */
 

@@ -211,7 +211,7 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet = !has_failed(engine) || hr_engine_is_nccl_quiet(engine);
+    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
         return HR_STILL;
     }

@@ -173,27 +173,25 @@ static int find_only_other(const struct hr_team *team) {
     return -1;
 }
 
-/* The batch that is being executed, or that a record is in front of, has not moved for waited_ns. */
+/* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const char *held_by = hr_engine_holds_record(lane);
-    const int silent = held_by != NULL ? -1 : find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && (held_by != NULL || hr_engine_awaits_gpu(lane));
+    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
+    const int silent = find_silent(lane, now_ns);
+    const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
      * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front
      */
-    const int may_wait =
-        held_by != NULL || hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
+    const int may_wait = on_gpu == HR_GPU_OTHER_RANKS || (late >= 0 && on_gpu == HR_GPU_BESIDE);
     const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
         (void)snprintf(name, sizeof name, "%s",
-                       held_by != NULL              ? held_by
-                       : is_late_here               ? "its own GPU"
+                       is_late_here                 ? "its own GPU"
                        : lane->team->host_count > 1 ? "another host"
                                                     : "another rank");
     }
@@ -237,7 +235,7 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || was_stopped || hr_engine_awaits_turn(lane)) {
+    if (moves != stall->moves || was_stopped || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
     }
@@ -262,8 +260,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
      */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
-        const int is_executing =
-            lane->executor.state != HR_EXECUTION_IDLE || hr_engine_holds_record(lane) != NULL;
+        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
         const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {

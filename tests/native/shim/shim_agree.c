@@ -115,7 +115,7 @@ int shim_agree_receive(shim_agree *node, int member, const void *data, size_t by
         return hr_agree_announce_id(&node->agree, member, message.id, message.rows, now_ns);
     }
     for (uint32_t i = 0; message.type == HR_WIRE_IDS && i < message.count; i++) {
-        HR_TRY(hr_agree_announce_id(&node->agree, member, hr_wire_id(&message, i), message.rows, now_ns));
+        HR_TRY(hr_agree_announce_id(&node->agree, member, hr_wire_u32(message.items, i), message.rows, now_ns));
     }
     return message.type == HR_WIRE_IDS ? HORO_OK : HORO_ERR_INTERNAL;
 }

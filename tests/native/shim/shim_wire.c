@@ -72,7 +72,8 @@ static struct encoded encode_rows(const int64_t *rows, uint32_t count) {
 int64_t shim_wire_put_rows(uint32_t id, const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
     const struct encoded encoded = encode_rows(rows, row_count);
-    const int result = hr_wire_put_rows(&buffer, id, encoded.rows);
+    const int result =
+        hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_ROWS, .id = id, .rows = encoded.rows});
     free(encoded.room);
     return finish(&buffer, result, out, out_bytes);
 }
@@ -82,25 +83,45 @@ int64_t shim_wire_put_request(int origin, int status, shim_text text, const int6
     struct hr_buffer buffer = used_buffer();
     const struct encoded encoded = encode_rows(rows, row_count);
     const int result =
-        hr_wire_put_request(&buffer, origin, status, to_core(text), encoded.rows, request, request_bytes);
+        hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                                       .rank = origin,
+                                                       .status = status,
+                                                       .text = to_core(text),
+                                                       .rows = encoded.rows,
+                                                       .request = {.bytes = request, .byte_count = request_bytes}});
     free(encoded.room);
     return finish(&buffer, result, out, out_bytes);
 }
 
 int64_t shim_wire_put_lost(int rank, int status, int reason, int by, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_lost(&buffer, rank, status, (enum hr_abort_reason)reason, by), out, out_bytes);
+    return finish(&buffer,
+                  hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_LOST,
+                                                                 .rank = rank,
+                                                                 .status = status,
+                                                                 .reason = (enum hr_abort_reason)reason,
+                                                                 .by = by}),
+                  out, out_bytes);
 }
 
 int64_t shim_wire_put_ended(int rank, int status, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_ended(&buffer, rank, status, to_core(text)), out, out_bytes);
+    return finish(&buffer,
+                  hr_wire_put(&buffer,
+                              &(struct hr_wire_message){
+                                  .type = HR_WIRE_ENDED, .rank = rank, .status = status, .text = to_core(text)}),
+                  out, out_bytes);
 }
 
 int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_text others, uint32_t lanes,
                               uint32_t hashes, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    int result = hr_wire_begin_blocked(&buffer, rank, question, to_core(text), to_core(others), lanes);
+    int result = hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
+                                                                .rank = rank,
+                                                                .question = question,
+                                                                .text = to_core(text),
+                                                                .others = to_core(others),
+                                                                .count = lanes});
     for (uint32_t i = 0; i < lanes && result == HORO_OK; i++) {
         const struct hr_wire_lane lane = {
             .team = 2 * i, .members = i + 1, .executed = (uint64_t)i << 40, .count = hashes};
@@ -114,12 +135,14 @@ int64_t shim_wire_put_blocked(int rank, uint32_t question, shim_text text, shim_
 
 int64_t shim_wire_put_ask(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_ask(&buffer, rank), out, out_bytes);
+    return finish(&buffer, hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_ASK, .rank = rank}), out,
+                  out_bytes);
 }
 
 int64_t shim_wire_put_query(uint32_t question, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_query(&buffer, question), out, out_bytes);
+    return finish(&buffer, hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_QUERY, .question = question}),
+                  out, out_bytes);
 }
 
 int64_t shim_wire_put_tune(int is_final, const uint64_t *values, uint32_t count, void *out, size_t out_bytes) {
@@ -129,23 +152,33 @@ int64_t shim_wire_put_tune(int is_final, const uint64_t *values, uint32_t count,
 
 int64_t shim_wire_put_leave(int rank, int status, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_leave(&buffer, rank, status, to_core(text)), out, out_bytes);
+    return finish(&buffer,
+                  hr_wire_put(&buffer,
+                              &(struct hr_wire_message){
+                                  .type = HR_WIRE_LEAVE, .rank = rank, .status = status, .text = to_core(text)}),
+                  out, out_bytes);
 }
 
 int64_t shim_wire_put_done(int rank, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_done(&buffer, rank), out, out_bytes);
+    return finish(&buffer, hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = rank}), out,
+                  out_bytes);
 }
 
 int64_t shim_wire_put_fail(int status, shim_text name, shim_text text, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    return finish(&buffer, hr_wire_put_fail(&buffer, status, to_core(name), to_core(text)), out, out_bytes);
+    return finish(&buffer,
+                  hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
+                                                                 .status = status,
+                                                                 .name = to_core(name),
+                                                                 .text = to_core(text)}),
+                  out, out_bytes);
 }
 
 int64_t shim_wire_put_batch(uint32_t claimed_count, uint32_t count, const uint32_t *ids, const shim_text *names,
                             const int64_t *rows, uint32_t row_count, void *out, size_t out_bytes) {
     struct hr_buffer buffer = used_buffer();
-    int status = hr_wire_begin_batch(&buffer, claimed_count);
+    int status = hr_wire_put(&buffer, &(struct hr_wire_message){.type = HR_WIRE_BATCH, .count = claimed_count});
     for (uint32_t i = 0; i < count && status == HORO_OK; i++) {
         status = hr_wire_put_ref(&buffer, ids[i], to_core(names[i]));
     }
@@ -160,7 +193,7 @@ static shim_wire_request request_from_core(const struct hr_wire_request *request
         .op = request->op,
         .reduce_op = request->reduce_op,
         .transient = request->transient,
-        .by_nccl = request->by_nccl,
+        .on_gpu = request->on_gpu,
         .root_rank = request->root_rank,
         .prescale = request->prescale,
         .postscale = request->postscale,
@@ -201,9 +234,8 @@ int shim_wire_decode_request(const void *data, size_t bytes, shim_wire_request *
 }
 
 void shim_wire_ids(const shim_wire_message *message, uint32_t *ids) {
-    const struct hr_wire_message decoded = {.items = message->items};
     for (uint32_t i = 0; i < message->count; i++) {
-        ids[i] = hr_wire_id(&decoded, i);
+        ids[i] = hr_wire_u32(message->items, i);
     }
 }
 

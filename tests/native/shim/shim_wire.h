@@ -19,7 +19,7 @@ typedef struct {
     int op;
     int reduce_op;
     int transient;
-    int by_nccl;
+    int on_gpu;
     int root_rank;
     double prescale;
     double postscale;
