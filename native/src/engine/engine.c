@@ -45,7 +45,7 @@ static void add_parts(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     hr_drive_add(engine, &driver->end, &hr_part_end, engine);
     hr_drive_add(engine, &driver->submissions, &hr_part_submissions, engine);
-    hr_drive_add(engine, &driver->nccl, &hr_part_nccl, engine);
+    hr_drive_add(engine, &driver->gpu, &hr_part_gpu, engine);
     hr_drive_add(engine, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
     hr_drive_add(engine, &driver->links, &hr_part_links, engine);
     hr_drive_add(engine, &driver->stall, &hr_part_stall, engine);

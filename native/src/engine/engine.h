@@ -109,7 +109,7 @@ struct hr_driver {
 
     /* The driver's own. */
     struct hr_part *parts; /* all of these, and those of the lanes, in their order; changed under the lock */
-    struct hr_part end, submissions, nccl, links, stall, deadlock;
+    struct hr_part end, submissions, gpu, links, stall, deadlock;
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* moves of lanes that are no longer there */

@@ -352,7 +352,7 @@ static int needs(const struct hr_part *part) {
     return hr_gpu_is_busy(part->owner);
 }
 
-const struct hr_part_ops hr_part_nccl = {.rank = HR_PART_NCCL, .turn = turn, .needs = needs, .end = end};
+const struct hr_part_ops hr_part_gpu = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
 
 int hr_gpu_is_quiet(struct hr_engine *engine) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
