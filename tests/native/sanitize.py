@@ -39,7 +39,7 @@ IN_ONE_THREAD = (
     "test_wire.py",
 )
 """Pure parts: without a second thread there is no race to find, and they take a quarter of the time."""
-NOTHING_SHARED = ("test_codec.py", "test_cross.py", "test_cross_scatter.py")
+NOTHING_SHARED = ("test_cross.py",)
 """Ranks are threads, but each has its own memory, and they have in common what ``test_transport.py`` checks alone: the
 transport. The same exchanges run in one process with shared memory in ``test_engine.py`` and its neighbours."""
 ON_A_DOUBLE = ("test_adasum_kernels.py", "test_device_kernels.py")
