@@ -30,7 +30,6 @@ OPTIONS = {
     f"suppressions='{FOLDER / 'thread.supp'}'",
 }
 IN_ONE_THREAD = (
-    "test_agree.py",
     "test_kernel.py",
     "test_kernel_complex.py",
     "test_shares.py",

@@ -14,7 +14,7 @@ from test_teams import run_in_teams
 
 from horo.core import context
 from horo.core.context import RequestBuffer, Tensor
-from horo.errors import MismatchError, UnsupportedError
+from horo.errors import UnsupportedError
 
 LAYOUTS = {
     "1": [0],
@@ -256,17 +256,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         assert (combined(rank, np.ones(3)) == 1).all()
 
     run_ranks(body, [2])
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_different_ops_are_named(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        op = "adasum" if rank.rank == 1 else "sum"
-        with pytest.raises(MismatchError, match=r"allreduce 'x': rank 0 .* op Sum, rank 1 .* op Adasum"):
-            rank.allreduce(np.ones(4), "x", op)
-        assert (combined(rank, np.ones(3)) == 1).all()
-
-    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([3], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from complex_numbers import factor, multiplied, product, read, stored
+from complex_numbers import factor, product, read, stored
 from ranks import NUMPY_OF_COMPLEX, Rank, run_ranks
 from test_carry_bits import check_paths
 from test_join import join
 from test_reducescatter import LAYOUTS, rows_of, scatter
-from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import UnsupportedError
@@ -87,22 +86,6 @@ def test_a_group_of_several_kinds(hosts: list[int], op: str) -> None:
     run_ranks(body, hosts, segment_bytes=1 << 12)
 
 
-@by_dtype
-def test_many_at_once_are_fused(dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            counts = [1 + (7 * k + step) % 50 for k in range(60)]
-            arrays = [stored(factor(rank.rank, count, k), dtype) for k, count in enumerate(counts)]
-            handles = [rank.submit("allreduce", f"x{k}", [array], reduce_op=PRODUCT) for k, array in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            for k, (array, count) in enumerate(zip(arrays, counts, strict=True)):
-                assert np.array_equal(read(array), product(range(rank.size), count, k))
-
-    for hosts in ([3], [2, 1]):
-        run_ranks(body, hosts)
-
-
 @pytest.mark.parametrize("hosts", [[1], [2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
 @by_dtype
 def test_factors_multiply_both_parts(hosts: list[int], dtype: str) -> None:
@@ -120,42 +103,6 @@ def test_factors_multiply_both_parts(hosts: list[int], dtype: str) -> None:
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1], [1, 1, 1], [2, 1, 2], [1] * 5], ids=str)
-@pytest.mark.parametrize("count", [300, 5000, 150_001])
-@by_dtype
-def test_all_ranks_hold_the_same_bits_near_the_product(hosts: list[int], count: int, dtype: str) -> None:
-    """Of small data that goes with the agreement or flat, by doubling, and round the ring."""
-    size = sum(hosts)
-    random = [np.random.default_rng(rank) for rank in range(size)]
-    inputs = [stored(1 + 0.1 * (r.standard_normal(count) + 1j * r.standard_normal(count)), dtype) for r in random]
-
-    def body(rank: Rank) -> list[bytes]:
-        return [rank.allreduce(inputs[rank.rank].copy(), "x", "product").tobytes() for _ in range(3)]
-
-    results = run_ranks(body, hosts)
-    assert all(of_rank == results[0] for of_rank in results)
-    assert len(hosts) > 2 or len(set(results[0])) == 1
-    exact = multiplied([read(values) for values in inputs])
-    got = read(np.frombuffer(results[0][0], inputs[0].dtype))
-    epsilon = {"complex32": 2.0**-11, "complex64": 2.0**-24, "complex128": 2.0**-53}[dtype]
-    sizes = np.prod([np.abs(read(values)) for values in inputs], axis=0)
-    assert np.all(np.abs(got - exact) <= sizes * 4 * size * epsilon)
-
-
-@pytest.mark.parametrize("hosts", [[1, 1], [3, 1, 2]], ids=str)
-@by_dtype
-def test_small_ones_travel_with_the_agreement(hosts: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(4):
-            rank.barrier()
-            before = rank.context.counters()["link_bytes"]
-            got = rank.allreduce(stored(factor(rank.rank, 100, turn), dtype), "x", "product")
-            assert np.array_equal(read(got), product(range(rank.size), 100, turn))
-            assert turn == 0 or rank.context.counters()["link_bytes"] == before
-
-    run_ranks(body, hosts)
-
-
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2]], ids=str)
 @by_dtype
 def test_on_two_hosts_the_bits_do_not_depend_on_the_path(hosts: list[int], dtype: str) -> None:
@@ -163,22 +110,6 @@ def test_on_two_hosts_the_bits_do_not_depend_on_the_path(hosts: list[int], dtype
     inputs = [stored(random.standard_normal(300) + 1j * random.standard_normal(300), dtype) for _ in range(sum(hosts))]
     wanted: dict[str, Any] = {"reduce_op": PRODUCT, "prescale": 0.3, "postscale": 0.7}
     check_paths(hosts, inputs, wanted)
-
-
-@pytest.mark.parametrize("hosts", [[2], [4], [1, 1], [2, 2]], ids=str)
-@pytest.mark.parametrize("direct_bytes", [0, 1])
-@by_dtype
-def test_rows_have_the_bits_of_an_allreduce(hosts: list[int], direct_bytes: int, dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for rows in (9, 4097, 60_000):
-            r = np.random.default_rng(rank.rank)
-            values = stored(r.standard_normal((rows, 3)) + 1j * r.standard_normal((rows, 3)), dtype)
-            for prescale in (1.0, 0.3):
-                whole = rank.allreduce(values.copy(), f"a{rows}{prescale}", "product", prescale=prescale)
-                (got,) = scatter(rank, [values], f"s{rows}{prescale}", "product", prescale=prescale)
-                assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes()
-
-    run_ranks(body, hosts, direct_bytes=direct_bytes)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 2]], ids=str)
@@ -205,16 +136,6 @@ def test_one_of_a_joined_rank_multiplies_by_the_formula() -> None:
         join(rank)
 
     run_ranks(body, [2])
-
-
-def test_teams_multiply_what_their_members_have() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        for dtype in NUMPY_OF_COMPLEX:
-            count = 11 + 997 * number
-            got = rank.allreduce(stored(factor(rank.rank, count), dtype), dtype, "product", team=team)
-            assert np.array_equal(read(got), product(members, count))
-
-    run_in_teams(step)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])

@@ -131,16 +131,6 @@ def test_what_may_finish_is_no_deadlock(judges: list[Judge], messages: list[byte
     assert judges[0].verdict() == (NONE, "")
 
 
-def test_a_rank_that_takes_its_report_back_is_not_blocked(judges: list[Judge]) -> None:
-    judge = judges[0]
-    judge.note(blocked(0, "'a'", [1]))
-    judge.note(blocked(1, "'b'", [2]))
-    judge.note(oracle.blocked_message(1, b"", b"", []))
-    assert judge.due_ns() == 0
-    judge.note(blocked(1, "'c'", [3]))
-    assert judge.verdict()[0] == ASK
-
-
 def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
     judge = judges[0]
     judge.note(blocked(0, "'a'", [1]))
@@ -154,14 +144,6 @@ def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
     assert judge.due_ns(100) == 0
     judge.note(blocked(1, "'b'", [2], others="thread 'Saver'"), 8)
     assert judge.due_ns(100) == 8
-
-
-def test_ranks_that_wait_alike_are_named_together(judges: list[Judge]) -> None:
-    judge = judges[1]
-    verdict, text = confirmed(
-        judge, [blocked_as(rank, "'x'" if rank == 1 else "'y'", 1 + (rank == 1), 4) for rank in range(4)]
-    )
-    assert (verdict, text.partition(";")[0]) == (DEADLOCK, "ranks 0, 2-3 wait for 'y', rank 1 for 'x'")
 
 
 def test_a_long_sentence_is_cut_where_it_may_be(native: ModuleType) -> None:

@@ -79,41 +79,6 @@ def test_a_request_that_differs_is_noted_as_failed() -> None:
     run_ranks(body, [2])
 
 
-def test_many_threads_submit_while_another_reads() -> None:
-    threads, rounds = 4, 100
-
-    def body(rank: Rank) -> None:
-        is_over = threading.Event()
-        wrong: list[object] = []
-
-        def read() -> None:
-            while not is_over.is_set():
-                for event in rank.context.events():
-                    if event.bytes != 8 * int(event.name.split(".")[0]) and event.event != "begun":
-                        wrong.append(event)
-
-        def submit(number: int) -> None:
-            for step in range(rounds):
-                array = np.ones(number)
-                handle = rank.submit("allreduce", f"{number}.{step}", [array], reduce_op=1)
-                rank.finish(handle)
-                if array[0] != rank.size:
-                    wrong.append(array)
-
-        reader = threading.Thread(target=read)
-        writers = [threading.Thread(target=submit, args=(number,)) for number in range(1, threads + 1)]
-        for thread in (reader, *writers):
-            thread.start()
-        for thread in writers:
-            thread.join()
-        is_over.set()
-        reader.join()
-        assert wrong == []
-        assert sum(event.event == "ended" for event in rank.context.events()) > 200  # of 1024 events about a quarter
-
-    run_ranks(body, [2])
-
-
 @EVERYWHERE
 def test_a_stall_shows_what_each_rank_did_last(hosts: list[int]) -> None:
     seen = threading.Barrier(sum(hosts))

@@ -127,38 +127,6 @@ def test_a_group_may_have_thousands_of_tensors(hosts: list[int], direct_bytes: i
     run_ranks(body, hosts, direct_bytes=direct_bytes)
 
 
-@pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 2, 1]], ids=str)
-@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-def test_allgathers_among_other_operations_in_any_order(hosts: list[int], direct_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        order = random.Random(rank.rank)
-        for step in range(8):
-            names = [f"{kind}{i}" for kind in "gs" for i in range(6)]
-            order.shuffle(names)
-            arrays = {
-                name: part(rank.rank, step, int(name[1])) if name[0] == "g" else np.full(50, rank.rank)
-                for name in names
-            }
-            handles = {
-                name: rank.submit("allgather", name, [arrays[name]])
-                if name[0] == "g"
-                else rank.submit("allreduce", name, [arrays[name]], reduce_op=1)
-                for name in names
-            }
-            for name, handle in handles.items():
-                rank.context.wait(handle)
-                if name[0] == "g":
-                    data, first_dims = rank.context.take_result(handle, 0)
-                    index = int(name[1])
-                    assert first_dims == [row_count(r, step, index) for r in range(rank.size)]
-                    assert bytes(data) == np.concatenate([part(r, step, index) for r in range(rank.size)]).tobytes()
-                else:
-                    assert (arrays[name] == sum(range(rank.size))).all()
-                rank.context.release(handle)
-
-    run_ranks(body, hosts, direct_bytes=direct_bytes)
-
-
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("cached", [False, True])
 def test_ranks_that_differ_in_more_than_rows_are_told_and_go_on(hosts: list[int], cached: bool) -> None:
@@ -216,21 +184,6 @@ def test_as_many_rows_as_a_result_can_have_are_counted() -> None:
 
 def test_teams_gather_each_in_the_order_of_its_members() -> None:
     run_in_teams(lambda rank, members, team, step: check_group(rank, step, 3, members, team=team))
-
-
-@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)
-def test_a_rank_that_dies_before_it_announces_is_named(hosts: list[int], victim: int) -> None:
-    with Group(hosts) as group:
-        group.run(lambda rank: check_group(rank, 0, 2))
-
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                group.kill(victim)
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim} "):
-                check_group(rank, 1, 2)
-
-        group.run(body)
 
 
 # ---- Into memory of the caller ----

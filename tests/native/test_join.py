@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 import threading
 import time
@@ -75,19 +74,6 @@ def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], ca
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_all_are_told_who_joined_last(hosts: list[int]) -> None:
-    """The last one joins when it alone has been able to reduce something, by which all others have joined."""
-
-    def body(rank: Rank) -> None:
-        for last in [*range(rank.size), 0]:
-            if rank.rank == last:
-                assert rank.allreduce(np.full(3, 7.0), "alone")[0] == 7.0
-            assert join(rank) == last
-
-    run_ranks(body, hosts)
-
-
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [2, 1, 3]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
 def test_values_of_joined_ranks_change_no_reduction(hosts: list[int], dtype: str) -> None:
@@ -154,44 +140,6 @@ def test_adasum_of_one_rank_that_is_left_is_its_own_vector(hosts: list[int]) -> 
 
 
 @pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-@pytest.mark.parametrize("cache", [0, 64])
-def test_an_allgather_has_no_rows_of_joined_ranks(hosts: list[int], cache: int) -> None:
-    def body(rank: Rank) -> None:
-        joined = rank.size // 2
-        handle = joins_first(rank, joined)
-        for turn in range(3 if handle is None else 0):
-            for count in (0, 1, 3000):
-                rows = [0 if r < joined else r % 2 + turn + count for r in range(rank.size)]
-                own = np.full((rows[rank.rank], 3), rank.rank, np.int32)
-                gathered, first_dims = rank.allgather(own, f"g{count}")
-                assert first_dims == rows
-                assert np.array_equal(np.repeat(np.arange(rank.size), rows), gathered[:, 0])
-        end_join(rank, handle)
-
-    run_ranks(body, hosts, cache_capacity=cache)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_broadcasts_barriers_and_groups_go_on(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        joined = rank.size // 2
-        handle = joins_first(rank, joined)
-        for turn in range(3 if handle is None else 0):
-            for root in there(rank, joined):
-                for count in (2, 20_000):
-                    array = np.full(count, float(rank.rank + turn))
-                    assert np.all(rank.broadcast(array, root, f"b{count}.{root}") == root + turn)
-            rank.barrier(f"barrier{turn}")
-            group = [np.full(n, rank.rank + 1, kind) for n, kind in ((3, np.float32), (5000, np.int64), (0, np.uint8))]
-            rank.finish(rank.submit("allreduce", "group", group, reduce_op=SUM))
-            wanted = sum(r + 1 for r in there(rank, joined))
-            assert all(np.all(array == wanted) for array in group)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
 def test_a_single_operation_runs_where_its_data_would_travel_with_the_agreement(hosts: list[int]) -> None:
     """Small, alone and known by id, as a loss is; before, while and after ranks have joined."""
 
@@ -232,65 +180,6 @@ def test_what_a_rank_has_submitted_before_it_joins_is_done_with_its_values(hosts
             assert rank.rank == 0 or np.all(extra == all_ranks - 1)
 
     run_ranks(body, hosts, cache_capacity=cache)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 2], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_small_cache_is_evicted_while_ranks_join(hosts: list[int], seed: int) -> None:
-    """Ranks have operations pending by id when they join, and others bring new names all the time."""
-
-    def body(rank: Rank) -> None:
-        for epoch in range(8):
-            plan = random.Random(seed * 100 + epoch)
-            ends = [plan.randrange(12) for _ in range(rank.size)]
-            order = random.Random(seed * 1000 + epoch * 10 + rank.rank)
-            pending = []
-            for step in range(max(ends)):
-                names = [f"n{plan.randrange(9)}.{i}" for i in range(3)]
-                if step >= ends[rank.rank]:
-                    break
-                order.shuffle(names)
-                for name in names:
-                    array = np.full(4, float(rank.rank + 1))
-                    pending.append((step, rank.submit("allreduce", name, [array], reduce_op=SUM), array))
-                if step + 1 < ends[rank.rank]:
-                    check(rank, pending, ends)
-            handle = rank.context.start_join(0)  # with those of the last step pending
-            assert finish_join(rank, handle) in range(rank.size)
-            check(rank, pending, ends)
-
-    def check(rank: Rank, pending: list[tuple[int, int, np.ndarray]], ends: list[int]) -> None:
-        for step, handle, array in pending:
-            rank.finish(handle)
-            assert np.all(array == sum(r + 1 for r, end in enumerate(ends) if end > step))
-        pending.clear()
-
-    run_ranks(body, hosts, cache_capacity=4)
-
-
-def test_every_team_is_joined_by_itself() -> None:
-    with Group([4]) as group:
-        teams = [[0, 1, 2], [1, 3]]
-
-        def body(rank: Rank) -> None:
-            ids = [rank.context.add_team(members) for members in teams]
-            mine = [number for number, members in zip(ids, teams, strict=True) if rank.rank in members]
-            handles = []
-            if rank.rank == 1:
-                handles = [rank.context.start_join(team) for team in mine]
-                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
-            else:
-                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
-                for number, members in zip(ids, teams, strict=True):
-                    if rank.rank in members:
-                        assert rank.allreduce(np.ones(2), "x", team=number)[0] == len(members) - 1
-                handles = [rank.context.start_join(team) for team in mine]
-            for handle in handles:
-                assert finish_join(rank, handle) != 1
-            for number in ids:
-                rank.context.remove_team(number)
-
-        group.run(body)
 
 
 # ---- What nobody can do for another rank ----

@@ -34,11 +34,6 @@ def assert_parts(dtype: Dtype, actual: Array, expected: Array, note: object) -> 
     assert_bits(part, actual.view(part.storage), expected.view(part.storage), note)
 
 
-def test_dtypes_have_their_sizes(native: ModuleType) -> None:
-    for dtype in COMPLEX.values():
-        assert native.lib.horo_dtype_bytes(dtype.code) == dtype.storage.itemsize
-
-
 @by_dtype
 def test_units_multiply_to_the_sum_of_their_angles(kernel: Kernel, dtype: Dtype) -> None:
     for count in COUNTS:

@@ -16,6 +16,7 @@ from horo.errors import InternalError, PeerLostError
 
 FRAME_MAX = 64 << 20
 NOISE = random.Random(3)
+GATHER = oracle.request(oracle.Request("g", op=oracle.ALLGATHER, tensors=(oracle.Tensor(7, (0, 5)),) * 2))
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
@@ -50,6 +51,10 @@ def framed(message: bytes) -> bytes:
         pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
         pytest.param(framed(oracle.lost_message(-2, -40, 1)), id="a loss of no rank"),
         pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
+        pytest.param(framed(oracle.request_message(1, 0, b"", GATHER, [7, 7, 7])), id="rows of too many ranks"),
+        pytest.param(framed(oracle.request_message(1, 0, b"", GATHER)), id="no rows"),
+        pytest.param(framed(oracle.request_message(77, 0, b"", GATHER, [7, 7])), id="a request of no rank"),
+        pytest.param(framed(oracle.batch_message([(9, b"")])), id="a batch of what was never announced"),
         *(pytest.param(framed(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
 )

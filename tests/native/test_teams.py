@@ -127,31 +127,6 @@ def test_members_do_all_operations_among_themselves(hosts: list[int], ranks: lis
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_teams_that_overlap_run_side_by_side(hosts: list[int]) -> None:
-    """All ranks submit to all their teams, in orders of their own, under the same names, before they wait."""
-    links, sets = Links(hosts_of(hosts)), [[0, 1], [1, 2], [2, 3], [0, 1, 2, 3], [0, 2, 3]]
-
-    def body(rank: Rank) -> None:
-        teams = [rank.context.add_team(ranks, **links.of(rank.rank, ranks, i)) for i, ranks in enumerate(sets)]
-        mine = [(team, ranks) for team, ranks in zip(teams, sets, strict=True) if rank.rank in ranks]
-        chance = np.random.default_rng(rank.rank)
-        for step in range(30):
-            handles = []
-            for place in chance.permutation(len(mine)):
-                team, ranks = mine[place]
-                array = np.full(1 + 5000 * (step % 3), step + team, np.float64)
-                handle = rank.submit("allreduce", "same", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-                handles.append((handle, array, len(ranks) * (step + team)))
-            for handle, array, wanted in handles:
-                rank.finish(handle)
-                assert (array == wanted).all()
-        rank.barrier()
-
-    with Group(hosts, teams=8) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
     """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
     links, done = Links(hosts_of(hosts)), threading.Event()
@@ -454,34 +429,6 @@ def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) 
 
     with Group(hosts) as group:
         group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [3], [2, 2]], ids=str)
-def test_what_was_agreed_on_is_finished_before_the_end(hosts: list[int]) -> None:
-    """Every rank submits to its teams and shuts down at once: each operation is done by all its members or by none."""
-    size = sum(hosts)
-    ranks, some = list(range(size)), list(range(1, size))
-    links = Links(hosts_of(hosts))
-    for attempt in range(25):
-        outcomes: dict[int, list[bool]] = {}
-
-        def body(rank: Rank, outcomes: dict[int, list[bool]] = outcomes, attempt: int = attempt) -> None:
-            sets = [ranks, some]
-            teams = [rank.context.add_team(part, **links.of(rank.rank, part, attempt)) for part in sets]
-            done = []
-            for team, part in zip(teams, sets, strict=True):
-                if rank.rank in part:
-                    array = np.full(3000, rank.rank, np.float64)
-                    handle = rank.submit("allreduce", "last", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-                    done.append((team, handle, array, float(sum(part))))
-            for _, handle, array, wanted in done:
-                rank.context.wait(handle)
-                assert (array == wanted).all()
-            outcomes[rank.rank] = [True]
-
-        with Group(hosts, segment_bytes=4096) as group:
-            group.run(body)
-        assert len(outcomes) == size
 
 
 def test_a_context_that_goes_while_a_team_is_being_added_ends_in_order() -> None:

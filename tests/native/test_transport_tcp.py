@@ -167,14 +167,6 @@ def test_a_reset_connection_counts_as_closed(native: ModuleType) -> None:
     rank.destroy()
 
 
-def test_a_closed_connection_is_told_as_such(join: Join) -> None:
-    fabric = join(2)
-    fabric.crash(1)
-    rank = fabric.ranks[0]
-    assert rank.wait(rank.recv(1, 1)) == PEER_LOST
-    assert rank.loss(1) == CLOSED
-
-
 def test_a_peer_that_reads_no_control_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
     near, far = socket_pair("tcp")
     with far:
