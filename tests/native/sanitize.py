@@ -31,7 +31,6 @@ OPTIONS = {
 }
 IN_ONE_THREAD = (
     "test_kernel.py",
-    "test_kernel_complex.py",
     "test_shares.py",
     "test_tune_meter.py",
     "test_tune_search.py",
