@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -35,6 +36,7 @@ __all__ = [
     "dies_in_the_middle",
     "recorded_stderr",
     "run_ranks",
+    "run_script",
     "sockets_of",
     "wait_for",
 ]
@@ -62,6 +64,23 @@ NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex128": np.complex128,
 }
 _DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in (NUMPY_OF_DTYPE | NUMPY_OF_COMPLEX).items()}
+
+
+LAYOUTS = {
+    "1": [0],
+    "2": [0, 0],
+    "3": [0, 0, 0],
+    "8": [0] * 8,
+    "1+1": [0, 1],
+    "2+2": [0, 0, 1, 1],
+    "1+3": [0, 1, 1, 1],
+    "3+1+2": [0, 0, 0, 1, 2, 2],
+    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
+    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
+    "9 hosts, a tree of four levels": [*range(9), 7],
+    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
+}
+over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
 def describe(
@@ -317,6 +336,22 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def run_script(script: str, *words: object, **env: str) -> str:
+    """What a program of its own, whose ranks are processes that it forks, writes."""
+    folder = Path(__file__).resolve().parent
+    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}", *map(str, words)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def dies_in_the_middle(

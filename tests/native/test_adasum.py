@@ -9,28 +9,13 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from ranks import Rank, dies_in_the_middle, run_ranks
+from ranks import Rank, dies_in_the_middle, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.core.context import RequestBuffer, Tensor
 from horo.errors import UnsupportedError
 
-LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "5": [0] * 5,
-    "8": [0] * 8,
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "1+1+1+1": [0, 1, 2, 3],
-    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
-}
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 52}
 COUNTS = [0, 1, 2, 7, 64, 1001, 30_011]
 OP = context.REDUCE_OPS["adasum"]

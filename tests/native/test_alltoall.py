@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import native_build
 import numpy as np
 import pytest
-from ranks import Rank, describe, dies_in_the_middle, run_ranks
-from test_gather import LAYOUTS
+from ranks import Rank, describe, dies_in_the_middle, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import MismatchError, UsageError
 
 ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-over_every_layout = pytest.mark.parametrize("host_of_rank", [[0], *LAYOUTS.values()], ids=["1", *LAYOUTS.keys()])
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from complex_numbers import factor, product, read, stored
-from ranks import NUMPY_OF_COMPLEX, Rank, run_ranks
+from ranks import NUMPY_OF_COMPLEX, Rank, over_every_layout, run_ranks
 from test_carry_bits import check_paths
 from test_join import join
-from test_reducescatter import LAYOUTS, rows_of, scatter
+from test_reducescatter import rows_of, scatter
 
 from horo.core import context
 from horo.errors import UnsupportedError
@@ -18,7 +18,6 @@ from horo.errors import UnsupportedError
 PRODUCT = context.REDUCE_OPS["product"]
 COUNTS = [0, 1, 3, 255, 512, 1025, 40_003]
 
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 by_dtype = pytest.mark.parametrize("dtype", NUMPY_OF_COMPLEX)
 
 

@@ -81,8 +81,7 @@ def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
         with pytest.raises(DeadlockError, match=told):
             rank.barrier("same", team=teams[rank.rank])
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 1, 1]], ids=str)
@@ -194,8 +193,7 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
         thread.join()
         return errors[0]
 
-    with Group(hosts) as group:
-        texts = group.run(body)
+    texts = run_ranks(body, hosts)
     assert texts[0] == texts[1]
     for r in range(2):
         assert f"'early {r}' (" in texts[0]

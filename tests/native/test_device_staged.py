@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_group import Gpu, OnGpu, captured_by_rank_0
 from doubles import CUDA, build_double
-from ranks import Group, Rank, describe, wait_for
+from ranks import Group, Rank, describe, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back, use_cuda
@@ -41,8 +41,7 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
         own.close()
         return gpu.get(source, array)
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -92,8 +91,7 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
             device.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     total = np.arange(7) * (size * (size + 1) / 2)
     for mine, (mean, adasum, copied, share, gathered, exchanged) in enumerate(results):
         np.testing.assert_allclose(mean, 2 * total / size)
@@ -126,8 +124,7 @@ def test_many_at_once_use_pinned_memory_again(gpu: Gpu) -> None:
                 np.testing.assert_array_equal(gpu.get(source, arrays[0]), np.full(5000, 2 * number + 1, np.float32))
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
     assert gpu.counts()["pinned_ever"] <= 2 * 2 * 8
 
 
@@ -161,8 +158,7 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> N
         np.testing.assert_array_equal(own.allreduce(array), array)
         own.close()
 
-    with Group((1,)) as group:
-        group.run(body)
+    run_ranks(body, (1,))
 
 
 def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
@@ -178,8 +174,7 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
                 own.finish(handle)
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
     gpu.close(captured)
 
 
@@ -203,8 +198,7 @@ def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
         np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
         own.close()
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
 
 
 def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> None:
@@ -225,8 +219,7 @@ def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> No
         own.close()
         assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
 
 
 def test_a_driver_that_cannot_be_used_is_told(gpu: Gpu, tmp_path: Path) -> None:
@@ -255,8 +248,7 @@ def test_values_that_never_come_fail_the_request(gpu: Gpu, way: str) -> None:
         own.close()
         assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
 
-    with Group((1,)) as group:
-        group.run(body)
+    run_ranks(body, (1,))
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError
@@ -40,8 +40,7 @@ def test_all_others_read_the_words_while_they_wait_and_afterwards(hosts: list[in
         assert re.match(expected, fails(rank, "third"))
         assert re.fullmatch(expected, str(rank.context.health()))
 
-    with Group(hosts, log_level=5) as group:
-        group.run(body)
+    run_ranks(body, hosts, log_level=5)
 
 
 @pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 1, 1]], ids=str)
@@ -78,8 +77,7 @@ def test_a_rank_that_waits_is_told_what_the_other_has_done_and_in_which_step_it_
             rank.barrier("metric")
         assert rank.context.events()[-1].event == "left"
 
-    with Group(hosts, log_level=5) as group:
-        group.run(body)
+    run_ranks(body, hosts, log_level=5)
 
 
 def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them() -> None:
@@ -157,6 +155,5 @@ def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(capfd: py
         fails(rank, "x")
         assert rank.context.events()[-1].event == "lost"
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])
     assert "last events" not in capfd.readouterr().err

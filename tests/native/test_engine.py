@@ -275,67 +275,31 @@ def test_nothing_happens_while_idle() -> None:
 
 # ---- Ranks that disagree ----
 
+
+def call_of(*arrays: np.ndarray, op: str = "allreduce", **options: object) -> dict:
+    return {"op": op, "arrays": arrays, **options}
+
+
+THREE, FOUR = np.ones(3), np.ones(4)
+FLOATS = np.ones(3, np.float32)
 MISMATCHES = [
+    (call_of(np.ones((64, 128))), call_of(np.ones((64, 127))), ["float64 [64, 128]", "float64 [64, 127]"]),
+    (call_of(FLOATS), call_of(THREE), ["float32 [3]", "float64 [3]"]),
+    (call_of(FLOATS, wires=["bfloat16"]), call_of(FLOATS), ["sent float32 [3] as bfloat16", "sent float32 [3]"]),
+    (call_of(THREE, wires=["bfloat16"]), call_of(THREE, wires=["float16"]), ["[3] as bfloat16", "[3] as float16"]),
+    (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=4), ["op Sum", "op Max"]),
+    (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=2), ["op Sum", "op Adasum"]),
+    (call_of(THREE, prescale=2.0), call_of(THREE, prescale=3.0), ["prescale factor 2", "prescale factor 3"]),
+    (call_of(THREE), call_of(THREE, transient=True), ["a name that the caller gave", "an automatic name"]),
+    (call_of(THREE, op="broadcast"), call_of(THREE, op="broadcast", root_rank=1), ["root rank 0", "root rank 1"]),
+    (call_of(THREE), call_of(THREE, op="broadcast"), ["sent allreduce", "sent broadcast"]),
     (
-        {"op": "allreduce", "arrays": [np.ones((64, 128), np.float32)]},
-        {"op": "allreduce", "arrays": [np.ones((64, 127), np.float32)]},
-        ["float32 [64, 128]", "float32 [64, 127]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)]},
-        {"op": "allreduce", "arrays": [np.ones(3, np.float64)]},
-        ["float32 [3]", "float64 [3]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)], "wires": ["bfloat16"]},
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)]},
-        ["sent float32 [3] as bfloat16", "sent float32 [3]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["bfloat16"]},
-        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["float16"]},
-        ["sent float64 [3] as bfloat16", "sent float64 [3] as float16"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 1},
-        {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 4},
-        ["op Sum", "op Max"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "prescale": 2.0},
-        {"op": "allreduce", "arrays": [np.ones(3)], "prescale": 3.0},
-        ["prescale factor 2", "prescale factor 3"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)]},
-        {"op": "allreduce", "arrays": [np.ones(3)], "transient": True},
-        ["sent it under a name that the caller gave", "sent it under an automatic name"],
-    ),
-    (
-        {"op": "broadcast", "arrays": [np.ones(3)], "root_rank": 0},
-        {"op": "broadcast", "arrays": [np.ones(3)], "root_rank": 1},
-        ["root rank 0", "root rank 1"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)]},
-        {"op": "broadcast", "arrays": [np.ones(3)]},
-        ["sent allreduce", "sent broadcast"],
-    ),
-    (
-        {"op": "allgather", "arrays": [np.ones((3, 4))]},
-        {"op": "allgather", "arrays": [np.ones((9, 5))]},
+        call_of(np.ones((3, 4)), op="allgather"),
+        call_of(np.ones((9, 5)), op="allgather"),
         ["float64 [*, 4]", "float64 [*, 5]"],
     ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(4)]},
-        {"op": "allreduce", "arrays": [np.ones(3)]},
-        ["2 tensors", "1 tensor"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(4)]},
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(5)]},
-        ["tensor 1 of the group", "float64 [4]", "float64 [5]"],
-    ),
+    (call_of(THREE, FOUR), call_of(THREE), ["2 tensors", "1 tensor"]),
+    (call_of(THREE, FOUR), call_of(THREE, THREE), ["tensor 1 of the group", "float64 [4]", "float64 [3]"]),
 ]
 
 

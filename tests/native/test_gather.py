@@ -7,24 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, describe, run_ranks, wait_for
+from ranks import Group, Rank, describe, over_every_layout, run_ranks, wait_for
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import MismatchError, PeerLostError, UsageError
 
-LAYOUTS = {
-    "2": [0, 0],
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "1+1+1+1+1": [0, 1, 2, 3, 4],
-    "9 hosts, a tree of four levels": [*range(9), 7],
-    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
-}
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 DTYPES = (np.int32, np.uint8, np.float64)
 
 
@@ -107,8 +95,7 @@ def test_first_extents_may_differ_each_time_under_one_name(
     run_ranks(body, host_of_rank=host_of_rank, cache_capacity=cache_capacity, direct_bytes=direct_bytes)
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2]], ids=str)
-@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+@pytest.mark.parametrize(("hosts", "direct_bytes"), [([3], 0), ([3], 1), ([1, 1], 0)], ids=str)
 def test_a_group_may_have_thousands_of_tensors(hosts: list[int], direct_bytes: int) -> None:
     """Their extents take more bytes than a ring to the leader and one to the ranks have."""
     count = 40_000

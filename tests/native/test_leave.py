@@ -12,14 +12,14 @@ from typing import Any
 import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core import stack_dump
 from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
-ROUNDS = 60 if native_build.FLAVOUR else 300
+ROUNDS = 40 if native_build.FLAVOUR else 100
 TOLD_WITHIN_S = 15
 LEAVERS = [(hosts, leaver) for hosts in ([2], [1, 1], [2, 2]) for leaver in range(sum(hosts))]
 
@@ -208,6 +208,5 @@ def test_nothing_is_freed_before_the_thread_for_answers_has_left_the_core(monkey
     monkeypatch.setattr(stack_dump, "lib", core)
     monkeypatch.setattr(_core, "lib", core)
     monkeypatch.setattr(stack_dump, "_END_S", 0.0)
-    with Group((1,)) as group:
-        group.run(lambda rank: rank.barrier())
+    run_ranks(lambda rank: rank.barrier(), (1,))
     assert core.seen == ["left the core", "freed"]

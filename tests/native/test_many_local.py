@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, run_ranks, wait_for
 
 from horo.errors import AbortedError, PeerLostError
 
@@ -64,5 +64,4 @@ def test_many_ranks_of_one_host_reduce(hosts: list[int]) -> None:
             array = rank.allreduce(np.full(count, float(rank.rank)), f"x{step}")
             assert (array == rank.size * (rank.size - 1) / 2).all()
 
-    with Group(hosts, segment_bytes=1 << 12) as group:
-        group.run(body)
+    run_ranks(body, hosts, segment_bytes=1 << 12)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr
+from ranks import Group, Rank, recorded_stderr, run_ranks
 
 from horo.core import context
 from horo.errors import MismatchError, UsageError
@@ -39,8 +39,7 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
         own.close()
         return gpu.get(source, array)
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -73,8 +72,7 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         own.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     for found in results:
         for name, values in zip(chosen, found, strict=True):
             tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
@@ -137,8 +135,7 @@ def test_broadcast_and_reducescatter(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...
         own.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     for mine, found in enumerate(results):
         for root in range(size):
             np.testing.assert_array_equal(found[root], np.full(3, 10 * root))
@@ -163,8 +160,7 @@ def test_a_batch_is_one_launch_of_many_calls(gpu: Gpu, nccl: Nccl) -> None:
                 np.testing.assert_array_equal(gpu.get(source, like), np.full_like(like, number + 0.5))
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
     assert nccl.counts()["launched"] == 2 * 4 * 20
 
 
@@ -181,8 +177,7 @@ def test_what_nccl_cannot_do_is_staged_among_what_it_can(gpu: Gpu, nccl: Nccl) -
         own.close()
         other.close()
 
-    with Group((2, 1)) as group:
-        group.run(body)
+    run_ranks(body, (2, 1))
     assert nccl.counts()["launched"] == 2 * size
 
 
@@ -219,8 +214,7 @@ def test_what_nccl_cannot_do_is_staged(
         own.close()
         return found.copy()
 
-    with Group((1, 1)) as group:
-        found = group.run(body)
+    found = run_ranks(body, (1, 1))
     one = op in ("reducescatter", "alltoall")  # each rank has a part
     np.testing.assert_array_equal(np.concatenate(found) if one else found[0], expected.astype(dtype))
     assert one or np.array_equal(*found)
@@ -244,8 +238,7 @@ def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, ncc
         assert own.allreduce(np.ones(4, np.float32), "y").tolist() == [2.0] * 4
         own.close()
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
 
 
 def refused(gpu: Gpu, paths: Callable[[int], list[Path]], sentence: str, *, share: bool = False) -> None:
@@ -307,5 +300,4 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu, nccl
         assert own.allreduce(array).tolist() == [1.0] * 4
         own.close()
 
-    with Group((1,)) as group:
-        group.run(body)
+    run_ranks(body, (1,))

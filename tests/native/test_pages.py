@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from doubles import build_double
+from ranks import run_script
 
 # Two ranks map the memory of their host by its descriptor. What a process set has used is given back with it.
 SCRIPT = """
@@ -57,19 +56,9 @@ os._exit(0)
 @pytest.mark.parametrize("segment", [4096, 3 * 4096, 1 << 18])
 @pytest.mark.parametrize("page", [1 << 14, 1 << 16])
 def test_ranks_share_memory_in_larger_pages(tmp_path: Path, page: int, segment: int) -> None:
-    folder = Path(__file__).resolve().parent
-    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
     double = build_double("libpages.so", tmp_path, PAGE_BYTES=page)
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(double)]))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", str(page), str(segment)],
-        env={**os.environ, "LD_PRELOAD": preload},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, third = map(int, done.stdout.split())
+    said = run_script(SCRIPT, page, segment, LD_PRELOAD=preload)
+    first, second, third = map(int, said.split())
     few = 8 * page // 512  # the words of the set that are cleared one by one
     assert second <= first + few and third <= second + few, "what the process set has used is still there"

@@ -7,25 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, run_ranks
+from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
 
-LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "1+1+1+1+1": [0, 1, 2, 3, 4],
-    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
-}
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 REDUCERS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
 BOOL_REDUCERS = {"sum": np.logical_or, "min": np.logical_and, "max": np.logical_or, "product": np.logical_and}
 

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Group, Rank
+from ranks import Group, Rank, run_ranks
 from slow_links import Relay
 
 from horo.errors import AbortedError, MismatchError, PeerLostError
@@ -22,7 +22,7 @@ RELAYS = {
         control_delay_s=0.002, data_delay_s=0.003, control_chunk_bytes=61, data_chunk_bytes=5003
     ),
 }
-ROUNDS = 3
+ROUNDS = 2
 
 over_every_layout = pytest.mark.parametrize("hosts", HOSTS, ids=str)
 over_every_relay = pytest.mark.parametrize("relay", RELAYS.values(), ids=RELAYS.keys())
@@ -88,8 +88,7 @@ def test_every_collective_gives_its_result(hosts: list[int], relay: Relay) -> No
             rank.barrier()
             check_bunch(rank, "bunch", order)
 
-    with Group(hosts, relay=relay) as group:
-        group.run(body)
+    run_ranks(body, hosts, relay=relay)
 
 
 @over_every_layout
@@ -110,8 +109,7 @@ def test_calls_at_once_keep_their_order_on_every_rank(hosts: list[int], relay: R
                 expected = rank.size * (step + i) + triangle(rank.size - 1)
                 np.testing.assert_array_equal(array, np.full(10 + i, expected))
 
-    with Group(hosts, relay=relay) as group:
-        group.run(body)
+    run_ranks(body, hosts, relay=relay)
 
 
 @over_every_relay
@@ -122,8 +120,7 @@ def test_over_tcp_too(relay: Relay) -> None:
             check_allgather(rank, 3000, "rows")
             check_bunch(rank, "bunch", random.Random(rank.rank))
 
-    with Group([2, 2], relay=relay, tcp=True) as group:
-        group.run(body)
+    run_ranks(body, [2, 2], relay=relay, tcp=True)
 
 
 @over_every_relay
@@ -134,8 +131,7 @@ def test_a_disagreement_is_told_to_all_and_the_group_goes_on(relay: Relay) -> No
                 rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
             check_sum(rank, 100, "after")
 
-    with Group([2, 2], relay=relay) as group:
-        group.run(body)
+    run_ranks(body, [2, 2], relay=relay)
 
 
 @over_every_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, describe
+from ranks import Rank, describe, run_ranks
 
 from horo.core import context as _core
 from horo.core import request_buffer
@@ -48,8 +48,7 @@ def test_run_does_what_submit_wait_and_release_do(hosts: list[int]) -> None:
             assert [float(np.max(array)) for array in pair] == [2.0 * rank.size] * 2
             rank.run("barrier", "barrier", [])
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
@@ -83,8 +82,7 @@ def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
             with pytest.raises(UsageError):
                 rank.context.poll(handle)
 
-    with Group(hosts, spin_us=spin_us) as group:
-        group.run(body)
+    run_ranks(body, hosts, spin_us=spin_us)
 
 
 @pytest.mark.parametrize("check_ms", [0, 1])
@@ -114,8 +112,7 @@ def test_a_wait_that_ends_early_goes_on_until_the_result_is_there(
             rank.run("allreduce", "x", [ones], reduce_op=SUM)
             assert np.all(ones == rank.size)
 
-    with Group([3]) as group:
-        group.run(body)
+    run_ranks(body, [3])
 
 
 def test_what_run_refuses_leaves_nothing_behind() -> None:
@@ -134,8 +131,7 @@ def test_what_run_refuses_leaves_nothing_behind() -> None:
         rank.finish(handle)
         assert lib.horo_poll(rank.context._context, handle - 1) == lib.HORO_ERR_HANDLE  # the one before was released
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])
 
 
 def test_finish_waits_and_releases_and_says_what_went_wrong() -> None:
@@ -152,8 +148,7 @@ def test_finish_waits_and_releases_and_says_what_went_wrong() -> None:
             with pytest.raises(UsageError, match=f"Handle {gone} was not created or has been cleared"):
                 context.finish(gone)
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])
 
 
 def test_counters_may_be_asked_after_the_end() -> None:
@@ -163,8 +158,7 @@ def test_counters_may_be_asked_after_the_end() -> None:
         rank.run("barrier", "x", [])
         ranks.append(rank)
 
-    with Group([1]) as group:
-        group.run(body)
+    run_ranks(body, [1])
     for _ in range(2):
         assert ranks[0].context.counters()["requests"] == 1
         ranks[0].context.destroy()

@@ -123,16 +123,6 @@ def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(count: int) -> N
     run_ranks(body, [3], segment_bytes=4096, direct_bytes=1)
 
 
-def test_moves_by_either_way_and_sums_take_turns_over_the_same_slots() -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(40):
-            gather(rank, [100, 3000, 20_000][turn % 3], turn)
-            total = rank.allreduce(np.full([10, 30_000][turn % 2], turn, np.float32))
-            assert np.all(total == turn * rank.size)
-
-    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1 << 14)
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(victim: int) -> None:
     def body(rank: Rank) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from doubles import build_double
+from ranks import run_script
 
 # Rank 1 is held in its last read of what rank 0 sends, whose part is over by then. Rank 0 ends the group, its call
 # fails, and it writes to its memory; then rank 1 reads.
@@ -53,18 +52,8 @@ os._exit(0)
 @pytest.mark.parametrize("reads", [4, 5, 6])
 def test_what_is_read_after_the_end_of_the_group_is_no_result(tmp_path: Path, reads: int) -> None:
     """A turn takes up to three steps before it looks whether the group has ended: of one of these, the last three."""
-    folder = Path(__file__).resolve().parent
-    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
     double = build_double("libpeer_memory.so", tmp_path, HELD=1 + reads)  # the first two calls are those that try
     os.mkfifo(tmp_path / "fifo")
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(double)]))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}", str(reads)],
-        env={**os.environ, "LD_PRELOAD": preload, "HELD_BY": str(tmp_path / "fifo")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("PeerLostError rank 0 (host0) ended with enough"), done.stdout
+    said = run_script(SCRIPT, reads, LD_PRELOAD=preload, HELD_BY=str(tmp_path / "fifo"))
+    assert said.startswith("PeerLostError rank 0 (host0) ended with enough"), said

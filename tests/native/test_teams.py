@@ -225,8 +225,7 @@ def test_there_are_at_most_64_teams() -> None:
         assert rank.context.add_team([0, 1]) == 17 + 256
         rank.allreduce(np.ones(4, np.float32), team=17 + 256)
 
-    with Group([2], segment_bytes=4096, teams=64) as group:
-        group.run(body)
+    run_ranks(body, [2], segment_bytes=4096, teams=64)
 
 
 def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:

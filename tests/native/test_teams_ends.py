@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, run_script, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context as _core
 from horo.errors import AbortedError, PeerLostError
-
-FOLDER = Path(__file__).resolve().parent
-
-
-def run_script(script: str, timeout_s: float = 60) -> str:
-    """What a program of its own, whose ranks are processes that it forks, writes."""
-    path = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
-    code = f"import sys; sys.path[:0] = {path!r}\n{script}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
@@ -83,8 +69,7 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
             rank.run("barrier", "alone", [], team=alone)
         return rank.context.counters()["wakes"] - before
 
-    with Group([2, 2], teams=8) as group:
-        wakes = group.run(body)
+    wakes = run_ranks(body, [2, 2], teams=8)
     assert wakes[1] == wakes[3] == 0, wakes
 
 
@@ -177,5 +162,4 @@ def test_a_result_outlives_its_team() -> None:
         assert rows == [1, 2, 3]
         assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6
 
-    with Group([3]) as group:
-        group.run(body)
+    run_ranks(body, [3])
