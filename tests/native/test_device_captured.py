@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Rank, run_ranks
+from ranks import Group, Rank
 
 from horo.core.libraries import copy_back
 from horo.errors import UsageError
@@ -40,7 +40,8 @@ def test_results_that_are_copied_back_wait_for_its_end(gpu: Gpu) -> None:
         np.testing.assert_array_equal(gpu.get(source, array), array * 2)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
 
 
 def test_results_of_nccl_wait_for_its_end(gpu: Gpu, nccl: Nccl) -> None:
@@ -55,4 +56,5 @@ def test_results_of_nccl_wait_for_its_end(gpu: Gpu, nccl: Nccl) -> None:
         np.testing.assert_array_equal(gpu.get(source, array), array * 2)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from complex_numbers import factor, product, read, stored
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import NUMPY_OF_COMPLEX, Rank, run_ranks
+from ranks import NUMPY_OF_COMPLEX, Group, Rank
 from test_reducescatter import rows_of
 
 from horo.core import context
@@ -34,7 +34,8 @@ def test_products_are_staged_and_sums_are_not(gpu: Gpu, nccl: Nccl, hosts: tuple
             assert np.array_equal(read(total), np.full(5, rank.size * (1 + 2j)))
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     launched = {"staged": 0, "nccl": len(NUMPY_OF_COMPLEX) * sum(hosts)}
     assert nccl.counts()["launched"] == launched[way]
     assert nccl.counts()["mismatches"] == 0
@@ -58,4 +59,5 @@ def test_many_of_both_at_once(gpu: Gpu, nccl: Nccl) -> None:
                 assert np.array_equal(got, product(range(rank.size), 50 + k, turn) if k % 2 else sum(factors))
         own.close()
 
-    run_ranks(body, (3,))
+    with Group((3,)) as group:
+        group.run(body)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Rank, run_ranks
+from ranks import Group, Rank
 
 from horo.core import context
 from horo.core.libraries import copy_back
@@ -45,7 +45,8 @@ def test_a_staged_request_may_be_released_while_its_results_go_back(gpu: Gpu, co
         assert all("cuStreamWaitEvent failed with code 1" in failure for failure in failures)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def fail_call(gpu: Gpu, number: int, call: Callable[[], None]) -> None:
@@ -84,7 +85,8 @@ def test_memory_is_not_used_again_before_copies_from_it_whose_stream_could_not_w
         np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_memory_is_not_used_again_before_a_copy_that_no_event_could_be_put_behind(gpu: Gpu) -> None:
@@ -100,7 +102,8 @@ def test_memory_is_not_used_again_before_a_copy_that_no_event_could_be_put_behin
         np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
     gpu.pinned_left = 1
 
 
@@ -117,7 +120,8 @@ def test_copies_back_that_the_driver_refuses_may_be_asked_for_again(gpu: Gpu) ->
         np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(gpu: Gpu) -> None:
@@ -150,7 +154,8 @@ def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_c
         gpu.close(other)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_results_that_are_asked_for_too_early_are_refused_while_nccl_is(gpu: Gpu, nccl: Nccl) -> None:
@@ -173,4 +178,5 @@ def test_results_that_are_asked_for_too_early_are_refused_while_nccl_is(gpu: Gpu
             own.finish(handle)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)

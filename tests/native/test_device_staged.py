@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_group import Gpu, OnGpu, captured_by_rank_0
 from doubles import CUDA, build_double
-from ranks import Group, Rank, describe, run_ranks, wait_for
+from ranks import Group, Rank, describe, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back, use_cuda
@@ -41,7 +41,8 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
         own.close()
         return gpu.get(source, array)
 
-    results = run_ranks(body, hosts)
+    with Group(hosts) as group:
+        results = group.run(body)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -91,7 +92,8 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
             device.close()
         return found
 
-    results = run_ranks(body, hosts)
+    with Group(hosts) as group:
+        results = group.run(body)
     total = np.arange(7) * (size * (size + 1) / 2)
     for mine, (mean, adasum, copied, share, gathered, exchanged) in enumerate(results):
         np.testing.assert_allclose(mean, 2 * total / size)
@@ -124,7 +126,8 @@ def test_many_at_once_use_pinned_memory_again(gpu: Gpu) -> None:
                 np.testing.assert_array_equal(gpu.get(source, arrays[0]), np.full(5000, 2 * number + 1, np.float32))
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
     assert gpu.counts()["pinned_ever"] <= 2 * 2 * 8
 
 
@@ -158,7 +161,8 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> N
         np.testing.assert_array_equal(own.allreduce(array), array)
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
@@ -174,7 +178,8 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
                 own.finish(handle)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
     gpu.close(captured)
 
 
@@ -198,7 +203,8 @@ def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
         np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
         own.close()
 
-    run_ranks(body, (1, 1))
+    with Group((1, 1)) as group:
+        group.run(body)
 
 
 def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> None:
@@ -219,7 +225,8 @@ def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> No
         own.close()
         assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
 
-    run_ranks(body, (1, 1))
+    with Group((1, 1)) as group:
+        group.run(body)
 
 
 def test_a_driver_that_cannot_be_used_is_told(gpu: Gpu, tmp_path: Path) -> None:
@@ -248,7 +255,8 @@ def test_values_that_never_come_fail_the_request(gpu: Gpu, way: str) -> None:
         own.close()
         assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:

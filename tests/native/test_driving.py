@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, wait_for
 from test_link import framed
 
 from horo.core import context
@@ -45,7 +45,8 @@ def test_others_are_served_when_the_caller_stops_calling(hosts: list[int], late_
             rank.finish(handle)
             served[turn].set()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2]])
@@ -63,7 +64,8 @@ def test_streams_of_both_kinds_alternate(hosts: list[int]) -> None:
                 rank.finish(handle)
             assert all(np.all(array == index * rank.size) for index, array in enumerate(arrays))
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("hosts", [[1], [2], [1, 1]])
@@ -80,7 +82,8 @@ def test_who_only_asks_by_waits_of_no_time_gets_an_answer(hosts: list[int]) -> N
             )
             rank.finish(handle)
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
 
 
 def test_the_thread_sleeps_while_a_call_waits() -> None:
@@ -95,7 +98,8 @@ def test_the_thread_sleeps_while_a_call_waits() -> None:
         rank.run("barrier", "second", [])
         return rank.context.counters()["sleeps"] - before
 
-    sleeps = run_ranks(body, [1, 1])
+    with Group([1, 1]) as group:
+        sleeps = group.run(body)
     assert max(sleeps) < 1000 * late_s / 4, sleeps
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks
+from ranks import Group, Rank, recorded_stderr
 
 from horo.core import context
 from horo.errors import MismatchError, UsageError
@@ -39,7 +39,8 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
         own.close()
         return gpu.get(source, array)
 
-    results = run_ranks(body, hosts)
+    with Group(hosts) as group:
+        results = group.run(body)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -72,7 +73,8 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         own.close()
         return found
 
-    results = run_ranks(body, hosts)
+    with Group(hosts) as group:
+        results = group.run(body)
     for found in results:
         for name, values in zip(chosen, found, strict=True):
             tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
@@ -135,7 +137,8 @@ def test_broadcast_and_reducescatter(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...
         own.close()
         return found
 
-    results = run_ranks(body, hosts)
+    with Group(hosts) as group:
+        results = group.run(body)
     for mine, found in enumerate(results):
         for root in range(size):
             np.testing.assert_array_equal(found[root], np.full(3, 10 * root))
@@ -160,7 +163,8 @@ def test_a_batch_is_one_launch_of_many_calls(gpu: Gpu, nccl: Nccl) -> None:
                 np.testing.assert_array_equal(gpu.get(source, like), np.full_like(like, number + 0.5))
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 2 * 4 * 20
 
 
@@ -177,7 +181,8 @@ def test_what_nccl_cannot_do_is_staged_among_what_it_can(gpu: Gpu, nccl: Nccl) -
         own.close()
         other.close()
 
-    run_ranks(body, (2, 1))
+    with Group((2, 1)) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 2 * size
 
 
@@ -214,7 +219,8 @@ def test_what_nccl_cannot_do_is_staged(
         own.close()
         return found.copy()
 
-    found = run_ranks(body, (1, 1))
+    with Group((1, 1)) as group:
+        found = group.run(body)
     one = op in ("reducescatter", "alltoall")  # each rank has a part
     np.testing.assert_array_equal(np.concatenate(found) if one else found[0], expected.astype(dtype))
     assert one or np.array_equal(*found)
@@ -238,7 +244,8 @@ def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, ncc
         assert own.allreduce(np.ones(4, np.float32), "y").tolist() == [2.0] * 4
         own.close()
 
-    run_ranks(body, (1, 1))
+    with Group((1, 1)) as group:
+        group.run(body)
 
 
 def refused(gpu: Gpu, paths: Callable[[int], list[Path]], sentence: str, *, share: bool = False) -> None:
@@ -300,4 +307,5 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu, nccl
         assert own.allreduce(array).tolist() == [1.0] * 4
         own.close()
 
-    run_ranks(body, (1,))
+    with Group((1,)) as group:
+        group.run(body)

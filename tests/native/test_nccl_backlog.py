@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, wait_for
 from test_nccl_teams import add_teams
 from test_teams import Links, hosts_of
 
@@ -137,7 +137,8 @@ def test_a_gpu_that_is_late_comes_to_all_results(gpu: Gpu, nccl: Nccl, hosts: tu
             np.testing.assert_array_equal(gpu.get(target, array), array * sum(hosts))
         own.close()
 
-    run_ranks(body, hosts, cycle_time_us=cycle_us)
+    with Group(hosts, cycle_time_us=cycle_us) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -166,7 +167,8 @@ def test_process_sets_that_overlap_come_to_all_results(gpu: Gpu, nccl: Nccl, lat
             assert gpu.get(target, ONES).tolist() == [3.0 if team == 0 else 2.0] * 5
         own.close()
 
-    run_ranks(body, (2, 1))
+    with Group((2, 1)) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
@@ -186,7 +188,8 @@ def test_a_batch_of_thousands_of_calls(gpu: Gpu, nccl: Nccl, op: str) -> None:
             assert gpu.get(target, output).tolist() == (mine * size)[first : first + len(output)].tolist()
         own.close()
 
-    run_ranks(body, (size,), cycle_time_us=200_000)
+    with Group((size,), cycle_time_us=200_000) as group:
+        group.run(body)
 
 
 # ---- What waits with it ----
@@ -209,7 +212,8 @@ def test_what_is_in_host_memory_behind_them_waits_and_then_goes_on(gpu: Gpu, ncc
         gpu.synchronize(own.stream)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, StalledError
@@ -335,5 +335,6 @@ def test_calls_in_any_order_on_any_way(gpu: Gpu, nccl: Nccl, hosts: tuple[int, .
                 finish()
         own.close()
 
-    run_ranks(body, hosts, segment_bytes=1 << 12)
+    with Group(hosts, segment_bytes=1 << 12) as group:
+        group.run(body)
     assert nccl.counts()["launched"] > 0

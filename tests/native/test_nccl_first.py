@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks
+from ranks import Group, Rank, recorded_stderr
 from test_nccl_teams import ONES, add_teams, begin
 from test_teams import Links, hosts_of
 
@@ -39,7 +39,8 @@ def goes_on(gpu: Gpu, nccl: Nccl, hosts: list[int], first: Callable[[OnGpu], Non
         assert own.allreduce(ONES).tolist() == [rank.size] * 5
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == sum(hosts)
 
 
@@ -89,7 +90,8 @@ def test_a_set_whose_first_call_a_rank_refused_can_be_removed(gpu: Gpu, nccl: Nc
             assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context
@@ -46,7 +46,8 @@ def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts
         assert own.allreduce(ONES).tolist() == [3.0] * 5
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 2 * 2 + 3
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (5, 0)
     assert gpu.counts()["pinned_ever"] == 0
@@ -79,7 +80,8 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
                 assert gpu.get(source, ONES).tolist() == [total] * 5
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
 
 
@@ -105,7 +107,8 @@ def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl,
             assert gpu.get(source, ONES).tolist() == [size] * 5
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
 
 
 def test_two_sets_of_one_pair_of_ranks_differ_in_what_they_can(gpu: Gpu, nccl: Nccl) -> None:
@@ -186,7 +189,8 @@ def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, cou
         gpu.synchronize(own.stream)
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
     for number, seconds in asked:
         assert number <= 2 * count * (seconds * 1000 + 2)
 
@@ -218,7 +222,8 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
                 wait_for(lambda step=step: nccl.counts()["destroys"] >= 6 * (step + 1))
         own.close()
 
-    run_ranks(body, hosts)
+    with Group(hosts) as group:
+        group.run(body)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
 
 
@@ -259,7 +264,8 @@ def test_a_set_whose_first_call_was_refused_on_one_rank_can_be_removed(gpu: Gpu,
         assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
         own.close()
 
-    run_ranks(body, (2,))
+    with Group((2,)) as group:
+        group.run(body)
     assert nccl.counts()["launched"] == 2
 
 
@@ -365,7 +371,8 @@ def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, 
 
 def leave_behind_gates(gpu: Gpu, body: Callable[[Rank], tuple[OnGpu, ctypes.c_int | None]]) -> None:
     """Two ranks leave; ``body`` returns what stands on their GPUs meanwhile."""
-    owners = run_ranks(body, (2,))
+    with Group((2,)) as group:
+        owners = group.run(body)
     for own, gate in owners:
         if gate is not None:
             gpu.open(gate)
