@@ -124,14 +124,15 @@ class Rank:
         """Submits, waits and releases in one call, in place."""
         self.context.run(_core.RequestBuffer.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
 
-    def finish(self, handle: int) -> None:
-        """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""
-        try:
-            self.context.wait(handle)
-        finally:
-            if self.context.poll(handle):
-                self.context.release(handle)
-                del self._kept[handle]
+    def finish(self, *handles: int) -> None:
+        """Waits and releases, also when an operation fails; not when a signal ends the wait before it is done."""
+        for handle in handles:
+            try:
+                self.context.wait(handle)
+            finally:
+                if self.context.poll(handle):
+                    self.context.release(handle)
+                    self._kept.pop(handle, None)
 
     def allreduce(self, array: np.ndarray, name: str = "x", op: str = "sum", **options: Any) -> np.ndarray:
         self.finish(self.submit("allreduce", name, [array], reduce_op=_core.REDUCE_OPS[op], **options))

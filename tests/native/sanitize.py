@@ -31,7 +31,6 @@ OPTIONS = {
 }
 IN_ONE_THREAD = (
     "test_kernel.py",
-    "test_shares.py",
     "test_tune_meter.py",
     "test_tune_search.py",
     "test_wire.py",

@@ -171,25 +171,6 @@ def test_each_tensor_of_a_group_by_itself(host_of_rank: list[int]) -> None:
     run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 2], [1, 1, 1]], ids=str)
-def test_tensors_of_one_batch_are_not_mixed(hosts: list[int]) -> None:
-    counts = [1, 5, 700, 33, 1, 12_000, 2]
-
-    def body(rank: Rank) -> list[bytes]:
-        inputs = [[values_of(r, n, np.float32, i) for i, n in enumerate(counts)] for r in range(rank.size)]
-        alone = [combined(rank, array, f"alone{i}") for i, array in enumerate(inputs[rank.rank])]
-        for _ in range(5):
-            arrays = [array.copy() for array in inputs[rank.rank]]
-            handles = [rank.submit("allreduce", f"b{i}", [array], reduce_op=OP) for i, array in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            for i, array in enumerate(arrays):
-                check(array, [mine[i] for mine in inputs], "float32")
-        return [array.tobytes() for array in alone]
-
-    assert_same_bits(run_ranks(body, hosts))
-
-
 @pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 def test_floats_travel_as_narrower_ones(hosts: list[int], wire: str) -> None:

@@ -211,8 +211,7 @@ def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -
         for index in range(len(counts)):
             handles.append(rank.submit("allreduce", f"f{index}", [fused[index]], wires=["bfloat16"], reduce_op=1))
             handles.append(rank.submit("allreduce", f"p{index}", [plain[index]], reduce_op=1))
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(fused, alone, strict=True))
         assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, exact, strict=True))
         return rank.context.counters()["batches"] - before

@@ -112,8 +112,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
             handles += [rank.context.submit(request) for request in requests]
         await_all(rank, handles, 60, gone)
         for handle in handles:
-            rank.context.wait(handle)
-            rank.context.release(handle)
+            rank.finish(handle)
         assert (big == rank.size).all()
         assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Rank, recorded_stderr, run_ranks, wait_for
 from test_teams import Links
 
 from horo.core import context as _core
@@ -40,14 +38,6 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
-
-
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports come as soon as a wait lasts a moment: many more, and of states that pass."""
-    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 1)
-    monkeypatch.setattr(_core, "_BLOCKED_AFTER_S", 0.0)
-    monkeypatch.setattr(_core, "_BLOCKED_EVERY_S", 0.0)
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
@@ -248,42 +238,3 @@ def test_where_stalls_are_not_looked_for_nothing_is_found(watch: Watch) -> None:
         rank.context.end("enough")
 
     run_ranks(body, [2], stall_warning_ms=0)
-
-
-@pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]], ids=str)
-def test_ranks_that_do_the_same_in_any_rhythm_are_never_told(hosts: list[int]) -> None:
-    """Also with requests in any order, by two threads, and in two teams."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    links = Links([host for host, count in enumerate(hosts) for _ in range(count)])
-
-    def body(rank: Rank) -> None:
-        plan, own = random.Random(seed), random.Random(f"{seed} {rank.rank}")
-        pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], 0))
-        for step in range(40):
-            names = [f"{step}.{i}" for i in range(plan.randrange(1, 4))]
-            own.shuffle(names)
-            handles = [rank.submit("barrier", name, []) for name in names]
-            if own.random() < 0.3:
-                pause(own.random() * 0.03)
-            thread = threading.Thread(target=rank.run, args=("barrier", f"t{step}", []))
-            thread.start()
-            if step % 8 == 7:  # while the thread waits
-                rank.context.remove_team(pair)
-                pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], step))
-            for handle in handles:
-                rank.finish(handle)
-            thread.join()
-            if plan.random() < 0.5 and rank.rank != 1:
-                rank.barrier(f"p{step}", team=pair)
-
-    with Group(hosts) as group:
-        group.run(body, timeout_s=120)
-
-
-def pause(seconds: float) -> None:
-    """What the program computes."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        threading.Event().wait(0.001)

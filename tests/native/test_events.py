@@ -55,8 +55,7 @@ def test_a_rank_notes_each_step_of_an_allreduce_in_order(hosts: list[int]) -> No
 def test_a_batch_is_noted_with_what_shares_it() -> None:
     def body(rank: Rank) -> None:
         handles = [rank.submit("allreduce", f"g{i}", [np.ones(10)], reduce_op=1) for i in range(20)]
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         events = rank.context.events()
         batches = [event for event in events if event.event == "begun"]
         assert sum(batch.number for batch in batches) == 20

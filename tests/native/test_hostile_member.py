@@ -121,8 +121,7 @@ def work(rank: Rank, kept: list[np.ndarray]) -> None:
             arrays = [np.ones(3) for _ in range(4)]
             kept += arrays
             handles = [rank.submit("allreduce", f"m{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             rank.barrier()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
-import time
 from collections.abc import Callable
 
 import native_build
@@ -137,49 +135,6 @@ def test_adasum_of_one_rank_that_is_left_is_its_own_vector(hosts: list[int]) -> 
         end_join(rank, handle)
 
     run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_a_single_operation_runs_where_its_data_would_travel_with_the_agreement(hosts: list[int]) -> None:
-    """Small, alone and known by id, as a loss is; before, while and after ranks have joined."""
-
-    def body(rank: Rank) -> None:
-        for joined in (0, 1, 0, rank.size - 1, 0):
-            handle = joins_first(rank, joined)
-            for turn in range(20 if handle is None else 0):
-                array = np.full(2, float(rank.rank + turn))
-                rank.run("allreduce", "loss", [array], reduce_op=SUM)
-                assert np.all(array == sum(r + turn for r in there(rank, joined)))
-            end_join(rank, handle)
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2]], ids=str)
-@pytest.mark.parametrize("cache", [0, 3, 64])
-def test_what_a_rank_has_submitted_before_it_joins_is_done_with_its_values(hosts: list[int], cache: int) -> None:
-    """Also where each rank has something else pending, that no other one submits."""
-
-    def body(rank: Rank) -> None:
-        for turn in range(4):
-            mine = np.full(10, float(rank.rank + 1))
-            common = np.full(10, float(rank.rank + 1))
-            extra = np.full(10, float(rank.rank + 1))
-            handles = [rank.submit("allreduce", "common", [common], reduce_op=SUM)]
-            handles.append(rank.submit("allreduce", f"of rank {rank.rank}", [mine], reduce_op=SUM))
-            if rank.rank > 0:
-                handles.append(rank.submit("allreduce", "of some", [extra], reduce_op=SUM))
-            joined = rank.context.start_join(0)
-            assert finish_join(rank, joined) in range(rank.size)
-            for handle in handles:
-                assert rank.context.poll(handle), "it stands before the join in the log"
-                rank.finish(handle)
-            all_ranks = rank.size * (rank.size + 1) / 2
-            assert np.all(common == all_ranks)
-            assert np.all(mine == rank.rank + 1), turn
-            assert rank.rank == 0 or np.all(extra == all_ranks - 1)
-
-    run_ranks(body, hosts, cache_capacity=cache)
 
 
 # ---- What nobody can do for another rank ----
@@ -399,24 +354,3 @@ def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     reports = reports_of("late", text)  # before it is submitted, rank 0 counts as joined
     assert all("rank 0 (host0) has joined" in report for report in reports if "rank 0" in report), text
     assert any("rank 0 (host0) has joined" in report for report in reports) or hosts != [3], text
-
-
-def test_to_wait_for_ranks_that_go_on_is_no_stall() -> None:
-    moments = [time.monotonic()]
-
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            moments.append(time.monotonic())
-            pause = threading.Event()
-            for _ in range(20):
-                rank.allreduce(np.ones(3), "x")
-                moments.append(time.monotonic())
-                pause.wait(0.1)
-        end_join(rank, handle)
-
-    with recorded_stderr() as written:
-        run_ranks(body, [2], stall_warning_ms=1500)
-        moments.append(time.monotonic())
-        longest = max(after - before for before, after in itertools.pairwise(moments))
-        assert longest > 1 or "waiting" not in written()  # if the machine has held them up so long, it may be said

@@ -69,25 +69,6 @@ def test_a_rank_that_submits_and_leaves_at_once_gives_results_or_is_named(hosts:
     rounds(hosts, ROUNDS, body)
 
 
-@pytest.mark.parametrize(("hosts", "leaver"), LEAVERS, ids=str)
-def test_a_rank_that_leaves_while_others_announce_other_names_is_named(hosts: list[int], leaver: int) -> None:
-    start = threading.Barrier(sum(hosts))
-
-    def body(group: Group, rank: Rank, step: int) -> None:
-        start.wait(20)
-        if rank.rank == leaver:
-            rank.submit("barrier", "mine", [])
-            group.leave(leaver)
-            return
-        with pytest.raises(AbortedError, match=told(leaver)):
-            for i in range(10_000):  # one of them waits, or comes after the message
-                handles = [rank.submit("barrier", f"{rank.rank}.{i}.{k}", []) for k in range(3)]
-                for handle in handles:
-                    rank.finish(handle)
-
-    rounds(hosts, 50, body)
-
-
 @pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2], [1, 1, 1, 1]], ids=str)
 def test_all_may_leave_at_once_and_what_was_agreed_on_is_finished_everywhere(hosts: list[int]) -> None:
     """The log ends at one place for all: a tensor is reduced on all ranks, or on none."""

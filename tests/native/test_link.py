@@ -30,8 +30,7 @@ def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
         for count in range(1, 40):
             arrays = [np.full(1, float(i)) for i in range(count)]
             handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             assert arrays == [rank.size * i for i in range(count)]
 
     run_ranks(body, hosts)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, over_every_layout, run_ranks
-from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
@@ -151,16 +150,6 @@ def test_more_ranks_than_a_slot_has_lines(hosts: list[int]) -> None:
             assert np.array_equal(got, np.arange(rows)[rows_of(rows, rank.size, rank.rank)] * total)
 
     run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0)
-
-
-def test_teams_scatter_each_in_the_order_of_its_members() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        rows = 11 + 997 * number
-        place = members.index(rank.rank), len(members)
-        (got,) = scatter(rank, [np.arange(rows) * rank.rank], place=place, team=team)
-        assert np.array_equal(got, sum(members) * np.arange(rows)[rows_of(rows, place[1], place[0])])
-
-    run_in_teams(step)
 
 
 def test_what_cannot_be_done_is_refused() -> None:

@@ -116,30 +116,6 @@ def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[i
         run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=200)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
-@pytest.mark.parametrize("is_joined_first", [False, True])
-def test_beside_ranks_that_join(hosts: list[int], is_joined_first: bool) -> None:
-    """The last rank refuses what nobody calls, and what nobody but ranks that have joined is missing for."""
-
-    def body(rank: Rank) -> int:
-        for _ in range(3):
-            last = rank.size - 1
-            if rank.rank == last:
-                with pytest.raises(UnsupportedError):
-                    call(rank, "x", np.int32)
-                if is_joined_first:
-                    rank.barrier("b")  # alone, once the others have joined
-                    with pytest.raises(UnsupportedError):
-                        call(rank, "x", np.int32)
-            handle = rank.context.start_join(0)
-            rank.context.wait(handle)
-            rank.context.release(handle)
-            assert call(rank, "y").tolist() == [rank.size] * 2
-        return 0
-
-    run_ranks(body, hosts)
-
-
 def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order() -> None:
     def body(rank: Rank) -> None:
         if rank.rank == 1:
@@ -197,8 +173,7 @@ def test_ranks_that_have_refused_one_name_twice_can_join(hosts: list[int]) -> No
             for _ in range(3):
                 refused(rank, f"of rank {rank.rank}", rank.rank)
             handle = rank.context.start_join(0)
-            rank.context.wait(handle)
-            rank.context.release(handle)
+            rank.finish(handle)
             assert call(rank, "y").tolist() == [rank.size] * 2
 
     run_ranks(body, hosts)

@@ -103,8 +103,7 @@ def test_calls_at_once_keep_their_order_on_every_rank(hosts: list[int], relay: R
             x = np.full(4, float(step))
             rank.run("allreduce", "sync", [x], reduce_op=1)
             np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             for i, array in enumerate(arrays):
                 expected = rank.size * (step + i) + triangle(rank.size - 1)
                 np.testing.assert_array_equal(array, np.full(10 + i, expected))

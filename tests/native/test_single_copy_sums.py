@@ -66,18 +66,6 @@ def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: i
     run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)
 
 
-def test_sums_and_moves_by_either_way_take_turns_over_the_same_slots() -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(40):
-            rows = [100, 3000, 20_000][turn % 3]
-            (got,) = scatter(rank, [np.full((rows, 2), turn, np.float32)], f"s{rows}", prescale=[1.0, 2.0][turn % 2])
-            assert np.all(got == turn * rank.size * [1, 2][turn % 2])
-            gathered, _ = rank.allgather(np.full(rows, rank.rank + turn, np.int32), f"g{rows}")
-            assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + turn, rows))
-
-    run_ranks(body, [3], segment_bytes=1 << 14, direct_bytes=1 << 14)
-
-
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies_in_the_middle_is_named(victim: int) -> None:
     arrays = [np.ones((1 << 19, 2), np.float32) for _ in range(3)]
