@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import math
 import mmap
 import os
@@ -34,6 +36,7 @@ __all__ = [
     "Rank",
     "context_of",
     "dies_in_the_middle",
+    "on_ranks",
     "recorded_stderr",
     "run_ranks",
     "run_script",
@@ -337,6 +340,36 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def on_ranks(*given: str | Sequence[int], **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what every rank of a group runs.
+
+    Args:
+        given: layouts, with each of which the test runs; or names of its parameters that go to ``make_setups``, among
+            them ``hosts``. Neither: two ranks of one host.
+        options: of ``make_setups``.
+    """
+    layouts = [each for each in given if not isinstance(each, str)]
+    passed = [each for each in given if isinstance(each, str)]
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = [name for name in inspect.signature(body).parameters if name != "rank"]
+
+        def test(**values: Any) -> None:
+            hosts = values.get("hosts", layouts[0] if layouts else (2,))
+            more = {name: values[name] for name in passed if name != "hosts"}
+            run_ranks(lambda rank: body(rank, **{name: values[name] for name in own}), hosts, **options, **more)
+
+        names = dict.fromkeys([*own, *passed, *(["hosts"] if len(layouts) > 1 else [])])
+        functools.update_wrapper(test, body)
+        del test.__wrapped__  # type: ignore[attr-defined]  # whose parameters pytest would take
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return pytest.mark.parametrize("hosts", layouts, ids=str)(test) if len(layouts) > 1 else test
+
+    return decorate
 
 
 def run_script(script: str, *words: object, **env: str) -> str:

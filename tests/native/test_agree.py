@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import MismatchError
@@ -70,16 +70,14 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("place", ["prescale", "postscale"])
-def test_factors_that_differ_read_as_different(place: str) -> None:
-    def body(rank: Rank) -> None:
-        for factors, said in FACTORS.items():
-            one, other = ({"prescale": "1", "postscale": "1", place: value} for value in said)
-            texts = [f"prescale factor {e['prescale']} and postscale factor {e['postscale']}" for e in (one, other)]
-            expected = rf"rank 0 \(host0\) sent {re.escape(texts[0])}, rank 1 \(host0\) sent {re.escape(texts[1])}"
-            with pytest.raises(MismatchError, match=expected):
-                rank.allreduce(np.ones(2), f"x{factors}", **{place: factors[rank.rank]})
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_factors_that_differ_read_as_different(rank: Rank, place: str) -> None:
+    for factors, said in FACTORS.items():
+        one, other = ({"prescale": "1", "postscale": "1", place: value} for value in said)
+        texts = [f"prescale factor {e['prescale']} and postscale factor {e['postscale']}" for e in (one, other)]
+        expected = rf"rank 0 \(host0\) sent {re.escape(texts[0])}, rank 1 \(host0\) sent {re.escape(texts[1])}"
+        with pytest.raises(MismatchError, match=expected):
+            rank.allreduce(np.ones(2), f"x{factors}", **{place: factors[rank.rank]})
 
 
 TEAMS = [
@@ -90,15 +88,13 @@ TEAMS = [
 ]
 
 
-def test_teams_that_differ_read_as_different() -> None:
-    def body(rank: Rank) -> None:
-        for one, other, *said in TEAMS:
-            expected = f"rank 0 (host0) calls add_process_set for the ranks {said[0]}, rank 1 (host0) "
-            expected += f"add_process_set for the ranks {said[1]}; all ranks must add and remove the same"
-            with pytest.raises(MismatchError, match=re.escape(expected)):
-                rank.context.add_team([*(other if rank.rank == 1 else one)])
-
-    run_ranks(body, [40], segment_bytes=1 << 12)
+@on_ranks([40], segment_bytes=1 << 12)
+def test_teams_that_differ_read_as_different(rank: Rank) -> None:
+    for one, other, *said in TEAMS:
+        expected = f"rank 0 (host0) calls add_process_set for the ranks {said[0]}, rank 1 (host0) "
+        expected += f"add_process_set for the ranks {said[1]}; all ranks must add and remove the same"
+        with pytest.raises(MismatchError, match=re.escape(expected)):
+            rank.context.add_team([*(other if rank.rank == 1 else one)])
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 2]], ids=str)

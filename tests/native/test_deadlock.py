@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 from test_teams import Links
 
 from horo.core import context as _core
@@ -74,34 +74,28 @@ def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 1, 1]], ids=str)
-def test_a_rank_that_computes_is_waited_for(watch: Watch, hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        rank.barrier("before")
-        if rank.rank == 1:
-            watch.await_more(0, 5)
-            rank.barrier("other")
-            return
-        handle = rank.submit("barrier", "other", [])
-        rank.finish(handle)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [2, 2], [1, 1, 1])
+def test_a_rank_that_computes_is_waited_for(rank: Rank, watch: Watch) -> None:
+    rank.barrier("before")
+    if rank.rank == 1:
+        watch.await_more(0, 5)
+        rank.barrier("other")
+        return
+    handle = rank.submit("barrier", "other", [])
+    rank.finish(handle)
 
 
-def test_a_rank_whose_request_is_not_waited_for_is_waited_for(watch: Watch) -> None:
+@on_ranks([2])
+def test_a_rank_whose_request_is_not_waited_for_is_waited_for(rank: Rank, watch: Watch) -> None:
     """It has submitted something else and computes; then it waits, and both can go on."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            handle = rank.submit("barrier", "b", [])
-            watch.await_more(0, 4)
-            rank.barrier("a")
-            rank.finish(handle)
-            return
+    if rank.rank == 1:
+        handle = rank.submit("barrier", "b", [])
+        watch.await_more(0, 4)
         rank.barrier("a")
-        rank.barrier("b")
-
-    run_ranks(body, [2])
+        rank.finish(handle)
+        return
+    rank.barrier("a")
+    rank.barrier("b")
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
@@ -190,15 +184,13 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
         assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
 
 
-def test_a_thread_that_has_ended_submits_nothing() -> None:
-    def body(rank: Rank) -> None:
-        thread = threading.Thread(target=rank.barrier, args=("first",))
-        thread.start()
-        thread.join()
-        with pytest.raises(DeadlockError):
-            rank.barrier(f"own {rank.rank}")
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_a_thread_that_has_ended_submits_nothing(rank: Rank) -> None:
+    thread = threading.Thread(target=rank.barrier, args=("first",))
+    thread.start()
+    thread.join()
+    with pytest.raises(DeadlockError):
+        rank.barrier(f"own {rank.rank}")
 
 
 def test_two_threads_that_wait_are_both_named() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from descriptors import open_descriptors
-from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, UnsupportedError, UsageError
@@ -23,37 +23,29 @@ LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
 # ---- Collectives ----
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("spin_us", [0, 50])
-def test_allreduce_sums_any_size_over_any_layout(hosts: list[int], spin_us: int) -> None:
+@on_ranks(*LAYOUTS, "spin_us")
+def test_allreduce_sums_any_size_over_any_layout(rank: Rank) -> None:
     counts = [0, 1, 7, 1024, 1025, 40_000, 200_003]
-
-    def body(rank: Rank) -> None:
-        for count in counts:
-            base = np.resize(np.arange(1000, dtype=np.float64), count)
-            result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
-            assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
-
-    run_ranks(body, hosts, spin_us=spin_us)
+    for count in counts:
+        base = np.resize(np.arange(1000, dtype=np.float64), count)
+        result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
+        assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 1]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_allreduce_reduces_every_dtype_with_every_op(hosts: list[int], dtype: str) -> None:
+@on_ranks([2], [3], [2, 1])
+def test_allreduce_reduces_every_dtype_with_every_op(rank: Rank, dtype: str) -> None:
     reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-
-    def body(rank: Rank) -> None:
-        rng = np.random.default_rng(7)
-        for count in (5, 3000):
-            inputs = [rng.integers(0, 3, count).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
-            for op, reducer in reducers.items():
-                expected = inputs[0]
-                for other in inputs[1:]:
-                    expected = reducer(expected, other)
-                result = rank.allreduce(inputs[rank.rank].copy(), f"{op}{count}", op)
-                assert np.array_equal(expected, result)
-
-    run_ranks(body, hosts)
+    rng = np.random.default_rng(7)
+    for count in (5, 3000):
+        inputs = [rng.integers(0, 3, count).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
+        for op, reducer in reducers.items():
+            expected = inputs[0]
+            for other in inputs[1:]:
+                expected = reducer(expected, other)
+            result = rank.allreduce(inputs[rank.rank].copy(), f"{op}{count}", op)
+            assert np.array_equal(expected, result)
 
 
 def test_allreduce_scales_before_and_after() -> None:
@@ -67,41 +59,33 @@ def test_allreduce_scales_before_and_after() -> None:
         run_ranks(body, hosts)
 
 
-def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own() -> None:
+@on_ranks([2], cycle_time_us=100_000)
+def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own(rank: Rank) -> None:
     factors = [(1.0, 1.0), (0.5, 1.0), (1.0, 10.0), (0.5, 10.0)]
-
-    def body(rank: Rank) -> None:
-        arrays = [np.full(3, 2.0) for _ in factors]
-        handles = [
-            rank.submit("allreduce", f"{before}, {after}", [array], reduce_op=1, prescale=before, postscale=after)
-            for array, (before, after) in zip(arrays, factors, strict=True)
-        ]
-        rank.finish(*handles)
-        for array, (before, after) in zip(arrays, factors, strict=True):
-            assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
-
-    run_ranks(body, [2], cycle_time_us=100_000)
+    arrays = [np.full(3, 2.0) for _ in factors]
+    handles = [
+        rank.submit("allreduce", f"{before}, {after}", [array], reduce_op=1, prescale=before, postscale=after)
+        for array, (before, after) in zip(arrays, factors, strict=True)
+    ]
+    rank.finish(*handles)
+    for array, (before, after) in zip(arrays, factors, strict=True):
+        assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_broadcast_from_every_root(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for root in range(rank.size):
-            for count in (0, 1, 50_000):
-                x = np.full(count, rank.rank, np.int32)
-                assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
-
-    run_ranks(body, hosts)
+@on_ranks(*LAYOUTS)
+def test_broadcast_from_every_root(rank: Rank) -> None:
+    for root in range(rank.size):
+        for count in (0, 1, 50_000):
+            x = np.full(count, rank.rank, np.int32)
+            assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
 
 
-def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once() -> None:
-    def body(rank: Rank) -> None:
-        for count in (1, 3000):
-            gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
-            parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
-            assert np.array_equal(gathered, np.concatenate(parts))
-
-    run_ranks(body, [8, 8, 8], segment_bytes=1 << 12)
+@on_ranks([8, 8, 8], segment_bytes=1 << 12)
+def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once(rank: Rank) -> None:
+    for count in (1, 3000):
+        gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
+        parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
+        assert np.array_equal(gathered, np.concatenate(parts))
 
 
 def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
@@ -117,30 +101,24 @@ def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
     assert max(sent) - min(sent) <= 64 * 30  # whole lines; so many segments
 
 
-def test_a_group_of_mixed_dtypes_is_one_request() -> None:
-    def body(rank: Rank) -> None:
-        arrays = [np.ones(5, np.float32), np.ones(70_000, np.int64), np.ones((2, 2), np.float32)]
-        rank.finish(rank.submit("allreduce", "group", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
-        assert all((array == rank.size).all() for array in arrays)
-        assert rank.context.counters()["requests"] == 1
-
-    run_ranks(body, [2, 1])
+@on_ranks([2, 1])
+def test_a_group_of_mixed_dtypes_is_one_request(rank: Rank) -> None:
+    arrays = [np.ones(5, np.float32), np.ones(70_000, np.int64), np.ones((2, 2), np.float32)]
+    rank.finish(rank.submit("allreduce", "group", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
+    assert all((array == rank.size).all() for array in arrays)
+    assert rank.context.counters()["requests"] == 1
 
 
 @pytest.mark.skipif(psutil.virtual_memory().available < 6 << 30, reason="needs 6 GiB of free memory")
 @pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="too slow under a sanitizer")
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
+@on_ranks([2], [1, 1], segment_bytes=1 << 20)
+def test_more_than_two_to_the_31_elements(rank: Rank) -> None:
     count = (1 << 31) + 77
-
-    def body(rank: Rank) -> None:
-        x = np.full(count, rank.rank + 1, np.uint8)
-        x[-1] = 10 * (rank.rank + 1)
-        rank.allreduce(x)
-        assert x[0] == x[1 << 31] == x[-2] == 3
-        assert x[-1] == 30
-
-    run_ranks(body, hosts, segment_bytes=1 << 20)
+    x = np.full(count, rank.rank + 1, np.uint8)
+    x[-1] = 10 * (rank.rank + 1)
+    rank.allreduce(x)
+    assert x[0] == x[1 << 31] == x[-2] == 3
+    assert x[-1] == 30
 
 
 # ---- Agreement ----
@@ -179,24 +157,20 @@ def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
     assert min(run_ranks(body, [2], fusion_bytes=100, cycle_time_us=100_000)) >= 32  # a third one has no room
 
 
-def test_cached_tensors_are_announced_by_id() -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(10):
-            rank.allreduce(np.ones(3))
-        assert rank.context.counters()["cache_hits"] == 9
-        for _ in range(3):
-            rank.allreduce(np.ones(3), "once", transient=True)
-        assert rank.context.counters()["cache_hits"] == 9
-
-    run_ranks(body, [2, 1])
+@on_ranks([2, 1])
+def test_cached_tensors_are_announced_by_id(rank: Rank) -> None:
+    for _ in range(10):
+        rank.allreduce(np.ones(3))
+    assert rank.context.counters()["cache_hits"] == 9
+    for _ in range(3):
+        rank.allreduce(np.ones(3), "once", transient=True)
+    assert rank.context.counters()["cache_hits"] == 9
 
 
-def test_a_changed_shape_is_agreed_on_anew() -> None:
-    def body(rank: Rank) -> None:
-        for count in (3, 3, 5, 5, 3, 4, 3):
-            assert (rank.allreduce(np.ones(count)) == rank.size).all()
-
-    run_ranks(body, [2, 2])
+@on_ranks([2, 2])
+def test_a_changed_shape_is_agreed_on_anew(rank: Rank) -> None:
+    for count in (3, 3, 5, 5, 3, 4, 3):
+        assert (rank.allreduce(np.ones(count)) == rank.size).all()
 
 
 def test_a_rank_spins_before_it_sleeps_also_in_the_middle_of_an_operation() -> None:
@@ -282,49 +256,45 @@ def test_a_mismatch_names_tensor_ranks_and_values_and_the_job_goes_on(
     run_ranks(body, hosts)
 
 
-def test_bad_calls_are_refused_where_they_are_made() -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
-                rank.broadcast(np.ones(3), 7)
-            with pytest.raises(UsageError, match="a scalar has no first dimension"):
-                rank.submit("allgather", "g", [np.array(3.0)])
-            with pytest.raises(UnsupportedError, match="not offered for bool"):
-                rank.allreduce(np.ones(3, np.bool_), op="average")
-            for op, array, wire in (
-                ("allreduce", np.ones(3, np.int32), "float16"),
-                ("allreduce", np.ones(3, np.float16), "bfloat16"),
-                ("allreduce", np.ones(3), "float32"),
-                ("broadcast", np.ones(3), "bfloat16"),
-            ):
-                with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
-                    rank.submit(op, "w", [array], wires=[wire])
-            with pytest.raises(UsageError, match="the name has 0 bytes"):
-                rank.submit("barrier", "", [])
-            with pytest.raises(UsageError, match="the name has 2000 bytes"):
-                rank.submit("barrier", "n" * 2000, [])
-            with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
-                rank.context.poll(99)
+@on_ranks([2])
+def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
+    if rank.rank == 1:
+        with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
+            rank.broadcast(np.ones(3), 7)
+        with pytest.raises(UsageError, match="a scalar has no first dimension"):
+            rank.submit("allgather", "g", [np.array(3.0)])
+        with pytest.raises(UnsupportedError, match="not offered for bool"):
+            rank.allreduce(np.ones(3, np.bool_), op="average")
+        for op, array, wire in (
+            ("allreduce", np.ones(3, np.int32), "float16"),
+            ("allreduce", np.ones(3, np.float16), "bfloat16"),
+            ("allreduce", np.ones(3), "float32"),
+            ("broadcast", np.ones(3), "bfloat16"),
+        ):
+            with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
+                rank.submit(op, "w", [array], wires=[wire])
+        with pytest.raises(UsageError, match="the name has 0 bytes"):
+            rank.submit("barrier", "", [])
+        with pytest.raises(UsageError, match="the name has 2000 bytes"):
+            rank.submit("barrier", "n" * 2000, [])
+        with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
+            rank.context.poll(99)
+    rank.barrier()
+
+
+@on_ranks([2])
+def test_a_name_may_be_in_flight_once(rank: Rank) -> None:
+    if rank.rank == 0:
+        first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+        with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
+            rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+        with pytest.raises(UsageError, match="still running"):
+            rank.context.release(first)
         rank.barrier()
-
-    run_ranks(body, [2])
-
-
-def test_a_name_may_be_in_flight_once() -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
-            with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
-                rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
-            with pytest.raises(UsageError, match="still running"):
-                rank.context.release(first)
-            rank.barrier()
-            rank.finish(first)
-        else:
-            rank.barrier()
-            rank.allreduce(np.ones(3), "twice")
-
-    run_ranks(body, [2])
+        rank.finish(first)
+    else:
+        rank.barrier()
+        rank.allreduce(np.ones(3), "twice")
 
 
 # ---- Ranks that leave, die or stall ----

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import native_build
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, UsageError
@@ -72,69 +72,55 @@ def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], ca
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [2, 1, 3]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_values_of_joined_ranks_change_no_reduction(hosts: list[int], dtype: str) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2], [2, 1, 3])
+def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> None:
     reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-
-    def body(rank: Rank) -> None:
-        kind = NUMPY_OF_DTYPE[dtype]
-        rng = np.random.default_rng(3)
-        low = 0 if dtype.startswith("u") or dtype == "bool" else -3
-        inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
-        handle = joins_first(rank, 1)
-        for _ in range(2 if handle is None else 0):  # by name, by id
-            for op, reducer in reducers.items():
-                for count in (3, 3000):
-                    expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
-                    result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
-                    assert np.array_equal(expected, result), (op, count)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+    kind = NUMPY_OF_DTYPE[dtype]
+    rng = np.random.default_rng(3)
+    low = 0 if dtype.startswith("u") or dtype == "bool" else -3
+    inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
+    handle = joins_first(rank, 1)
+    for _ in range(2 if handle is None else 0):  # by name, by id
+        for op, reducer in reducers.items():
+            for count in (3, 3000):
+                expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
+                result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
+                assert np.array_equal(expected, result), (op, count)
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_neutral_values_are_so_in_the_form_in_which_they_travel(hosts: list[int], wire: str) -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        for op in ("sum", "min", "max", "product") if handle is None else ():
-            array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
-            rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
-            left = rank.size - 1
-            assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [3], [1, 1], [2, 2])
+def test_neutral_values_are_so_in_the_form_in_which_they_travel(rank: Rank, wire: str) -> None:
+    handle = joins_first(rank, 1)
+    for op in ("sum", "min", "max", "product") if handle is None else ():
+        array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
+        rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
+        left = rank.size - 1
+        assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_average_divides_by_all_ranks(hosts: list[int]) -> None:
+@on_ranks(*SEVERAL)
+def test_average_divides_by_all_ranks(rank: Rank) -> None:
     """As Horovod does: those that have joined count as zeros."""
-
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
-            assert np.all(result == 8.0 * (rank.size - 1))
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+    handle = joins_first(rank, 1)
+    if handle is None:
+        result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
+        assert np.all(result == 8.0 * (rank.size - 1))
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [4], [1, 1], [2, 1]], ids=str)
-def test_adasum_of_one_rank_that_is_left_is_its_own_vector(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, rank.size - 1)
-        if handle is None:
-            for count in (1, 1000):
-                own = np.arange(count, dtype=np.float64) + 1
-                for _ in range(2):
-                    assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [3], [4], [1, 1], [2, 1])
+def test_adasum_of_one_rank_that_is_left_is_its_own_vector(rank: Rank) -> None:
+    handle = joins_first(rank, rank.size - 1)
+    if handle is None:
+        for count in (1, 1000):
+            own = np.arange(count, dtype=np.float64) + 1
+            for _ in range(2):
+                assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
+    end_join(rank, handle)
 
 
 # ---- What nobody can do for another rank ----
@@ -184,19 +170,17 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-def test_an_alltoall_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            array = np.zeros(2)
-            tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
-            request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
-            with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
-                rank.context.wait(request)
-            rank.context.release(request)
-        end_join(rank, handle)
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_an_alltoall_is_refused(rank: Rank) -> None:
+    handle = joins_first(rank, 1)
+    if handle is None:
+        array = np.zeros(2)
+        tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
+        request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
+        with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
+            rank.context.wait(request)
+        rank.context.release(request)
+    end_join(rank, handle)
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:
@@ -222,14 +206,12 @@ def test_a_rank_that_has_joined_can_submit_nothing() -> None:
     run_ranks(body, [2])
 
 
-def test_the_name_of_joining_is_taken() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match="is the name of joining"):
-            rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
-        with pytest.raises(UsageError, match="does not exist"):
-            rank.context.start_join(3)
-
-    run_ranks(body, [1])
+@on_ranks([1])
+def test_the_name_of_joining_is_taken(rank: Rank) -> None:
+    with pytest.raises(UsageError, match="is the name of joining"):
+        rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
+    with pytest.raises(UsageError, match="does not exist"):
+        rank.context.start_join(3)
 
 
 def test_a_rank_that_adds_a_team_cannot_join() -> None:

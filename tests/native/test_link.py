@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, on_ranks
 
 from horo.core.context import Context
 from horo.errors import InternalError, PeerLostError
@@ -19,21 +19,17 @@ NOISE = random.Random(3)
 GATHER = oracle.request(oracle.Request("g", op=oracle.ALLGATHER, tensors=(oracle.Tensor(7, (0, 5)),) * 2))
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
-def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
+@on_ranks([1, 1], [2, 1, 1])
+def test_messages_of_every_length_pass_between_hosts(rank: Rank) -> None:
     """First requests, which carry their name, then ids: four bytes more for each that is submitted at once."""
-
-    def body(rank: Rank) -> None:
-        for _ in range(2):
-            for length in range(1, 140):
-                rank.finish(rank.submit("barrier", "n" * length, []))
-        for count in range(1, 40):
-            arrays = [np.full(1, float(i)) for i in range(count)]
-            handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-            rank.finish(*handles)
-            assert arrays == [rank.size * i for i in range(count)]
-
-    run_ranks(body, hosts)
+    for _ in range(2):
+        for length in range(1, 140):
+            rank.finish(rank.submit("barrier", "n" * length, []))
+    for count in range(1, 40):
+        arrays = [np.full(1, float(i)) for i in range(count)]
+        handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
+        rank.finish(*handles)
+        assert arrays == [rank.size * i for i in range(count)]
 
 
 def framed(message: bytes) -> bytes:

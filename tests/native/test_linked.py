@@ -13,7 +13,7 @@ from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
 from links import CONTROL, DATA, create_tcp, socket_pair
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 from test_cross import INTERNAL, OK
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
@@ -31,25 +31,6 @@ def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int
 
 
 # With contexts, which have no other connections.
-
-
-def all_operations(rank: Rank) -> None:
-    """Of few and of many bytes, so that every algorithm has its turn, from every root."""
-    for count in (1, 700, 300_000):
-        values = np.arange(count, dtype=np.float64)
-        assert (rank.allreduce(values * (rank.rank + 1), "r") == values * (rank.size * (rank.size + 1) // 2)).all()
-        gathered, rows = rank.allgather(np.full(count // 7 + 1, rank.rank, np.int32))
-        assert (gathered == np.repeat(np.arange(rank.size), rows)).all()
-    for root in range(rank.size):
-        for count in (1, 300_000):
-            sent = rank.broadcast(np.full(count, float(rank.rank)), root)
-            assert (sent == root).all()
-    rank.barrier()
-
-
-@pytest.mark.parametrize("hosts", [[1] * 6, [1] * 7, [2, 1, 1, 1, 3, 1, 1, 1, 1], [2] * 6], ids=str)
-def test_every_operation_gets_by_with_the_links_of_the_rule(hosts: list[int]) -> None:
-    run_ranks(all_operations, hosts)
 
 
 @pytest.mark.parametrize("sockets", [1, 2])
@@ -117,12 +98,9 @@ def test_posting_to_a_missing_link_is_refused_and_the_others_go_on(native: Modul
         rank.destroy()
 
 
-def test_without_any_links_for_data_what_moves_none_works() -> None:
+@on_ranks([1, 1, 1], data_links=False)
+def test_without_any_links_for_data_what_moves_none_works(rank: Rank) -> None:
     """An operation that moves data is an error on all ranks, not a hang and not a crash."""
-
-    def body(rank: Rank) -> None:
-        rank.barrier()
-        with pytest.raises(HoroError):
-            rank.allreduce(np.ones(10), "x")
-
-    run_ranks(body, [1, 1, 1], data_links=False)
+    rank.barrier()
+    with pytest.raises(HoroError):
+        rank.allreduce(np.ones(10), "x")

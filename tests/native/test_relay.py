@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, on_ranks
 from slow_links import Relay
 
 from horo.errors import AbortedError, MismatchError, PeerLostError
@@ -75,62 +75,53 @@ def check_bunch(rank: Rank, prefix: str, order: random.Random) -> None:
 
 @over_every_layout
 @over_every_relay
-def test_every_collective_gives_its_result(hosts: list[int], relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        order = random.Random(rank.rank)
-        for _ in range(ROUNDS):
-            for count in (1, 1000, 40_000):
-                check_sum(rank, count, f"sum{count}")
-            check_min(rank, 5000, "min")
-            for root in range(rank.size):
-                check_broadcast(rank, 3000, root, f"from{root}")
-            check_allgather(rank, 50, "rows")
-            rank.barrier()
-            check_bunch(rank, "bunch", order)
-
-    run_ranks(body, hosts, relay=relay)
+@on_ranks("hosts", "relay")
+def test_every_collective_gives_its_result(rank: Rank) -> None:
+    order = random.Random(rank.rank)
+    for _ in range(ROUNDS):
+        for count in (1, 1000, 40_000):
+            check_sum(rank, count, f"sum{count}")
+        check_min(rank, 5000, "min")
+        for root in range(rank.size):
+            check_broadcast(rank, 3000, root, f"from{root}")
+        check_allgather(rank, 50, "rows")
+        rank.barrier()
+        check_bunch(rank, "bunch", order)
 
 
 @over_every_layout
 @over_every_relay
-def test_calls_at_once_keep_their_order_on_every_rank(hosts: list[int], relay: Relay) -> None:
+@on_ranks("hosts", "relay")
+def test_calls_at_once_keep_their_order_on_every_rank(rank: Rank) -> None:
     """A synchronous call after each of a stream: what drives the engine changes with every one."""
-
-    def body(rank: Rank) -> None:
-        for step in range(20):
-            arrays = [np.full(10 + i, step + i + rank.rank) for i in range(3)]
-            handles = [rank.submit("allreduce", f"a{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
-            x = np.full(4, float(step))
-            rank.run("allreduce", "sync", [x], reduce_op=1)
-            np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
-            rank.finish(*handles)
-            for i, array in enumerate(arrays):
-                expected = rank.size * (step + i) + triangle(rank.size - 1)
-                np.testing.assert_array_equal(array, np.full(10 + i, expected))
-
-    run_ranks(body, hosts, relay=relay)
+    for step in range(20):
+        arrays = [np.full(10 + i, step + i + rank.rank) for i in range(3)]
+        handles = [rank.submit("allreduce", f"a{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
+        x = np.full(4, float(step))
+        rank.run("allreduce", "sync", [x], reduce_op=1)
+        np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
+        rank.finish(*handles)
+        for i, array in enumerate(arrays):
+            expected = rank.size * (step + i) + triangle(rank.size - 1)
+            np.testing.assert_array_equal(array, np.full(10 + i, expected))
 
 
 @over_every_relay
-def test_over_tcp_too(relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(ROUNDS):
-            check_sum(rank, 100_000, "large")
-            check_allgather(rank, 3000, "rows")
-            check_bunch(rank, "bunch", random.Random(rank.rank))
-
-    run_ranks(body, [2, 2], relay=relay, tcp=True)
+@on_ranks([2, 2], "relay", tcp=True)
+def test_over_tcp_too(rank: Rank) -> None:
+    for _ in range(ROUNDS):
+        check_sum(rank, 100_000, "large")
+        check_allgather(rank, 3000, "rows")
+        check_bunch(rank, "bunch", random.Random(rank.rank))
 
 
 @over_every_relay
-def test_a_disagreement_is_told_to_all_and_the_group_goes_on(relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            with pytest.raises(MismatchError, match=f"odd{step}"):
-                rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
-            check_sum(rank, 100, "after")
-
-    run_ranks(body, [2, 2], relay=relay)
+@on_ranks([2, 2], "relay")
+def test_a_disagreement_is_told_to_all_and_the_group_goes_on(rank: Rank) -> None:
+    for step in range(3):
+        with pytest.raises(MismatchError, match=f"odd{step}"):
+            rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
+        check_sum(rank, 100, "after")
 
 
 @over_every_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks
 from test_alltoall import Plan, check
 from test_reducescatter import scatter
 from test_teams import Links
@@ -109,18 +109,15 @@ def test_a_team_on_one_of_several_hosts_reads() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 33, 64, 500, 600])
-def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(count: int) -> None:
+@on_ranks([3], segment_bytes=4096, direct_bytes=1)
+def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(rank: Rank, count: int) -> None:
     """512 addresses fit a slot."""
-
-    def body(rank: Rank) -> None:
-        for turn in range(3):
-            arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
-            handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
-            rank.finish(handle)
-            for i, array in enumerate(arrays):
-                assert np.all(array == turn % rank.size * 1000 + i + turn)
-
-    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1)
+    for turn in range(3):
+        arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
+        handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
+        rank.finish(handle)
+        for i, array in enumerate(arrays):
+            assert np.all(array == turn % rank.size * 1000 + i + turn)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

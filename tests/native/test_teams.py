@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from fabric import make_team_links
-from ranks import Group, Rank, run_ranks, sockets_of, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, sockets_of, wait_for
 
 from horo.core import context as _core
 from horo.core.context import Context
@@ -157,17 +157,15 @@ def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-def test_a_team_has_its_own_numbers_in_the_flight_recorder() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2])
-        if rank.rank > 0:
-            rank.allreduce(np.ones(3, np.float32), "inside", team=team)
-            events = [event for event in rank.context.events() if event.name == "inside"]
-            assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
-            assert {event.team for event in events} == {team}
-        assert "add_process_set" in {event.op for event in rank.context.events()}
-
-    run_ranks(body, [3])
+@on_ranks([3])
+def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
+    team = rank.context.add_team([1, 2])
+    if rank.rank > 0:
+        rank.allreduce(np.ones(3, np.float32), "inside", team=team)
+        events = [event for event in rank.context.events() if event.name == "inside"]
+        assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
+        assert {event.team for event in events} == {team}
+    assert "add_process_set" in {event.op for event in rank.context.events()}
 
 
 def test_several_sockets_per_peer_serve_teams_too() -> None:
@@ -215,83 +213,47 @@ def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: li
         assert group.contexts[0].counters()["link_bytes"] >= before["link_bytes"]
 
 
-def test_there_are_at_most_64_teams() -> None:
-    def body(rank: Rank) -> None:
-        teams = [rank.context.add_team([i % 2]) for i in range(63)]
-        assert teams == list(range(1, 64))
-        with pytest.raises(ResourceError, match="there are 64 process sets already"):
-            rank.context.add_team([0, 1])
-        rank.context.remove_team(17)
-        assert rank.context.add_team([0, 1]) == 17 + 256
-        rank.allreduce(np.ones(4, np.float32), team=17 + 256)
-
-    run_ranks(body, [2], segment_bytes=4096, teams=64)
+@on_ranks([2], segment_bytes=4096, teams=64)
+def test_there_are_at_most_64_teams(rank: Rank) -> None:
+    teams = [rank.context.add_team([i % 2]) for i in range(63)]
+    assert teams == list(range(1, 64))
+    with pytest.raises(ResourceError, match="there are 64 process sets already"):
+        rank.context.add_team([0, 1])
+    rank.context.remove_team(17)
+    assert rank.context.add_team([0, 1]) == 17 + 256
+    rank.allreduce(np.ones(4, np.float32), team=17 + 256)
 
 
-def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
-            rank.context.add_team([1] if rank.rank == 1 else [0, 1])
-        first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-        with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
-            rank.context.remove_team(second if rank.rank == 1 else first)
-        with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
-            rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
-        for team in (0, first, second):
-            assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
-        rank.context.remove_team(first)
-        with pytest.raises(UsageError, match="process set 1 has been removed"):
-            rank.allreduce(np.ones(5, np.float32), team=first)
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> None:
+    with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
+        rank.context.add_team([1] if rank.rank == 1 else [0, 1])
+    first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
+    with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
+        rank.context.remove_team(second if rank.rank == 1 else first)
+    with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
+        rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
+    for team in (0, first, second):
+        assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
+    rank.context.remove_team(first)
+    with pytest.raises(UsageError, match="process set 1 has been removed"):
+        rank.allreduce(np.ones(5, np.float32), team=first)
 
 
-def test_a_team_that_came_to_nothing_goes_while_others_come_and_go() -> None:
-    """Its links are let go of by the caller, the list of those in use is the driver's: for the thread sanitizer."""
-    links = Links([0, 1])
-
-    def differ(rank: Rank) -> None:
-        for step in range(30):
-            ranks = [0, 1] if rank.rank == 0 else [1]
-            with pytest.raises(MismatchError):
-                rank.context.add_team(ranks, **links.of(rank.rank, ranks, ("differ", step)))
-            first.wait(30)
-            second.wait(30)
-
-    def agree(rank: Rank) -> None:
-        for step in range(30):
-            first.wait(30)
-            team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], ("agree", step)))
+@on_ranks([2])
+def test_a_rank_that_removes_a_team_at_work_is_told(rank: Rank) -> None:
+    team = rank.context.add_team([0, 1])
+    array = np.ones(3, np.float32)
+    if rank.rank == 0:
+        handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+        with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
             rank.context.remove_team(team)
-            second.wait(30)
-
-    def body(rank: Rank) -> None:
-        thread = threading.Thread(target=differ, args=(rank,))
-        thread.start()
-        agree(rank)
-        thread.join(60)
-        assert not thread.is_alive()
-
-    first, second = threading.Barrier(4), threading.Barrier(4)
-    run_ranks(body, [1, 1])
-
-
-def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1])
-        array = np.ones(3, np.float32)
-        if rank.rank == 0:
-            handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-            with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
-                rank.context.remove_team(team)
-            rank.barrier()
-            rank.finish(handle)
-        else:
-            rank.barrier()
-            rank.allreduce(array, team=team)
-        rank.context.remove_team(team)
-
-    run_ranks(body, [2])
+        rank.barrier()
+        rank.finish(handle)
+    else:
+        rank.barrier()
+        rank.allreduce(array, team=team)
+    rank.context.remove_team(team)
 
 
 BAD = {
@@ -305,80 +267,42 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_impossible_teams_are_refused_before_anybody_hears_of_them(what: str) -> None:
+@on_ranks([2])
+def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank, what: str) -> None:
     ranks, text = BAD[what]
-
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match=text):
-            rank.context.add_team(ranks)
-        assert rank.context.add_team([0, 1]) == 1
-
-    run_ranks(body, [2])
+    with pytest.raises(UsageError, match=text):
+        rank.context.add_team(ranks)
+    assert rank.context.add_team([0, 1]) == 1
 
 
-def test_what_a_team_cannot_do_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2])
-        if rank.rank == 0:
-            with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
-                rank.barrier(team=team)
-        else:
-            with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
-                rank.broadcast(np.ones(1, np.float32), 0, team=team)
-        for unknown in (-1, 5, 64, 10**6):
-            with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
-                rank.barrier(team=unknown)
-        for unknown in (-1, 5, 64):
-            with pytest.raises(UsageError, match="does not exist"):
-                rank.context.remove_team(unknown)
-        with pytest.raises(UsageError, match="process set 0 has all ranks"):
-            rank.context.remove_team(0)
-
-    run_ranks(body, [3])
+@on_ranks([3])
+def test_what_a_team_cannot_do_is_refused(rank: Rank) -> None:
+    team = rank.context.add_team([1, 2])
+    if rank.rank == 0:
+        with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
+            rank.barrier(team=team)
+    else:
+        with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
+            rank.broadcast(np.ones(1, np.float32), 0, team=team)
+    for unknown in (-1, 5, 64, 10**6):
+        with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
+            rank.barrier(team=unknown)
+    for unknown in (-1, 5, 64):
+        with pytest.raises(UsageError, match="does not exist"):
+            rank.context.remove_team(unknown)
+    with pytest.raises(UsageError, match="process set 0 has all ranks"):
+        rank.context.remove_team(0)
 
 
-def test_a_missing_link_is_named() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match="was given no connection for agreement to host"):
-            rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
-        with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
-            rank.context.add_team([0, 1])
-
-    run_ranks(body, [1, 1])
+@on_ranks([1, 1])
+def test_a_missing_link_is_named(rank: Rank) -> None:
+    with pytest.raises(UsageError, match="was given no connection for agreement to host"):
+        rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
+    with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
+        rank.context.add_team([0, 1])
 
 
 # ---- Ends ----
-
-
-@pytest.mark.parametrize(
-    "hosts, dying", [([3], 0), ([3], 2), ([1, 2], 0), ([2, 1], 2), ([1, 1, 1], 0), ([1, 1, 1], 1)], ids=str
-)
-def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) -> None:
-    """Who dies is alone on its host, or there is one: its thread lives on, and must not speak for others."""
-    links = Links(hosts_of(hosts))
-    others = [rank for rank in range(3) if rank != dying]
-
-    def body(rank: Rank) -> str:
-        both = rank.context.add_team(others, **links.of(rank.rank, others, 0))
-        pair = sorted([others[0], dying])
-        team = rank.context.add_team(pair, **links.of(rank.rank, pair, 1))
-        if rank.rank == dying:
-            rank.barrier()
-            group.kill(dying, links.sockets_of(dying))
-            return "dead"
-        handle = rank.submit("barrier", "barrier", [])
-        group.await_kill(dying)
-        wait_for(lambda: rank.context.poll(handle))
-        with pytest.raises(PeerLostError) as caught:
-            if rank.rank in pair:
-                rank.allreduce(np.ones(100_000, np.float32), team=team)
-            while True:
-                rank.barrier("others", team=both)
-        return str(caught.value)
-
-    with Group(hosts) as group:
-        texts = group.run(body)
-        assert all(f"rank {dying} " in text for rank, text in enumerate(texts) if rank != dying), texts
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)

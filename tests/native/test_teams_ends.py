@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, run_script, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, run_script, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context as _core
@@ -148,18 +148,15 @@ def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() 
     assert int(run_script(FORK)) == world + node + team
 
 
-def test_a_result_outlives_its_team() -> None:
+@on_ranks([3])
+def test_a_result_outlives_its_team(rank: Rank) -> None:
     """Also where another team has its number by then."""
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1, 2])
-        handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
-        rank.context.wait(handle)
-        rank.context.remove_team(team)
-        assert rank.context.add_team([1]) % 256 == team
-        data, rows = rank.context.take_result(handle, 0)
-        rank.context.release(handle)
-        assert rows == [1, 2, 3]
-        assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6
-
-    run_ranks(body, [3])
+    team = rank.context.add_team([0, 1, 2])
+    handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
+    rank.context.wait(handle)
+    rank.context.remove_team(team)
+    assert rank.context.add_team([1]) % 256 == team
+    data, rows = rank.context.take_result(handle, 0)
+    rank.context.release(handle)
+    assert rows == [1, 2, 3]
+    assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from ranks import Rank, run_ranks, wait_for
+from ranks import Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core.context import ffi, lib
@@ -132,24 +132,22 @@ def test_each_waiter_gets_the_sentence_of_the_error(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-def test_who_comes_after_the_release_is_told_so() -> None:
-    def body(rank: Rank) -> None:
-        context = rank.context
-        handle = rank.submit("barrier", "b", [])
-        context.finish(handle)
-        gone = f"Handle {handle} was not created or has been cleared."
-        for call in (context.wait, context.finish, context.finish_or_keep, context.release, context.poll):
-            with pytest.raises(UsageError, match=gone) as raised:
-                call(handle)
-            assert type(raised.value) is UsageError
-            assert raised.value._is_released
-        native = context._context
-        assert lib.horo_wait(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
-        assert lib.horo_finish(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
-        assert lib.horo_release(native, handle) == lib.HORO_ERR_HANDLE
-        context.wait_any([handle, handle])
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_who_comes_after_the_release_is_told_so(rank: Rank) -> None:
+    context = rank.context
+    handle = rank.submit("barrier", "b", [])
+    context.finish(handle)
+    gone = f"Handle {handle} was not created or has been cleared."
+    for call in (context.wait, context.finish, context.finish_or_keep, context.release, context.poll):
+        with pytest.raises(UsageError, match=gone) as raised:
+            call(handle)
+        assert type(raised.value) is UsageError
+        assert raised.value._is_released
+    native = context._context
+    assert lib.horo_wait(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_finish(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_release(native, handle) == lib.HORO_ERR_HANDLE
+    context.wait_any([handle, handle])
 
 
 def test_a_pending_handle_is_not_released() -> None:
