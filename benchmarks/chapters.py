@@ -16,6 +16,8 @@ from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 STATE_TEXTS = {"": "", "sharing": ", cores sharing a cache", "apart": ", cores sharing no cache"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
+HIDDEN |= {"call_min_us", "messages_most", "frame_share"}
+SIZES_MAX = 7
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def horo_of(rows: Sequence[Row]) -> Row | None:
 def size_table(rows: Sequence[Row], state: str, operation: Operation = ALLREDUCE) -> list[str]:
     names = [key[0] for key in grouped(rows, "contestant")]
     table = []
-    for (size,), found in grouped(rows, "bytes").items():
+    for size, found in sizes_shown(rows).items():
         times = {row["contestant"]: median_of(row, state) for row in found}
         fastest = min(times, key=lambda name: times[name])
         cells = [report.time_text(times[name]) if name in times else "" for name in names]
@@ -103,14 +105,30 @@ def size_table(rows: Sequence[Row], state: str, operation: Operation = ALLREDUCE
     return markdown_table(["size", *names, "horo, GB/s", "best peer / horo"], table)
 
 
+def sizes_shown(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Rows by size; of many sizes every second one, which are powers of 16 where powers of 4 were measured."""
+    by_size = {int(size): found for (size,), found in grouped(rows, "bytes").items()}
+    step = 1 if len(by_size) <= SIZES_MAX else 2
+    return dict(list(by_size.items())[::step])
+
+
 def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
-    """One line that names the sizes at which a peer takes less time than horo, and how many times as fast it is."""
-    found = []
+    """One line: at which sizes in a row a peer takes less time than horo, and how many times as fast it is."""
+    runs: list[list[tuple[int, float, str]]] = [[]]
     for (size,), of_size in grouped(rows, "bytes").items():
         horo, best = horo_of(of_size), best_peer(of_size, state)
         if horo and best and (ratio := ratio_of(best, horo, state)) < 1:
-            found.append(f"{report.size_text(size)} {1 / ratio:.2f} ({best['contestant']})")
-    return [f"* {what}: {', '.join(found)}"] if found else []
+            runs[-1].append((size, 1 / ratio, best["contestant"]))
+        elif runs[-1]:
+            runs.append([])
+    texts = []
+    for run in filter(None, runs):
+        sizes, times = [report.size_text(size) for size, _, _ in run], [time for _, time, _ in run]
+        names = " or ".join(dict.fromkeys(name for _, _, name in run))
+        low, high = f"{min(times):.2f}", f"{max(times):.2f}"
+        size_range = sizes[0] if len(run) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        texts.append(f"{size_range} {low if low == high else f'{low} to {high}'} ({names})")
+    return [f"* {what}: {', '.join(texts)}"] if texts else []
 
 
 # ---- the other collectives -------------------------------------------------------------------------------------------
@@ -192,7 +210,7 @@ def negotiation(document: Document, folder: Path) -> Chapter:
             title = f"agreement on one known tensor: {y}"
             pictures.draw_curves(folder / f"{name}.svg", curves, x="ranks", y=y, title=title)
             lines += [picture(folder, name, title), ""]
-    return Chapter([*lines, *plain_table(document.rows)])
+    return Chapter([*lines, *plain_table([row for row in document.rows if row["kind"] == "cached"])])
 
 
 def growth_points(rows: Sequence[Row], column: str) -> dict[float, list[tuple[float, float]]]:
@@ -221,6 +239,8 @@ def plain(document: Document, folder: Path) -> Chapter:
 
 
 def plain_table(rows: Sequence[Row]) -> list[str]:
+    if all("bytes" in row for row in rows):
+        rows = [row for found in sizes_shown(rows).values() for row in found]
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN))
     columns = [key for key in columns if not any(isinstance(row.get(key), list | dict) for row in rows)]
     titles = [title_of(key) for key in columns]

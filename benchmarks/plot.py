@@ -83,7 +83,7 @@ def write_page(documents: Sequence[Document], page: Path) -> None:
     ahead = [line for chapter in made for line in chapter.ahead]
     lines += ["## Where a peer is ahead", ""]
     if ahead:
-        lines += ["Behind a size: how many times as fast which peer is.", "", *ahead]
+        lines += ["Behind sizes: how many times as fast which peer is.", "", *ahead]
     else:
         lines.append("Nowhere in these results.")
     lines.append("")

@@ -61,14 +61,15 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 def passed_over(environ: Mapping[str, str], arguments: Mapping[str, Any] | None = None) -> list[str]:
-    """A sentence for each variable of Horovod that is set, unless to 0 or to nothing, and that horo does not read.
+    """A sentence for each variable of Horovod, or its twin in HORO_, that is set, and that horo does not read.
 
     And for the times of stall checks, the settings of autotuning and the marks of a timeline, where these are switched
     off, also if they are ``arguments`` of ``init()``.
     """
     sentences = [
         f"{name} does nothing here: {why}"
-        for name, why in PASSED_OVER.items()
+        for horovods, why in PASSED_OVER.items()
+        for name in (horovods, horovods.replace("HOROVOD_", "HORO_"))
         if environ.get(name, "").strip().lower() not in _OFF
     ]
     built = [name for name in AT_BUILD if environ.get(name, "").strip()]
@@ -112,7 +113,8 @@ def _without_switch(environ: Mapping[str, str], arguments: Mapping[str, Any]) ->
 
 def misspelt(environ: Mapping[str, str]) -> list[str]:
     """A warning for each variable whose name resembles that of one that horo or Horovod reads, but is not equal."""
-    known = {*names_of(*GROUPS), *PASSED_OVER, *AT_BUILD, "HORO_HOST_MARK"}  # the last is hororun's own
+    ignored = (each.replace("HOROVOD_", "HORO_") for each in PASSED_OVER)
+    known = {*names_of(*GROUPS), *PASSED_OVER, *ignored, *AT_BUILD, "HORO_HOST_MARK"}  # the last is hororun's own
     sentences = []
     for name in sorted(environ):
         prefix, _, rest = name.partition("_")

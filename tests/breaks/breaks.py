@@ -193,7 +193,7 @@ BREAKS = (
     ),
     Break(
         "agree-known-differs",
-        "native/src/engine/agree.c",
+        "native/src/engine/agree/announce.c",
         "memcmp(entry->current.bytes, entry->known.bytes, entry->known.count) != 0)) {",
         "0)) {",
         "A dtype that changes on one rank only is not refused: the sum is of unlike bytes.",
@@ -201,7 +201,7 @@ BREAKS = (
     ),
     Break(
         "agree-factors",
-        "native/src/engine/agree_record.c",
+        "native/src/engine/agree/record.c",
         "a->prescale == b->prescale && ",
         "",
         "Of two tensors in flight with unlike prescale_factor, one is scaled by that of the other.",
@@ -209,7 +209,7 @@ BREAKS = (
     ),
     Break(
         "agree-fusion-limit",
-        "native/src/engine/agree_record.c",
+        "native/src/engine/agree/record.c",
         "if (kind->bytes > most || bytes > most - kind->bytes) {",
         "if (kind->bytes > most || bytes > most) {",
         "Batches are larger than HORO_FUSION_THRESHOLD by up to one tensor.",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import TORCH_S, Hororun
 
-from horo.config.ignored import AT_BUILD, misspelt, passed_over
+from horo.config.ignored import AT_BUILD, PASSED_OVER, misspelt, passed_over
 from horo.config.table import GROUPS, Config, names_of, variables_of
 from horo.runner.cli import parse
 from horo.runner.config import JobError
@@ -46,6 +46,8 @@ def test_a_variable_works_or_says_in_one_line_that_it_does_nothing(name: str) ->
         assert len(said) == 1
         assert said[0].startswith(f"{full} does nothing here: ")
         assert "\n" not in said[0]
+        if full in PASSED_OVER:
+            assert passed_over({f"HORO_{name}": "1"}) == [said[0].replace("HOROVOD_", "HORO_", 1)]
     else:
         if name.startswith("AUTOTUNE_"):
             assert said == [f"{full} does nothing without HORO_AUTOTUNE=1"]

@@ -34,6 +34,9 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "collective", "device"},
     "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "node", "collective", "backend", "device"},
 }
+
+HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {"engine": {"agree": ()}}
+"""Per folder that is divided, its rooms, and for each the rooms of that folder that it may include from."""
 ROOT_FILES = {"context.c"}
 
 BANNED_CALLS: dict[str, str] = {
@@ -172,8 +175,14 @@ def check_includes(path: Path, text: str) -> list[str]:
         if not match or match.group(1) in ("horo.h", "horo_gpu.h", "horo_log.h"):
             continue
         target = match.group(1).split("/")
-        if len(target) != 2 or ".." in target:
+        if len(target) not in (2, 3) or ".." in target or (len(target) == 3 and target[0] not in HAVE_ROOMS):
             found.append(finding(path, number, f'"{match.group(1)}": include as "folder/file.h"'))
+        elif target[-1] == "private.h" and tuple(target[:-1]) != path.parts[:-1]:
+            found.append(finding(path, number, f"{match.group(1)} is for the files beside it"))
+        elif len(path.parts) == 3 and target[0] == folder and tuple(target[:-1]) != path.parts[:-1]:
+            above = ", ".join(HAVE_ROOMS[folder].get(path.parts[1], ())) or "none"
+            if len(target) == 2 or target[1] not in HAVE_ROOMS[folder].get(path.parts[1], ()):
+                found.append(finding(path, number, f"room {path.parts[1]} may include of {folder}: {above}"))
         elif folder is not None and target[0] != folder and target[0] not in MAY_INCLUDE[folder]:
             allowed = ", ".join(sorted(MAY_INCLUDE[folder])) or "nothing"
             found.append(finding(path, number, f"{folder} includes {target[0]}; it may include {allowed}"))

@@ -4,6 +4,7 @@
 
 #include "backend/carried.h"
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 /* From how many bytes on what is announced goes before all of it is. */
 enum { FLUSH_BYTES = 1024 };

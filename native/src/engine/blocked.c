@@ -4,6 +4,7 @@
 
 #include "base/op.h"
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */
 

@@ -10,6 +10,7 @@
 
 #include "backend/carried.h"
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request) {
     const int is_alone = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1;

@@ -5,6 +5,7 @@
 #include "arena/last_words.h"
 #include "engine/engine.h"
 #include "node/linked.h"
+#include "wire/frame.h"
 
 int hr_leader_open_links(struct hr_lane *lane, struct hr_error *error) {
     const struct hr_team *team = lane->team;

@@ -7,6 +7,7 @@
 #include "base/op.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
 

@@ -1,6 +1,6 @@
 /*
  * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
- * (agree_join.c), and it takes part in what they do by stand-ins (stand_in.c): with values that change no result, which
+ * (agree/join.c), and it takes part in what they do by stand-ins (stand_in.c): with values that change no result, which
  * are zeros, and for min, max and product what leaves the others' values as they are. An average is over all ranks.
  * An allgather has no rows of it; of a broadcast it drops what comes. What no rank can do for another fails on all that
  * have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank that has joined, reducescatter, alltoall, changes
@@ -21,6 +21,7 @@
 
 #include "base/op.h"
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 /* ---- The callers' side, with the lock held ---- */
 

@@ -6,7 +6,7 @@
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
 
-#include "engine/agree.h"
+#include "engine/agree/agree.h"
 #include "engine/deadlock.h"
 #include "engine/lone.h"
 #include "engine/request.h"

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
 enum { EVICT_AFTER_CAPACITIES = 16 };

@@ -3,15 +3,13 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/agree_entry.h"
 #include "engine/engine.h"
 #include "engine/stall.h"
 
 /* Whether a member has joined: of a host below, whether all of its ranks and of those below it have. */
 static int has_joined(const struct hr_lane *lane, int member) {
     if (lane->is_leader) {
-        const struct hr_agree_entry *join = lane->leader.agree.joined.entry;
-        return join != NULL && hr_agree_has(join->announced, member);
+        return hr_agree_has_joined(&lane->leader.agree, member);
     }
     const uint64_t hash = hr_request_pending_hash(hr_hash(HR_JOIN_NAME, sizeof HR_JOIN_NAME - 1), lane->team->id);
     return hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], hash) != 0;

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "engine/engine.h"
+#include "wire/frame.h"
 
 enum { SEGMENT_UNIT = 4096, PIECE_MIN = 4096, CYCLE_MAX_US = 1000000, OVERLAP_LAST = 2 };
 

@@ -1,8 +1,11 @@
-/* The bookkeeping of one tensor name; shared by the files of the agreement only. */
-#ifndef HR_ENGINE_AGREE_ENTRY_H
-#define HR_ENGINE_AGREE_ENTRY_H
+/*
+ * The bookkeeping of one tensor name. Files of this room, each of which calls only those before it: text.c, entry.c,
+ * rows.c, join.c, announce.c, record.c.
+ */
+#ifndef HR_ENGINE_AGREE_PRIVATE_H
+#define HR_ENGINE_AGREE_PRIVATE_H
 
-#include "engine/agree.h"
+#include "engine/agree/agree.h"
 
 /* A request in canonical bytes with the rank it came from. */
 struct hr_agree_copy {
@@ -57,12 +60,20 @@ struct hr_agree_entry {
     struct hr_agree_kind kind; /* set when it becomes READY */
 };
 
+/* Words of a set of members. */
+static inline size_t hr_agree_words(const struct hr_agree *agree) {
+    return ((size_t)agree->config.member_count + 63) / 64;
+}
 /* The bytes that describe the entry's request this round. */
 static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree_entry *entry) {
     return entry->current.bytes != NULL ? &entry->current : &entry->known;
 }
 
-/* Takes it out of its list. */
+/* text.c: one sentence on how two requests of the same name differ. */
+void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
+                            const struct hr_agree_copy *two, char *out, size_t out_bytes);
+
+/* entry.c. Takes it out of its list. */
 void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry);
 /* Puts one that is in no list at the end of that of a state, which becomes its own. */
 void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state);
@@ -72,46 +83,42 @@ static inline void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *
 }
 /* Ends the round: forgets announcements; drops the entry if it has no id. */
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
-/* The entry of a name or id, NULL if there is none. */
+/* The entry of a name or id, NULL if there is none; of a name a new one if needed, NULL: no memory. */
 struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name);
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
+struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
+/* Keeps the request as this round's. */
+int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);
+/* The entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes);
 /* Gives the entry an id, evicting the slot's owner; the known request becomes this round's. */
 int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id);
 /* Root: an id for a new entry: in an unused slot, or in that of the one idle longest; 0: none is idle long enough. */
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
+
 /*
- * agree_rows.c. note: those of a member, each of whose ranks tells so many (0: another operation than an allgather or
- * alltoall);
- * HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together; HORO_ERR_USAGE with
- * a sentence. join: all of them in the order of the members, valid until the next join; none of another operation.
+ * rows.c. told: how many rows each rank tells; 0: it is another operation than an allgather or alltoall. note: those of
+ * a member; HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together;
+ * HORO_ERR_USAGE with a sentence. merge: all of them in the order of the members, valid until the next merge.
  */
+uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request);
 int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows);
 int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
                         size_t text_bytes);
-int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined);
-/* agree.c: puts an entry that all members have announced among the complete ones. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry);
+int hr_agree_merge_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *merged);
+
 /*
- * agree_join.c. count_joined: those members that have joined count as announced, in an entry that has just been
- * announced. stand_in: what that means for it, once it is complete: no rows of them, or a failure. note_join: a member
- * has announced JOIN, which is this entry. All HORO_OK or HORO_ERR_RESOURCE. has_all_joined: not the root, all of this
- * subtree has, and the parent knows. describe: the parent tells of a request that this subtree has not announced.
+ * join.c. count_joined: those members that have joined count as announced, in an entry that has just been announced.
+ * complete_if_all: puts an entry that all members have announced among the complete ones, with no rows of those that
+ * have joined, or failed. note_join: a member has announced JOIN, which is this entry. All HORO_OK or
+ * HORO_ERR_RESOURCE. has_all_joined: not the root, all of this subtree has, and the parent knows. describe: the parent
+ * tells of a request that this subtree has not announced.
  */
 void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry);
-int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry);
+int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_has_all_joined(const struct hr_agree *agree);
 int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message);
-/* agree.c: the entry of a name, a new one where there is none; NULL: no memory. Keeps the request as this round's. */
-/* The number of rows that each rank tells. */
-uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request);
-struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
-int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);
-/* agree.c: the entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes);
-/* One sentence on how two requests of the same name differ. */
-void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
-                            const struct hr_agree_copy *two, char *out, size_t out_bytes);
 
 #endif

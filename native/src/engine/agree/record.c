@@ -3,44 +3,15 @@
 #include <string.h>
 
 #include "base/dtype.h"
-#include "base/little_endian.h"
 #include "base/op.h"
-#include "engine/agree_entry.h"
+#include "engine/agree/private.h"
+#include "wire/frame.h"
 
 enum {
     IDS_PER_MESSAGE = 1024,
     MISFITS_MAX = 64,
     BATCH_MAX = 1 << 15, /* entries: with the longest of names the record stays below HR_WIRE_MESSAGE_MAX */
 };
-
-int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
-    const uint8_t length[4] = {0};
-    HR_TRY(hr_buffer_append(out, length, sizeof length));
-    *mark = hr_buffer_size(out);
-    return HORO_OK;
-}
-
-void hr_frame_end(struct hr_buffer *out, size_t mark) {
-    (void)hr_store_u32(out->data + out->begin + mark - 4, (uint32_t)(hr_buffer_size(out) - mark));
-}
-
-int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes) {
-    const size_t available = hr_buffer_size(in);
-    const uint8_t *front = hr_buffer_front(in);
-    if (available < 4) {
-        return HORO_IN_PROGRESS;
-    }
-    const uint32_t length = hr_load_u32(front);
-    if (length > HR_WIRE_MESSAGE_MAX) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (available - 4 < length) {
-        return HORO_IN_PROGRESS;
-    }
-    *data = front + 4;
-    *bytes = length;
-    return HORO_OK;
-}
 
 static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
     return (struct hr_wire_text){entry->name, entry->name_bytes};
@@ -64,7 +35,7 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
     if (entry->failure != 0) {
         text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
     } else {
-        HR_TRY(hr_agree_join_rows(agree, entry, &rows));
+        HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
     }
     HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, rows, request->bytes, request->count));
     hr_frame_end(out, mark);
@@ -75,7 +46,7 @@ static int put_rows(struct hr_agree *agree, struct hr_buffer *out, const struct 
     size_t mark;
     struct hr_wire_rows rows;
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_agree_join_rows(agree, entry, &rows));
+    HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
     HR_TRY(hr_wire_put_rows(out, entry->id, rows));
     hr_frame_end(out, mark);
     return HORO_OK;
@@ -284,7 +255,7 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
         rows = hr_wire_encode_row(agree->joined.last, last);
     }
     while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
-        HR_TRY(entry == agree->joined.entry ? HORO_OK : hr_agree_join_rows(agree, entry, &rows));
+        HR_TRY(entry == agree->joined.entry ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
     }

@@ -7,11 +7,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/agree_entry.h"
-
-static size_t word_count(const struct hr_agree *agree) {
-    return ((size_t)agree->config.member_count + 63) / 64;
-}
+#include "engine/agree/private.h"
 
 void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at) {
     agree->joined.is_known = 1;
@@ -25,7 +21,7 @@ void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry)
     if (agree->joined.entry == NULL || entry == agree->joined.entry) {
         return;
     }
-    for (size_t word = 0; word < word_count(agree); word++) {
+    for (size_t word = 0; word < hr_agree_words(agree); word++) {
         const uint64_t others = agree->joined.entry->announced[word] & ~entry->announced[word];
         entry->stood_in[word] |= others;
         entry->announced[word] |= others;
@@ -91,7 +87,7 @@ static int add_no_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int
     return HORO_OK;
 }
 
-int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
+static int stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
     char text[HORO_MESSAGE_MAX];
     const uint64_t gathers = hr_agree_request(entry)->gathers;
     for (int member = 0; member < agree->config.member_count && entry->failure == 0; member++) {
@@ -104,6 +100,14 @@ int hr_agree_stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
         } else if (gathers > 0) {
             HR_TRY(add_no_rows(agree, entry, member, gathers));
         }
+    }
+    return HORO_OK;
+}
+
+int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
+        HR_TRY(stand_in(agree, entry));
+        hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
     }
     return HORO_OK;
 }
@@ -121,6 +125,10 @@ int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry) {
         }
     }
     return HORO_OK;
+}
+
+int hr_agree_has_joined(const struct hr_agree *agree, int member) {
+    return agree->joined.entry != NULL && hr_agree_has(agree->joined.entry->announced, member);
 }
 
 int hr_agree_has_all_joined(const struct hr_agree *agree) {

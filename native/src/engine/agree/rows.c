@@ -4,7 +4,14 @@
 #include <stdio.h>
 
 #include "base/op.h"
-#include "engine/agree_entry.h"
+#include "engine/agree/private.h"
+
+uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
+    if (!hr_op_tells_rows(request->op)) {
+        return 0;
+    }
+    return (uint64_t)request->tensor_count * (request->op == HORO_ALLTOALL ? (uint64_t)agree->config.team_size : 1);
+}
 
 int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows) {
@@ -26,7 +33,7 @@ int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int
 }
 
 /* Of all members: what stands in `rows` may be more, where an announcement was made twice. */
-static size_t joined_bytes(const struct hr_agree *agree, const struct hr_agree_entry *entry) {
+static size_t merged_bytes(const struct hr_agree *agree, const struct hr_agree_entry *entry) {
     size_t bytes = 0;
     for (int member = 0; member < agree->config.member_count; member++) {
         bytes += entry->rows_of_member[member].bytes;
@@ -48,7 +55,7 @@ int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entr
     if (request->gathers == 0) {
         return HORO_OK;
     }
-    const size_t bytes = joined_bytes(agree, entry);
+    const size_t bytes = merged_bytes(agree, entry);
     if (bytes + request->count <= HR_WIRE_REQUEST_MAX) {
         return HORO_OK;
     }
@@ -62,20 +69,20 @@ int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entr
     return HORO_ERR_USAGE;
 }
 
-int hr_agree_join_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *joined) {
+int hr_agree_merge_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *merged) {
     const uint64_t gathers = hr_agree_request(entry)->gathers;
-    *joined = (struct hr_wire_rows){0};
+    *merged = (struct hr_wire_rows){0};
     if (gathers == 0) {
         return HORO_OK;
     }
-    struct hr_buffer *out = &agree->joined_rows;
+    struct hr_buffer *out = &agree->merged_rows;
     const uint8_t *rows = hr_buffer_front(&entry->rows);
     hr_buffer_consume(out, hr_buffer_size(out));
     for (int member = 0; member < agree->config.member_count; member++) {
         const struct hr_agree_rows *theirs = &entry->rows_of_member[member];
         HR_TRY(hr_buffer_append(out, rows + theirs->at, theirs->bytes));
     }
-    *joined = (struct hr_wire_rows){hr_buffer_front(out), hr_buffer_size(out),
+    *merged = (struct hr_wire_rows){hr_buffer_front(out), hr_buffer_size(out),
                                     (uint32_t)(gathers * (uint64_t)rank_count(agree))};
     return HORO_OK;
 }

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/agree_entry.h"
+#include "engine/agree/private.h"
 
 enum {
     VALUE_BYTES = 320,

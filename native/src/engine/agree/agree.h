@@ -12,7 +12,7 @@
  * ids.
  *
  * A member that has announced JOIN, which a child host does when all of its subtree has, has nothing more to announce
- * until all members have. Until then it counts as if it had announced whatever another one does (agree_join.c).
+ * until all members have. Until then it counts as if it had announced whatever another one does (join.c).
  *
  * A REQUEST with a status fails the tensor for all when all have announced it: of a rank that has refused the call
  * (submit.c), or of a leader that has found a difference.
@@ -21,8 +21,8 @@
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
  * ignored here and made again, in full, by its rank.
  */
-#ifndef HR_ENGINE_AGREE_H
-#define HR_ENGINE_AGREE_H
+#ifndef HR_ENGINE_AGREE_AGREE_H
+#define HR_ENGINE_AGREE_AGREE_H
 
 #include <stdint.h>
 
@@ -49,7 +49,7 @@ struct hr_agree_config {
     int team_number;                      /* for that */
 };
 
-struct hr_agree_entry; /* private to agree*.c */
+struct hr_agree_entry; /* private to this room */
 
 enum hr_agree_state {
     HR_AGREE_IDLE,     /* nobody has announced it (kept because it has an id) */
@@ -83,7 +83,7 @@ struct hr_agree {
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that somebody waits for this round */
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
-    struct hr_buffer joined_rows;     /* scratch */
+    struct hr_buffer merged_rows;     /* scratch */
     uint64_t rounds;                  /* of all names, ended so far */
 };
 
@@ -128,11 +128,13 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);
 
 /*
- * agree_join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those
+ * join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those
  * who wait for others to join have no reason to doubt that they will.
  */
 void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at);
 void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
+/* Whether a member has: of a host below, whether all of its ranks and of those below it have. */
+int hr_agree_has_joined(const struct hr_agree *agree, int member);
 
 /* A tensor that some members have announced and others not; valid until the agreement changes. */
 struct hr_agree_waiting {
@@ -150,14 +152,5 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
                           int capacity);
 /* Since when some member has waited for others, about; 0 if none does. */
 int64_t hr_agree_waiting_since(const struct hr_agree *agree);
-
-/* Frames: a u32 length before each message. begin returns the position to give to end. */
-int hr_frame_begin(struct hr_buffer *out, size_t *mark);
-void hr_frame_end(struct hr_buffer *out, size_t mark);
-/*
- * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),
- * HORO_IN_PROGRESS if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
- */
-int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes);
 
 #endif

@@ -1,0 +1,230 @@
+/* The entries of the agreement: one per name that has an id or that somebody waits for, in the list of its state. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/agree/private.h"
+
+static size_t entry_bytes(const struct hr_agree *agree, size_t name_bytes) {
+    return sizeof(struct hr_agree_entry) + 3 * hr_agree_words(agree) * sizeof(uint64_t) + name_bytes + 1;
+}
+
+static void forget_known(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    hr_pool_give(&agree->pool, entry->known.bytes, entry->known.count);
+    entry->known = (struct hr_agree_copy){0};
+}
+
+static void free_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    forget_known(agree, entry);
+    free(entry->current.bytes);
+    free(entry->failure_text);
+    hr_buffer_fini(&entry->rows);
+    hr_pool_give(&agree->pool, entry->rows_of_member,
+                 (size_t)agree->config.member_count * sizeof *entry->rows_of_member);
+    hr_pool_give(&agree->pool, entry, entry_bytes(agree, entry->name_bytes));
+}
+
+int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
+    *agree = (struct hr_agree){.config = *config};
+    if (config->capacity > 0) {
+        agree->slots = calloc(config->capacity, sizeof *agree->slots);
+        if (agree->slots == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    return HORO_OK;
+}
+
+void hr_agree_fini(struct hr_agree *agree) {
+    for (size_t i = 0; i < agree->entries.capacity; i++) {
+        if (agree->entries.slots[i].value != NULL) {
+            free_entry(agree, agree->entries.slots[i].value);
+        }
+    }
+    hr_map_fini(&agree->entries);
+    hr_pool_fini(&agree->pool);
+    hr_buffer_fini(&agree->merged_rows);
+    free((void *)agree->slots);
+    *agree = (struct hr_agree){0};
+}
+
+struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name) {
+    return hr_map_find(&agree->entries, hr_hash(name.data, name.bytes), name.data, name.bytes);
+}
+
+struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id) {
+    if (agree->config.capacity == 0 || id == 0) {
+        return NULL;
+    }
+    struct hr_agree_entry *entry = agree->slots[id % agree->config.capacity];
+    return entry != NULL && entry->id == id ? entry : NULL;
+}
+
+void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    struct hr_agree_list *list = &agree->lists[entry->state];
+    *(entry->previous == NULL ? &list->first : &entry->previous->next) = entry->next;
+    *(entry->next == NULL ? &list->last : &entry->next->previous) = entry->previous;
+}
+
+void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
+    struct hr_agree_list *list = &agree->lists[state];
+    entry->state = state;
+    entry->previous = list->last;
+    entry->next = NULL;
+    *(list->last == NULL ? &list->first : &list->last->next) = entry;
+    list->last = entry;
+}
+
+struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name) {
+    struct hr_agree_entry *entry = hr_agree_find(agree, name);
+    if (entry != NULL) {
+        return entry;
+    }
+    const size_t words = hr_agree_words(agree);
+    entry = hr_pool_take(&agree->pool, entry_bytes(agree, name.bytes));
+    if (entry == NULL) {
+        return NULL;
+    }
+    entry->id_rank = -1;
+    entry->rows.pool = &agree->pool;
+    entry->announced = (uint64_t *)(void *)(entry + 1);
+    entry->by_id = entry->announced + words;
+    entry->stood_in = entry->by_id + words;
+    entry->name = (char *)(entry->stood_in + words);
+    memcpy(entry->name, name.data, name.bytes);
+    entry->name[name.bytes] = '\0';
+    entry->name_bytes = name.bytes;
+    entry->name_hash = hr_hash(name.data, name.bytes);
+    if (hr_map_insert(&agree->entries, entry->name_hash, entry->name, entry->name_bytes, entry) != HORO_OK) {
+        free_entry(agree, entry);
+        return NULL;
+    }
+    hr_agree_link(agree, entry, HR_AGREE_IDLE);
+    return entry;
+}
+
+/* A round of it has ended. */
+static void become_idle(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    entry->last_round = ++agree->rounds;
+    hr_agree_move(agree, entry, HR_AGREE_IDLE);
+}
+
+void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    agree->active -= entry->state != HR_AGREE_IDLE;
+    free(entry->current.bytes);
+    free(entry->failure_text);
+    entry->current = (struct hr_agree_copy){0};
+    entry->failure_text = NULL;
+    entry->failure = 0;
+    entry->id_rank = -1;
+    entry->reported_full = 0;
+    entry->is_awaited = 0;
+    entry->announced_count = 0;
+    hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
+    memset(entry->announced, 0, hr_agree_words(agree) * sizeof *entry->announced);
+    memset(entry->by_id, 0, hr_agree_words(agree) * sizeof *entry->by_id);
+    memset(entry->stood_in, 0, hr_agree_words(agree) * sizeof *entry->stood_in);
+    if (entry == agree->joined.entry) {
+        agree->joined = (struct hr_agree_joined){0};
+    }
+    become_idle(agree, entry);
+    if (entry->id == 0) {
+        hr_agree_unlink(agree, entry);
+        (void)hr_map_remove(&agree->entries, entry->name_hash, entry->name, entry->name_bytes);
+        free_entry(agree, entry);
+    }
+}
+
+/* The entry loses its id. Members that announced it by that id will do so again in full. */
+static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    forget_known(agree, entry);
+    entry->id = 0;
+    if (entry->state == HR_AGREE_REPORTED && entry->reported_full) {
+        return; /* the parent has all it needs; the repeated announcements are ignored as such */
+    }
+    for (int member = 0; member < agree->config.member_count; member++) {
+        if (hr_agree_has(entry->by_id, member)) {
+            entry->announced[member / 64] &= ~(1ull << (member % 64));
+            entry->announced_count--;
+        }
+    }
+    memset(entry->by_id, 0, hr_agree_words(agree) * sizeof *entry->by_id);
+    entry->id_rank = -1;
+    if (entry->state != HR_AGREE_IDLE) {
+        hr_agree_move(agree, entry, HR_AGREE_WAITING);
+    }
+    if (entry->announced_count == 0) {
+        hr_agree_reset(agree, entry);
+    }
+}
+
+int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32_t id) {
+    struct hr_agree_entry **slot = &agree->slots[id % agree->config.capacity];
+    const struct hr_agree_copy *request = hr_agree_request(entry);
+    uint8_t *bytes = hr_pool_take(&agree->pool, request->count);
+    if (bytes == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(bytes, request->bytes, request->count);
+    const struct hr_agree_copy known = {bytes, request->count, request->rank, request->gathers};
+    if (*slot != NULL && *slot != entry) {
+        evict(agree, *slot);
+    }
+    if (entry->id != 0 && entry->id % agree->config.capacity != id % agree->config.capacity) {
+        agree->slots[entry->id % agree->config.capacity] = NULL;
+    }
+    *slot = entry;
+    forget_known(agree, entry);
+    entry->known = known;
+    entry->id = id;
+    return HORO_OK;
+}
+
+void hr_agree_note_use(struct hr_agree *agree, uint32_t id) {
+    struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
+    if (entry != NULL && entry->state == HR_AGREE_IDLE) {
+        become_idle(agree, entry);
+    }
+}
+
+/*
+ * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the
+ * least recently used one for each newcomer would evict every name just before it is needed, and the cache would never
+ * be hit. So a newcomer stays without an id as long as all that have one are used now and then.
+ */
+uint32_t hr_agree_pick_id(struct hr_agree *agree) {
+    const uint32_t capacity = agree->config.capacity;
+    if (agree->slots_used < capacity) {
+        return capacity + agree->slots_used++;
+    }
+    const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
+    /* a rank that joins must not have to announce again what it has announced by id, see join.c */
+    if (agree->joined.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
+        return 0;
+    }
+    return oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;
+}
+
+int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes) {
+    if (entry->failure != 0) {
+        return HORO_OK; /* the first one found is told */
+    }
+    entry->failure_text = malloc(bytes + 1);
+    if (entry->failure_text == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(entry->failure_text, text, bytes);
+    entry->failure_text[bytes] = '\0';
+    entry->failure = status;
+    return HORO_OK;
+}
+
+int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request) {
+    uint8_t *bytes = malloc(request->count);
+    if (bytes == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(bytes, request->bytes, request->count);
+    free(entry->current.bytes);
+    entry->current = (struct hr_agree_copy){bytes, request->count, request->rank, request->gathers};
+    return HORO_OK;
+}

@@ -1,0 +1,19 @@
+/* Frames: messages one behind another in a stream of bytes, a u32 length before each. */
+#ifndef HR_WIRE_FRAME_H
+#define HR_WIRE_FRAME_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/buffer.h"
+
+/* begin gives the position that end takes; what is appended in between is the message. */
+int hr_frame_begin(struct hr_buffer *out, size_t *mark);
+void hr_frame_end(struct hr_buffer *out, size_t mark);
+/*
+ * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),
+ * HORO_IN_PROGRESS if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
+ */
+int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes);
+
+#endif
