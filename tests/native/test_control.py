@@ -14,7 +14,7 @@ import native_build
 import numpy as np
 import pytest
 import slow_links
-from ranks import Group, Rank, describe, wait_for
+from ranks import Group, Rank, describe, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import RequestBuffer
@@ -111,8 +111,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         if rank.rank == late:
             handles += [rank.context.submit(request) for request in requests]
         await_all(rank, handles, 60, gone)
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         assert (big == rank.size).all()
         assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
 
@@ -187,5 +186,4 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
             rank.context.wait(handle)
         assert all(array[0] == 2 for array in small)
 
-    with Group([1, 1], tcp=True, peer_timeout_ms=2000, relay=relay, rewire=narrow) as group:
-        group.run(body)
+    run_ranks(body, [1, 1], tcp=True, peer_timeout_ms=2000, relay=relay, rewire=narrow)

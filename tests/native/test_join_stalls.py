@@ -52,8 +52,7 @@ def test_a_join_waits_as_long_as_the_others_need(rank: Rank, how: str) -> None:
     if rank.rank != 0:
         work(rank, how, team if how == "in a team" else 0)
     handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank in members]
-    for handle in handles:
-        rank.finish(handle)
+    rank.finish(*handles)
 
 
 def test_an_idle_team_is_not_reported_while_another_works() -> None:
@@ -64,8 +63,7 @@ def test_an_idle_team_is_not_reported_while_another_works() -> None:
         if rank.rank != 0:
             moments.extend(work(rank, "in the world", 0))
         handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank < 2]
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
 
     with recorded_stderr() as written:
         run_ranks(body, [3], stall_warning_ms=1500)
