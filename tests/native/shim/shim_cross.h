@@ -50,10 +50,10 @@ int shim_cross_run(void *transport, int host, const shim_cross_call *call, void 
 int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data);
 
 /*
- * All members in this thread, driven in an order drawn from `seed`, over the links of the rule, which move so many bytes
- * at once (0: any). When hosts cut_a and cut_b (or -1) have made cut_turn turns in all, their link is cut; a member with
- * an error closes its end. Fills statuses (HORO_IN_PROGRESS: not over after very many turns) and the bytes that each
- * member sent. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_USAGE if an algorithm received into memory in use.
+ * All members in this thread, driven in an order drawn from `seed`, over the links of the rule, which move so many
+ * bytes at once (0: any). When hosts cut_a and cut_b (or -1) have made cut_turn turns in all, their link is cut; a
+ * member with an error closes its end. Fills statuses (HORO_IN_PROGRESS: not over after very many turns) and the bytes
+ * that each member sent. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_USAGE if memory in use was received into.
  */
 int shim_cross_simulate(const shim_cross_call *call, void *const *data, size_t link_piece_bytes, uint64_t seed,
                         int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);
