@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from known_answers import Proposals
-from ranks import Group, Rank, describe
-from test_teams import Links
+from ranks import Group, Links, Rank, describe
 
 from horo.core import context as _core
 from horo.core.setup import close_all

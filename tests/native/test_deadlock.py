@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
-from test_teams import Links
 
 from horo.core import context as _core
 from horo.errors import DeadlockError, PeerLostError
@@ -60,18 +59,13 @@ def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
     assert set(texts) == {texts[0]}
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
-    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
-
-    def body(rank: Rank) -> None:
-        sets = [[0, 1], [0, 1]]
-        teams = [rank.context.add_team(r, **links.of(rank.rank, r, n)) for n, r in enumerate(sets)]
-        told = r"rank 0 waits for 'same' in process set 1 \(ranks 0, 1\) .*, rank 1 for 'same' in process set 2"
-        with pytest.raises(DeadlockError, match=told):
-            rank.barrier("same", team=teams[rank.rank])
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_ranks_that_wait_in_different_teams_are_told(rank: Rank) -> None:
+    sets = [[0, 1], [0, 1]]
+    teams = [rank.add_team(r) for n, r in enumerate(sets)]
+    told = r"rank 0 waits for 'same' in process set 1 \(ranks 0, 1\) .*, rank 1 for 'same' in process set 2"
+    with pytest.raises(DeadlockError, match=told):
+        rank.barrier("same", team=teams[rank.rank])
 
 
 @on_ranks([2], [2, 2], [1, 1, 1])
@@ -157,7 +151,6 @@ def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(hosts: list[int]
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, hosts: list[int]) -> None:
-    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
 
     def body(rank: Rank) -> str:
         errors: list[str] = []
@@ -171,7 +164,7 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
         thread = threading.Thread(target=wait_early)
         thread.start()
         watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        team = rank.add_team([0, 1])
         with pytest.raises(DeadlockError):
             rank.barrier(f"late {rank.rank}", team=team)
         thread.join()

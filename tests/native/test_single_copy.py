@@ -7,7 +7,6 @@ import pytest
 from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks
 from test_alltoall import Plan, check
 from test_reducescatter import scatter
-from test_teams import Links
 
 from horo.errors import PeerLostError
 
@@ -91,11 +90,10 @@ def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
 def test_a_team_on_one_of_several_hosts_reads() -> None:
     """Its members are not the first ranks of their host."""
     host_of_rank = [0, 1, 0, 1, 1]
-    links = Links(host_of_rank)
 
     def body(rank: Rank) -> None:
         members = [3, 4]
-        team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+        team = rank.add_team(members)
         for turn in range(4 if rank.rank in members else 0):
             handle = rank.submit(
                 "broadcast", "b", [array := np.full(5000, rank.rank)], root_rank=3 + turn % 2, team=team

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from fabric import make_team_links
-from ranks import Group, Rank, on_ranks, run_ranks, sockets_of, wait_for
+from ranks import Group, Links, Rank, hosts_of, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core.context import Context
@@ -22,56 +21,22 @@ from horo.errors import (
     UsageError,
 )
 
+__all__ = ["Links", "hosts_of", "run_in_teams"]
+
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
-
-
-class Links:
-    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
-
-    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
-        self._host_of_rank = host_of_rank
-        self._sockets = sockets
-        self._lock = threading.Lock()
-        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
-        self._sockets_of: dict[int, set[str]] = {}
-
-    def of(self, rank: int, ranks: Sequence[int], key: object) -> dict[str, list[int]]:
-        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host."""
-        if rank not in ranks:
-            return {}
-        with self._lock:
-            if (key, tuple(ranks)) not in self._made:
-                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
-                self._made[key, tuple(ranks)] = made
-                for member, by_kind in made.items():
-                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
-                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
-            return self._made[key, tuple(ranks)][rank]
-
-    def sockets_of(self, rank: int) -> set[str]:
-        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
-        numbers may be another rank's by now.
-        """
-        with self._lock:
-            return self._sockets_of.get(rank, set())
 
 
 def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
     """Calls ``step(rank, members, team, number)`` four times on each member of teams that overlap, over three hosts."""
     host_of_rank = [0, 1, 2, 0, 1, 2, 0]
-    links = Links(host_of_rank)
 
     def body(rank: Rank) -> None:
         for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
-            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+            team = rank.add_team(members)
             for number in range(4 if rank.rank in members else 0):
                 step(rank, members, team, number)
 
     run_ranks(body, host_of_rank=host_of_rank)
-
-
-def hosts_of(hosts: Sequence[int]) -> list[int]:
-    return [host for host, size in enumerate(hosts) for _ in range(size)]
 
 
 def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
@@ -93,47 +58,37 @@ def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
 # ---- What they do ----
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(hosts: list[int]) -> None:
-    links = Links([0] * 2 if hosts == [2] else [0, 1])
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        if rank.rank == 1:
-            for _ in range(2):
-                with pytest.raises(UnsupportedError):
-                    rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
-        rank.context.remove_team(team)
-        assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) -> None:
+    team = rank.add_team([0, 1])
+    if rank.rank == 1:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError):
+                rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
+    rank.context.remove_team(team)
+    assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 3], [1, 2], [0, 3], [1, 2, 3], [0, 1, 2, 3], [3]], ids=str)
-def test_members_do_all_operations_among_themselves(hosts: list[int], ranks: list[int]) -> None:
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
-        assert team == 1
-        for step in range(4):
-            if rank.rank in ranks:
-                check_all(rank, team, ranks, step)
-            check_all(rank, 0, range(4), step)
-        rank.context.remove_team(team)
-
-    run_ranks(body, hosts, segment_bytes=1 << 14)
+@on_ranks(*HOSTS, segment_bytes=1 << 14)
+def test_members_do_all_operations_among_themselves(rank: Rank, ranks: list[int]) -> None:
+    team = rank.add_team(ranks)
+    assert team == 1
+    for step in range(4):
+        if rank.rank in ranks:
+            check_all(rank, team, ranks, step)
+        check_all(rank, 0, range(4), step)
+    rank.context.remove_team(team)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
     """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
-    links, done = Links(hosts_of(hosts)), threading.Event()
+    done = threading.Event()
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
-        other = rank.context.add_team([2, 3], **links.of(rank.rank, [2, 3], 0))
+        team = rank.add_team([1, 2])
+        other = rank.add_team([2, 3])
         array = np.ones(20_000, np.float32)
         if rank.rank == 0:
             assert done.wait(30)
@@ -170,10 +125,9 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
 
 def test_several_sockets_per_peer_serve_teams_too() -> None:
     hosts, ranks = [2, 2], [0, 1, 2, 3]
-    links = Links(hosts_of(hosts), sockets=3)
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
+        team = rank.add_team(ranks)
         array = np.full(3_000_000, rank.rank, np.float32)
         assert (rank.allreduce(array, team=team) == 6).all()
 
@@ -185,14 +139,13 @@ def test_several_sockets_per_peer_serve_teams_too() -> None:
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
 def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: list[int]) -> None:
-    links = Links(hosts_of(hosts))
 
     def body(rank: Rank) -> None:
         for step in range(40):
             sets = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
             ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
-            team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, (step, 0)))
-            other = rank.context.add_team(others, **links.of(rank.rank, others, (step, 1)))
+            team = rank.add_team(ranks)
+            other = rank.add_team(others)
             assert (team, other) == (1 + step * 256, 2 + step * 256)  # the ids are not
             if step > 0:
                 for former in (team - 256, other - 256):
@@ -308,14 +261,13 @@ def test_a_missing_link_is_named(rank: Rank) -> None:
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[int]) -> None:
     """The answer is that of every call then, not that the removal is under way."""
-    links = Links(hosts_of(hosts))
     is_there = threading.Barrier(2)
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        team = rank.add_team([0, 1])
         is_there.wait(20)
         if rank.rank == 1:
-            group.kill(1, links.sockets_of(1))
+            group.kill(1)
             return
         for _ in range(2):
             with pytest.raises(PeerLostError):
@@ -331,13 +283,12 @@ def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[i
 @pytest.mark.parametrize("leaving", [0, 1, 2])
 def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) -> None:
     """Also in teams that the rank that leaves is no member of, whose leader has nothing to do."""
-    links = Links(hosts_of(hosts))
     others = [rank for rank in range(3) if rank != leaving]
 
     def body(rank: Rank) -> None:
-        rank.context.remove_team(rank.context.add_team(others, **links.of(rank.rank, others, 2)))
-        pair = rank.context.add_team(others, **links.of(rank.rank, others, 0))
-        three = rank.context.add_team([0, 1, 2], **links.of(rank.rank, [0, 1, 2], 1))
+        rank.context.remove_team(rank.add_team(others))
+        pair = rank.add_team(others)
+        three = rank.add_team([0, 1, 2])
         ones = np.ones(10, np.float32)
         handle = rank.submit("allreduce", "x", [ones], reduce_op=1, team=pair) if rank.rank == others[1] else None
         rank.allreduce(np.ones(10, np.float32), team=three)

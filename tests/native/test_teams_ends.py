@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, run_script, wait_for
-from test_teams import Links, hosts_of
 
 from horo.core import context as _core
 from horo.errors import AbortedError, PeerLostError
@@ -16,10 +15,10 @@ from horo.errors import AbortedError, PeerLostError
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_has_left(hosts: list[int]) -> None:
-    links, begun = Links(hosts_of(hosts)), [threading.Event() for _ in range(3)]
+    begun = [threading.Event() for _ in range(3)]
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        team = rank.add_team([1, 2])
         if rank.rank == 0:
             assert all(event.wait(60) for event in begun[1:])
             rank.context.destroy()
@@ -36,10 +35,10 @@ def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_h
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hosts: list[int]) -> None:
-    links, is_over = Links(hosts_of(hosts)), threading.Event()
+    is_over = threading.Event()
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        team = rank.add_team([1, 2])
         if rank.rank == 0:
             rank.context.destroy()
         elif rank.rank == 2:
@@ -54,11 +53,10 @@ def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hos
 
 def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:
     """Who makes a synchronous call then drives itself: nobody is woken for it."""
-    links = Links([0, 0, 1, 1])
 
     def body(rank: Rank) -> int:
         alone = [rank.context.add_team([member]) for member in range(4)][rank.rank]
-        pair = rank.context.add_team([1, 3], **links.of(rank.rank, [1, 3], 0))
+        pair = rank.add_team([1, 3])
         rank.barrier()
         rank.context.remove_team(pair)
         rank.barrier()
@@ -119,7 +117,7 @@ def test_each_team_has_its_stall_reports() -> None:
 FORK = """
 import os
 from ranks import Group
-from test_teams import Links
+from ranks import Links
 
 from horo.errors import PeerLostError
 from horo.core.context import ffi, lib
