@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,19 @@ def test_more_than_two_to_the_31_elements(rank: Rank) -> None:
 
 
 # ---- Agreement ----
+
+
+@pytest.mark.parametrize("cache_capacity", [0, 1, 5, 1024])
+@on_ranks([2], [4], [2, 2], [1, 1, 1], "cache_capacity")
+def test_ranks_may_submit_in_any_order_with_any_cache(rank: Rank) -> None:
+    for step in range(6):
+        names = [f"t{i}" for i in range(24)]
+        random.Random(step * 100 + rank.rank).shuffle(names)
+        arrays = {name: np.full(int(name[1:]) * 10 + 1, rank.rank + step, np.float64) for name in names}
+        handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=1) for name in names]
+        rank.finish(*handles)
+        for array in arrays.values():
+            assert (array == rank.size * (rank.size - 1) / 2 + rank.size * step).all()
 
 
 def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:
