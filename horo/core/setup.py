@@ -28,7 +28,6 @@ MPI_FUNCTIONS = (
     "MPI_Test",
     "MPI_Cancel",
     "MPI_Request_free",
-    "MPI_Error_string",
     "MPI_Finalized",
 )
 """The functions that the core calls, in the order of ``enum horo_mpi_function``."""

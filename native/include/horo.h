@@ -165,7 +165,7 @@ typedef struct {
 /* The functions of MPI that horo calls, in the order of horo_mpi.functions: HORO_MPI_ISSEND stands for MPI_Issend. */
 enum horo_mpi_function {
     HORO_MPI_ISSEND = 0, HORO_MPI_IRECV = 1, HORO_MPI_TEST = 2, HORO_MPI_CANCEL = 3, HORO_MPI_REQUEST_FREE = 4,
-    HORO_MPI_ERROR_STRING = 5, HORO_MPI_FINALIZED = 6, HORO_MPI_FUNCTION_COUNT = 7,
+    HORO_MPI_FINALIZED = 5, HORO_MPI_FUNCTION_COUNT = 6,
 };
 
 /*
@@ -181,7 +181,7 @@ typedef struct {
     int32_t size;           /* of the communicator */
     uint64_t communicator;  /* handles by value, the lower bytes count */
     uint64_t byte;          /* MPI_BYTE */
-    uint64_t functions[7];  /* HORO_MPI_FUNCTION_COUNT addresses */
+    uint64_t functions[6];  /* HORO_MPI_FUNCTION_COUNT addresses */
     const int32_t *rank_of_host;  /* [hosts] whom data goes to there, by number in the communicator; -1: nobody */
     const int32_t *send_tags;     /* [hosts], or NULL for all 0: tags by peer let several ranks share one number */
     const int32_t *recv_tags;     /* [hosts], or NULL for all 0 */

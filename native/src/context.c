@@ -11,6 +11,7 @@
 #include "base/owner.h"
 #include "base/timeline.h"
 #include "engine/engine.h"
+#include "node/node_setup.h"
 
 struct horo_context {
     struct hr_node node;
@@ -472,7 +473,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .link_bytes = hr_engine_link_bytes(engine),
         .sleeps = atomic_load(&context->node.sleeps),
         .wakes = atomic_load(&context->node.wakes),
-        .moves = atomic_load(&context->node.moves),
+        .moves = atomic_load(&context->node.core_choice.moves),
         .mpi_stranded = atomic_load(&context->node.mpi.stranded),
     };
 }

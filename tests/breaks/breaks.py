@@ -57,7 +57,7 @@ BREAKS = (
     ),
     Break(
         "base-log-wake-up",
-        "native/src/base/log_queue.c",
+        "native/src/base/log.c",
         "(void)pthread_cond_signal(&queue->changed);",
         "",
         "A warning reaches the logging module when the next one comes, or seconds later on stderr.",
@@ -129,9 +129,9 @@ BREAKS = (
     ),
     Break(
         "local-own-share",
-        "native/src/local/stages.c",
-        "return call->prescale != 1.0 || !hr_codec_is_plain(call->fused->codec);",
-        "return !hr_codec_is_plain(call->fused->codec);",
+        "native/src/collective/allreduce.c",
+        "return run->prescale != 1.0 || !hr_codec_is_plain(run->fused.codec);",
+        "return !hr_codec_is_plain(run->fused.codec);",
         "With prescale_factor, each rank's own part of a sum is not scaled.",
         "tests/native/test_engine.py -k scales_before",
     ),

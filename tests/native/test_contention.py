@@ -91,24 +91,6 @@ def test_whatever_stands_in_the_hosts_memory_lets_waits_sleep_for_a_second_at_mo
     assert is_on(until, now)
 
 
-@pytest.mark.parametrize(
-    ("core_of", "asleep", "expected"),
-    [
-        ([3, 3], [0, 0], 0),
-        ([3, 4, 3], [0, 0, 0], 0),
-        ([3, 3], [0, 1], 20_000),
-        ([3, 3], [1, 0], 0),
-        ([3, 4], [0, 0], 20_000),
-        ([3], [0], 20_000),
-        ([0, 0], [0, 0], 20_000),  # ranks do not tell
-    ],
-)
-def test_a_wait_looks_before_it_sleeps_unless_another_rank_is_at_work_on_its_core(
-    native: ModuleType, core_of: list[int], asleep: list[int], expected: int
-) -> None:
-    assert native.lib.shim_contention_spin_ns(core_of, asleep, len(core_of)) == expected
-
-
 @pytest.mark.parametrize("is_heeded", [True, False])
 def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded: bool) -> None:
     """Else it would spin for twenty seconds."""

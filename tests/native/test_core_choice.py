@@ -80,6 +80,24 @@ def together(goes_on: Callable[[Rank], bool], **options: Any) -> list[int]:
         return group.run(body)
 
 
+@pytest.mark.parametrize(
+    ("core_of", "asleep", "expected"),
+    [
+        ([3, 3], [0, 0], 1),
+        ([3, 4, 3], [0, 0, 0], 1),
+        ([3, 3], [0, 1], 0),
+        ([3, 3], [1, 0], 1),
+        ([3, 4], [0, 0], 0),
+        ([3], [0], 0),
+        ([0, 0], [0, 0], 0),  # ranks do not tell
+    ],
+)
+def test_a_core_is_shared_where_another_rank_is_at_work_on_it(
+    native: ModuleType, core_of: list[int], asleep: list[int], expected: int
+) -> None:
+    assert native.lib.shim_core_is_shared(core_of, asleep, len(core_of)) == expected
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity() -> None:
     ends_s = time.monotonic() + 60

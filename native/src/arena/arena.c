@@ -41,10 +41,6 @@ static size_t common_bytes(int local_size) {
     return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGES);
 }
 
-static size_t partition_offset(const struct hr_arena *arena, int team) {
-    return common_bytes(arena->local_size) + (size_t)team * lay_out(arena->local_size, arena->segment_bytes).bytes;
-}
-
 uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partitions) {
     if (local_size < 1 || partitions < 1 || partitions > HR_TEAMS_MAX) {
         return 0;
@@ -66,19 +62,6 @@ static int map_part(const struct hr_arena *arena, size_t offset, size_t bytes, c
     return HORO_OK;
 }
 
-static int check_size(const struct hr_arena *arena, struct hr_error *error) {
-    struct stat status = {.st_size = (off_t)arena->memory_bytes};
-    if (arena->fd >= 0 && fstat(arena->fd, &status) != 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", arena->fd, strerror(errno));
-    }
-    const uint64_t bytes = hr_arena_layout_bytes(arena->local_size, arena->segment_bytes, 1);
-    if ((uint64_t)status.st_size < bytes) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu",
-                       (long long)status.st_size, arena->local_size, (unsigned long long)bytes);
-    }
-    return HORO_OK;
-}
-
 int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
                  size_t segment_bytes, struct hr_error *error) {
     if (segment_bytes == 0 || segment_bytes % SEGMENT_UNIT != 0) {
@@ -96,7 +79,15 @@ int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int 
     if (memory == NULL && fd < 0) {
         return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", fd, strerror(EBADF));
     }
-    HR_TRY(check_size(&mapped, error));
+    struct stat status = {.st_size = (off_t)mapped.memory_bytes};
+    if (mapped.fd >= 0 && fstat(mapped.fd, &status) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", mapped.fd, strerror(errno));
+    }
+    const uint64_t bytes = hr_arena_layout_bytes(mapped.local_size, mapped.segment_bytes, 1);
+    if ((uint64_t)status.st_size < bytes) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu",
+                       (long long)status.st_size, mapped.local_size, (unsigned long long)bytes);
+    }
     HR_TRY(map_part(&mapped, 0, common_bytes(local_size), &mapped.base, error));
     mapped.header = (struct hr_arena_header *)(void *)mapped.base;
     mapped.blocks =
@@ -134,7 +125,7 @@ static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *err
 
 int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error) {
     const struct layout layout = lay_out(arena->local_size, arena->segment_bytes);
-    const size_t offset = partition_offset(arena, team);
+    const size_t offset = common_bytes(arena->local_size) + (size_t)team * layout.bytes;
     char *base = NULL;
     HR_TRY(grow(arena, offset + layout.bytes, error));
     HR_TRY(map_part(arena, offset, layout.bytes, &base, error));

@@ -52,10 +52,6 @@ struct adasum {
     struct hr_gathered result;
 };
 
-static struct adasum *adasum_of(struct hr_backend *backend) {
-    return (struct adasum *)backend;
-}
-
 static void enter(struct adasum *self, enum hr_adasum_phase stage) {
     struct hr_recorder *recorder = &self->team->node->recorder;
     self->stage = stage;
@@ -76,41 +72,12 @@ static size_t place(size_t *at, size_t bytes) {
     return here;
 }
 
-static int allocate(struct adasum *self) {
-    const size_t size = (size_t)self->team->size;
-    size_t bytes = 0;
-    const size_t packed = place(&bytes, self->is_packed ? self->count * self->width : 0);
-    const size_t shares = place(&bytes, size * self->own_count * self->width);
-    const size_t sums = place(&bytes, size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
-    const size_t splits = place(&bytes, size * size * sizeof *self->splits);
-    const size_t own_counts = place(&bytes, size * sizeof *self->own_counts);
-    const size_t share_counts = place(&bytes, size * sizeof *self->share_counts);
-    self->memory = (struct hr_gathered){.bytes = (int64_t)bytes};
-    HR_TRY(hr_gathered_allocate(&self->memory));
-    char *data = self->memory.data;
-    self->packed = data + packed;
-    self->shares = data + shares;
-    self->sums = (double *)(void *)(data + sums);
-    self->splits = (int64_t *)(void *)(data + splits);
-    self->own_counts = (int64_t *)(void *)(data + own_counts);
-    self->share_counts = (int64_t *)(void *)(data + share_counts);
-    return HORO_OK;
-}
-
 static void free_memory(struct adasum *self) {
     hr_node_bury(self->team->node, self->memory.data, free);
     self->memory = (struct hr_gathered){0};
 }
 
 /* ---- What inner does ---- */
-
-static const char *sent(const struct adasum *self) {
-    return self->is_packed ? self->packed : self->fused.pieces[0].input;
-}
-
-static char *received(const struct adasum *self) {
-    return self->is_packed ? self->packed : self->fused.pieces[0].output;
-}
 
 static int begin_inner(struct adasum *self, enum hr_adasum_phase stage, struct hr_work work) {
     work.operands = &self->operand;
@@ -136,7 +103,9 @@ static int begin_scatter(struct adasum *self) {
             self->splits[s * size + r] = (int64_t)length;
         }
     }
-    self->operand = (struct hr_operand){.input = sent(self), .bytes = self->count * self->width, .dtype = HORO_UINT8};
+    self->operand = (struct hr_operand){.input = self->is_packed ? self->packed : self->fused.pieces[0].input,
+                                        .bytes = self->count * self->width,
+                                        .dtype = HORO_UINT8};
     self->row_bytes = self->width;
     self->result = (struct hr_gathered){.data = self->shares,
                                         .is_given = 1,
@@ -154,38 +123,19 @@ static int begin_sum(struct adasum *self) {
     return begin_inner(self, HR_ADASUM_SUM, (struct hr_work){.op = HORO_ALLREDUCE, .reduce_op = HORO_SUM});
 }
 
-/* The root of the tree is the first share. */
-static int begin_gather(struct adasum *self) {
-    const struct hr_scale scale = hr_scale_by(self->work.postscale);
-    if (hr_scale_changes(scale)) {
-        const struct hr_codec *codec = self->fused.codec;
-        codec->scale(codec, self->team->node->kernel, self->shares, self->own_count, scale);
-    }
-    self->operand =
-        (struct hr_operand){.input = self->shares, .bytes = self->own_count * self->width, .dtype = HORO_UINT8};
-    self->row_bytes = self->width;
-    self->result = (struct hr_gathered){.data = received(self),
-                                        .is_given = 1,
-                                        .bytes = (int64_t)(self->count * self->width),
-                                        .first_dims = self->share_counts};
-    return begin_inner(self, HR_ADASUM_GATHER, (struct hr_work){.op = HORO_ALLGATHER});
-}
-
 /* ---- Arithmetic: each function does what fits one turn, and says whether there is more ---- */
 
-static int pack(struct adasum *self) {
+/* Packs, or unpacks. */
+static int convert(struct adasum *self) {
     const size_t bytes = self->count * self->width;
     const size_t step = hr_smaller(TURN_BYTES, bytes - self->at);
-    hr_fused_pack(&self->fused, self->at, step, self->packed + self->at, self->team->node->kernel,
-                  self->work.prescale, HR_STORE_ORDINARY);
-    self->at += step;
-    return self->at < bytes;
-}
-
-static int unpack(struct adasum *self) {
-    const size_t bytes = self->count * self->width;
-    const size_t step = hr_smaller(TURN_BYTES, bytes - self->at);
-    hr_fused_unpack(&self->fused, self->at, step, self->packed + self->at, self->team->node->kernel);
+    const struct hr_kernel *kernel = self->team->node->kernel;
+    char *packed = self->packed + self->at;
+    if (self->stage == HR_ADASUM_PACK) {
+        hr_fused_pack(&self->fused, self->at, step, packed, kernel, self->work.prescale, HR_STORE_ORDINARY);
+    } else {
+        hr_fused_unpack(&self->fused, self->at, step, packed, kernel);
+    }
     self->at += step;
     return self->at < bytes;
 }
@@ -193,22 +143,6 @@ static int unpack(struct adasum *self) {
 /* Below that, a vector counts as zero, which has no direction. As in Horovod; of its square, too. */
 static double factor_of(double product, double square) {
     return square >= sqrt(DBL_MIN) ? 1.0 - product / (2.0 * square) : 1.0;
-}
-
-/* Of the pair: `count` values of one tensor, from self->at on. */
-static void work_on(const struct adasum *self, size_t tensor, size_t count) {
-    const struct hr_kernel *kernel = self->team->node->kernel;
-    const int dtype = self->fused.codec->wire_dtype;
-    const size_t low = (size_t)self->low;
-    const size_t distance = (size_t)self->distance;
-    char *a = self->shares + (low * self->own_count + self->at) * self->width;
-    const char *b = a + distance * self->own_count * self->width;
-    double *sums = self->sums + (low / (2 * distance) * self->fused.count + tensor) * PRODUCTS;
-    if (self->stage == HR_ADASUM_MULTIPLY) {
-        kernel->dots(dtype, a, b, count, sums);
-    } else {
-        kernel->combine(dtype, a, b, count, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
-    }
 }
 
 /* All pairs of the level. */
@@ -221,7 +155,18 @@ static int work_on_pairs(struct adasum *self) {
         const struct hr_piece *piece = &fused->pieces[tensor];
         const size_t of_tensor = (piece->offset + piece->bytes - place_of_value) / self->width;
         const size_t step = hr_smaller(hr_smaller(of_tensor, self->own_count - self->at), left);
-        work_on(self, tensor, step);
+        const struct hr_kernel *kernel = self->team->node->kernel;
+        const int dtype = self->fused.codec->wire_dtype;
+        const size_t low = (size_t)self->low;
+        const size_t distance = (size_t)self->distance;
+        char *a = self->shares + (low * self->own_count + self->at) * self->width;
+        const char *b = a + distance * self->own_count * self->width;
+        double *sums = self->sums + (low / (2 * distance) * self->fused.count + tensor) * PRODUCTS;
+        if (self->stage == HR_ADASUM_MULTIPLY) {
+            kernel->dots(dtype, a, b, step, sums);
+        } else {
+            kernel->combine(dtype, a, b, step, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
+        }
         self->at += step;
         left -= step;
         if (self->at == self->own_count) {
@@ -261,7 +206,23 @@ static int begin_kind(struct adasum *self) {
     self->distance = 1;
     self->stage = HR_ADASUM_PACK;
     self->at = 0;
-    HR_TRY(allocate(self));
+    const size_t size = (size_t)self->team->size;
+    size_t bytes = 0;
+    const size_t packed = place(&bytes, self->is_packed ? self->count * self->width : 0);
+    const size_t shares = place(&bytes, size * self->own_count * self->width);
+    const size_t sums = place(&bytes, size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
+    const size_t splits = place(&bytes, size * size * sizeof *self->splits);
+    const size_t own_counts = place(&bytes, size * sizeof *self->own_counts);
+    const size_t share_counts = place(&bytes, size * sizeof *self->share_counts);
+    self->memory = (struct hr_gathered){.bytes = (int64_t)bytes};
+    HR_TRY(hr_gathered_allocate(&self->memory));
+    char *data = self->memory.data;
+    self->packed = data + packed;
+    self->shares = data + shares;
+    self->sums = (double *)(void *)(data + sums);
+    self->splits = (int64_t *)(void *)(data + splits);
+    self->own_counts = (int64_t *)(void *)(data + own_counts);
+    self->share_counts = (int64_t *)(void *)(data + share_counts);
     if (!self->is_packed) {
         return begin_scatter(self);
     }
@@ -271,37 +232,50 @@ static int begin_kind(struct adasum *self) {
 
 /* Begins what follows a collective of inner that is over. */
 static int end_inner(struct adasum *self) {
-    switch (self->stage) {
-    case HR_ADASUM_SCATTER: begin_pairs(self, HR_ADASUM_MULTIPLY); return HR_TASK_MOVED;
-    case HR_ADASUM_SUM: begin_pairs(self, HR_ADASUM_COMBINE); return HR_TASK_MOVED;
-    default: break;
-    }
-    if (!self->is_packed) {
+    if (self->stage != HR_ADASUM_GATHER) {
+        begin_pairs(self, self->stage == HR_ADASUM_SCATTER ? HR_ADASUM_MULTIPLY : HR_ADASUM_COMBINE);
+    } else if (self->is_packed) {
+        enter(self, HR_ADASUM_UNPACK);
+    } else {
         return begin_kind(self);
     }
-    enter(self, HR_ADASUM_UNPACK);
     return HR_TASK_MOVED;
 }
 
+/* The root of the tree is the first share. */
 static int end_level(struct adasum *self) {
     self->distance *= 2;
     if (self->distance >= self->team->size) {
-        return begin_gather(self);
+        const struct hr_scale scale = hr_scale_by(self->work.postscale);
+        if (hr_scale_changes(scale)) {
+            const struct hr_codec *codec = self->fused.codec;
+            codec->scale(codec, self->team->node->kernel, self->shares, self->own_count, scale);
+        }
+        self->operand =
+            (struct hr_operand){.input = self->shares, .bytes = self->own_count * self->width, .dtype = HORO_UINT8};
+        self->row_bytes = self->width;
+        self->result = (struct hr_gathered){.data = self->is_packed ? self->packed : self->fused.pieces[0].output,
+                                            .is_given = 1,
+                                            .bytes = (int64_t)(self->count * self->width),
+                                            .first_dims = self->share_counts};
+        return begin_inner(self, HR_ADASUM_GATHER, (struct hr_work){.op = HORO_ALLGATHER});
     }
     begin_pairs(self, HR_ADASUM_MULTIPLY);
     return HR_TASK_MOVED;
 }
 
 static int adasum_progress(struct hr_backend *backend) {
-    struct adasum *self = adasum_of(backend);
+    struct adasum *self = (struct adasum *)backend;
     if (!self->runs) {
         return self->inner->ops->progress(self->inner);
     }
     switch (self->stage) {
-    case HR_ADASUM_PACK: return pack(self) ? HR_TASK_MOVED : begin_scatter(self);
+    case HR_ADASUM_PACK:
+        return convert(self) ? HR_TASK_MOVED : begin_scatter(self);
     case HR_ADASUM_MULTIPLY: return work_on_pairs(self) ? HR_TASK_MOVED : begin_sum(self);
     case HR_ADASUM_COMBINE: return work_on_pairs(self) ? HR_TASK_MOVED : end_level(self);
-    case HR_ADASUM_UNPACK: return unpack(self) ? HR_TASK_MOVED : begin_kind(self);
+    case HR_ADASUM_UNPACK:
+        return convert(self) ? HR_TASK_MOVED : begin_kind(self);
     case HR_ADASUM_SCATTER:
     case HR_ADASUM_SUM:
     case HR_ADASUM_GATHER: break;
@@ -313,7 +287,7 @@ static int adasum_progress(struct hr_backend *backend) {
 /* ---- The table ---- */
 
 static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) {
-    struct adasum *self = adasum_of(backend);
+    struct adasum *self = (struct adasum *)backend;
     const int is_adasum = work->reduce_op == HORO_ADASUM && work->op == HORO_ALLREDUCE;
     self->runs = is_adasum && self->team->size > 1;
     self->work = *work;
@@ -337,7 +311,7 @@ static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) 
 }
 
 static void adasum_cancel(struct hr_backend *backend) {
-    struct adasum *self = adasum_of(backend);
+    struct adasum *self = (struct adasum *)backend;
     const int is_with_inner =
         self->stage == HR_ADASUM_SCATTER || self->stage == HR_ADASUM_SUM || self->stage == HR_ADASUM_GATHER;
     if (!self->runs || is_with_inner) {
@@ -365,7 +339,7 @@ static int adasum_is_ending(const struct hr_backend *backend) {
 }
 
 static void adasum_destroy(struct hr_backend *backend) {
-    struct adasum *self = adasum_of(backend);
+    struct adasum *self = (struct adasum *)backend;
     hr_backend_destroy(self->inner);
     hr_pieces_fini(&self->pieces);
     free_memory(self);

@@ -4,7 +4,7 @@
  * request of one tensor, of which ranks that have agreed on it have the same but for the memory.
  *
  * Each host first takes the sum of its own ranks, and values are scaled and rounded where a collective does that
- * (two_level.c). So on two hosts a sum has the same bits, whichever way it takes.
+ * (collective/allreduce.c). So on two hosts a sum has the same bits, whichever way it takes.
  */
 #ifndef HR_BACKEND_CARRIED_H
 #define HR_BACKEND_CARRIED_H

@@ -37,10 +37,6 @@ struct host_backend {
     } run;
 };
 
-static struct host_backend *host_of(struct hr_backend *backend) {
-    return (struct host_backend *)backend;
-}
-
 static void end_parts(struct host_backend *host) {
     free(host->parts.by_rank);
     free(host->parts.offsets);
@@ -135,25 +131,6 @@ static int begin_kind(struct host_backend *host) {
     return HR_TASK_MOVED;
 }
 
-/* ---- Allgather ---- */
-
-/* For each rank, its contributions to all tensors as one vector with the places here as outputs. */
-static void place_contributions(const struct host_backend *host) {
-    const struct hr_work *work = &host->work;
-    const struct parts *parts = &host->parts;
-    for (int r = 0; r < host->team->size; r++) {
-        struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
-        struct hr_fused *theirs = &parts->by_rank[r];
-        *theirs = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
-        for (size_t i = 0; i < work->count; i++) {
-            const struct hr_gathered *result = &work->results[i];
-            const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
-            hr_fuse_append(theirs, pieces, work->operands[i].input, (char *)result->data + parts->offsets[i], bytes);
-            parts->offsets[i] += bytes;
-        }
-    }
-}
-
 /* ---- Moves: broadcast, allgather, alltoall ---- */
 
 /* Makes the vectors. */
@@ -168,66 +145,73 @@ static int lay_out_move(struct host_backend *host) {
     }
     HR_TRY(begin_parts(host));
     struct hr_fused *by_rank = host->parts.by_rank;
-    if (work->op == HORO_ALLGATHER) {
-        place_contributions(host);
-        for (int r = 0; r < size; r++) {
-            host->moved_bytes += by_rank[r].bytes;
+    size_t *offsets = host->parts.offsets;
+    if (work->op == HORO_ALLTOALL) {
+        hr_fuse_splits(work, host->team->rank, size, host->pieces.at, by_rank, by_rank + size, offsets);
+        for (int pair = 0; pair < size * size; pair++) {
+            host->moved_bytes += offsets[pair];
         }
+        host->moved_bytes /= (size_t)size;
         return HORO_OK;
     }
-    hr_fuse_splits(work, host->team->rank, size, host->pieces.at, by_rank, by_rank + size, host->parts.offsets);
-    for (int pair = 0; pair < size * size; pair++) {
-        host->moved_bytes += host->parts.offsets[pair];
+    /* of each rank, its contributions to all tensors as one vector with the places here as outputs */
+    for (int r = 0; r < size; r++) {
+        struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
+        by_rank[r] = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
+        for (size_t i = 0; i < work->count; i++) {
+            const struct hr_gathered *result = &work->results[i];
+            const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
+            hr_fuse_append(&by_rank[r], pieces, work->operands[i].input, (char *)result->data + offsets[i], bytes);
+            offsets[i] += bytes;
+        }
+        host->moved_bytes += by_rank[r].bytes;
     }
-    host->moved_bytes /= (size_t)size;
     return HORO_OK;
 }
 
-static struct hr_move move_of(const struct host_backend *host) {
+/* From the others' memory where that pays, else through the slots, and between hosts. */
+static int begin_move(struct host_backend *host) {
     const struct hr_fused *by_rank = host->parts.by_rank;
-    const int rank = host->team->rank;
-    const size_t tensors = host->work.count;
-    switch (host->work.op) {
-    case HORO_BROADCAST: return (struct hr_move){&host->fused, 1, &host->fused, host->work.root_rank, tensors, NULL};
-    case HORO_ALLGATHER: return (struct hr_move){&by_rank[rank], 1, by_rank, -1, tensors, NULL};
-    default: return (struct hr_move){by_rank, host->team->size, by_rank + host->team->size, -1, tensors, NULL};
-    }
-}
-
-/* Through the slots, and between hosts. */
-static int begin_passing(struct host_backend *host) {
-    const struct hr_fused *by_rank = host->parts.by_rank;
+    struct hr_team *team = host->team;
+    struct hr_move move = {.shown_count = 1, .from = by_rank, .root_rank = -1, .tensors = host->work.count};
     switch (host->work.op) {
     case HORO_BROADCAST:
-        hr_broadcast_begin(&host->run.broadcast, host->team, &host->fused, host->work.root_rank);
-        host->task = &host->run.broadcast.segments.task;
-        return HORO_OK;
+        move.shown = move.from = &host->fused;
+        move.root_rank = host->work.root_rank;
+        break;
     case HORO_ALLGATHER:
-        HR_TRY(hr_allgather_begin(&host->run.allgather, host->team, by_rank));
-        host->task = &host->run.allgather.segments.task;
-        return HORO_OK;
+        move.shown = &by_rank[team->rank];
+        break;
     default:
-        HR_TRY(hr_alltoall_begin(&host->run.alltoall, host->team, by_rank, by_rank + host->team->size,
-                                 host->parts.offsets));
-        host->task = &host->run.alltoall.segments.task;
-        return HORO_OK;
+        move.shown = by_rank;
+        move.shown_count = team->size;
+        move.from = by_rank + team->size;
     }
-}
-
-static int begin_move(struct host_backend *host) {
-    const struct hr_move move = move_of(host);
     host->task = NULL;
     if (begin_direct(host, &move)) {
         return HORO_OK;
     }
     host->way = WAY_SLOTS;
-    return begin_passing(host);
+    switch (host->work.op) {
+    case HORO_BROADCAST:
+        hr_broadcast_begin(&host->run.broadcast, team, &host->fused, host->work.root_rank);
+        host->task = &host->run.broadcast.segments.task;
+        return HORO_OK;
+    case HORO_ALLGATHER:
+        HR_TRY(hr_allgather_begin(&host->run.allgather, team, by_rank));
+        host->task = &host->run.allgather.segments.task;
+        return HORO_OK;
+    default:
+        HR_TRY(hr_alltoall_begin(&host->run.alltoall, team, by_rank, by_rank + team->size, host->parts.offsets));
+        host->task = &host->run.alltoall.segments.task;
+        return HORO_OK;
+    }
 }
 
 /* ---- The table ---- */
 
 static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
-    struct host_backend *host = host_of(backend);
+    struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
     if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
@@ -284,14 +268,14 @@ static struct hr_segments *segments_ahead(struct host_backend *host) {
 }
 
 static int host_begin_ahead(struct hr_backend *backend) {
-    struct host_backend *host = host_of(backend);
+    struct host_backend *host = (struct host_backend *)backend;
     struct hr_segments *segments = segments_ahead(host);
     return host->way == WAY_READ ? hr_direct_fill_ahead(&host->run.direct)
                                  : segments != NULL && hr_segments_fill_ahead(segments);
 }
 
 static void host_show_ahead(struct hr_backend *backend) {
-    struct host_backend *host = host_of(backend);
+    struct host_backend *host = (struct host_backend *)backend;
     if (host->way == WAY_READ) {
         hr_direct_show_ahead(&host->run.direct);
     } else {
@@ -300,17 +284,17 @@ static void host_show_ahead(struct hr_backend *backend) {
 }
 
 static int host_progress(struct hr_backend *backend) {
-    struct host_backend *host = host_of(backend);
+    struct host_backend *host = (struct host_backend *)backend;
     const int moved = host->task == NULL ? HR_TASK_DONE : host->task->progress(host->task);
     return moved == HR_TASK_DONE ? begin_next(host) : moved;
 }
 
 static void host_cancel(struct hr_backend *backend) {
-    struct host_backend *host = host_of(backend);
-    if (host->task != NULL) {
+    struct host_backend *host = (struct host_backend *)backend;
+    if (host->task != NULL && host->task->cancel != NULL) {
         host->task->cancel(host->task);
-        host->task = NULL;
     }
+    host->task = NULL;
     if (hr_op_tells_rows(host->work.op)) {
         hr_gathered_bury(host->team->node, host->work.results, host->work.count);
     }
@@ -319,11 +303,11 @@ static void host_cancel(struct hr_backend *backend) {
 
 static int host_is_ending(const struct hr_backend *backend) {
     const struct host_backend *host = (const struct host_backend *)backend;
-    return host->task == NULL || host->task->is_ending(host->task);
+    return host->task == NULL || (host->task->is_ending != NULL && host->task->is_ending(host->task));
 }
 
 static void host_destroy(struct hr_backend *backend) {
-    struct host_backend *host = host_of(backend);
+    struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
         hr_pieces_fini(&host->pieces);
         end_parts(host);

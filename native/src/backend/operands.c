@@ -59,53 +59,41 @@ static int next_kind(struct hr_kinds *kinds) {
     return least;
 }
 
-static struct hr_fused fuse_kind(struct hr_piece *pieces, const struct hr_operand *operands, size_t count, int kind) {
+/* Of all operands of a kind, the rows that fall to rank r; -1: all that there is. */
+static struct hr_fused fuse(const struct hr_kinds *kinds, struct hr_piece *pieces, int kind, int r) {
     struct hr_fused fused = {.pieces = pieces};
-    for (size_t i = 0; i < count; i++) {
-        const struct hr_operand *operand = &operands[i];
+    for (size_t i = 0; i < kinds->count; i++) {
+        const struct hr_operand *operand = &kinds->operands[i];
         if (kind_of(operand) != kind) {
             continue;
         }
+        size_t begin = 0;
+        size_t bytes = operand->bytes;
+        if (r >= 0 && bytes > 0) {
+            const size_t row_bytes = kinds->row_bytes[i];
+            hr_part(bytes / row_bytes, (size_t)kinds->size, (size_t)r, &begin, &bytes);
+            begin *= row_bytes;
+            bytes *= row_bytes;
+        }
         fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
-        hr_fuse_append(&fused, pieces, operand->input, operand->output, operand->bytes / fused.codec->element_bytes);
+        hr_fuse_append(&fused, pieces, (const char *)operand->input + begin,
+                       r < 0 || r == kinds->rank ? operand->output : NULL, bytes / fused.codec->element_bytes);
     }
     return fused;
 }
 
 int hr_kinds_next(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *fused) {
     const int kind = next_kind(kinds);
-    if (kind == KIND_COUNT) {
-        return 0;
+    if (kind < KIND_COUNT) {
+        *fused = fuse(kinds, pieces, kind, -1);
     }
-    *fused = fuse_kind(pieces, kinds->operands, kinds->count, kind);
-    return 1;
-}
-
-/* Of all operands of a kind, the rows that fall to rank r. */
-static struct hr_fused fuse_rows(const struct hr_kinds *kinds, struct hr_piece *pieces, int kind, int r) {
-    struct hr_fused fused = {.pieces = pieces};
-    for (size_t i = 0; i < kinds->count; i++) {
-        const struct hr_operand *operand = &kinds->operands[i];
-        const size_t row_bytes = kinds->row_bytes[i];
-        if (kind_of(operand) != kind) {
-            continue;
-        }
-        fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
-        if (operand->bytes > 0) {
-            size_t first;
-            size_t rows;
-            hr_part(operand->bytes / row_bytes, (size_t)kinds->size, (size_t)r, &first, &rows);
-            hr_fuse_append(&fused, pieces, (const char *)operand->input + first * row_bytes,
-                           r == kinds->rank ? operand->output : NULL, rows * row_bytes / fused.codec->element_bytes);
-        }
-    }
-    return fused;
+    return kind < KIND_COUNT;
 }
 
 int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct hr_fused *by_rank) {
     const int kind = next_kind(kinds);
     for (int r = 0; r < kinds->size && kind < KIND_COUNT; r++) {
-        by_rank[r] = fuse_rows(kinds, pieces + (size_t)r * kinds->count, kind, r);
+        by_rank[r] = fuse(kinds, pieces + (size_t)r * kinds->count, kind, r);
     }
     return kind < KIND_COUNT;
 }
@@ -152,22 +140,6 @@ void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_pi
     }
 }
 
-/*
- * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
- * by page takes as long as to fill it.
- */
-static void *allocate(size_t bytes) {
-    if (bytes < HUGE_WORTH_BYTES) {
-        return malloc(bytes == 0 ? 1 : bytes);
-    }
-    void *data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES));
-    if (data != NULL) {
-        /* a wish: without it all is right too */
-        (void)madvise(data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
-    }
-    return data;
-}
-
 void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (!results[i].is_given) {
@@ -177,7 +149,17 @@ void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, s
     }
 }
 
+/*
+ * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
+ * by page takes as long as to fill it.
+ */
 int hr_gathered_allocate(struct hr_gathered *result) {
-    result->data = allocate((size_t)result->bytes);
+    const size_t bytes = (size_t)result->bytes;
+    if (bytes < HUGE_WORTH_BYTES) {
+        result->data = malloc(bytes == 0 ? 1 : bytes);
+    } else if ((result->data = aligned_alloc(HUGE_PAGE_BYTES, hr_round_up(bytes, HUGE_PAGE_BYTES))) != NULL) {
+        /* a wish: without it all is right too */
+        (void)madvise(result->data, bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, MADV_HUGEPAGE);
+    }
     return result->data == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }

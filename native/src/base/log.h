@@ -8,6 +8,9 @@
 
 #include "horo.h"
 
+/* Room in the queue for so many messages, and what each may have, with its terminator. */
+enum { HR_LOG_QUEUE_LINES = 64, HR_LOG_TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 64 };
+
 struct hr_log {
     int level; /* enum horo_log_level: lines below it are dropped, but a queue gets them */
     int rank;
@@ -21,8 +24,5 @@ void hr_log(const struct hr_log *log, int level, const char *format, ...) __attr
  * or a log handler hangs. Returns when to come again; 0: nothing waits. To be called whenever the engine looks round.
  */
 int64_t hr_log_check(const struct hr_log *log, int64_t now_ns);
-
-/* The line of a message on stderr. */
-void hr_log_write(int rank, int level, const char *text);
 
 #endif

@@ -41,31 +41,6 @@ static struct hr_record *record_at(const struct hr_recorder *recorder, uint64_t 
     return &recorder->records[place & atomic_load_explicit(&recorder->mask, memory_order_relaxed)];
 }
 
-/* The end of a name tells more than its beginning, which many share. Filled up with zeros. */
-static void cut_name(const char *name, size_t name_bytes, uint64_t words[HR_RECORDER_NAME_WORDS]) {
-    char text[HR_RECORDER_NAME_BYTES] = {0};
-    if (name_bytes <= sizeof text) {
-        if (name_bytes > 0) {
-            memcpy(text, name, name_bytes);
-        }
-    } else {
-        const size_t mark_bytes = sizeof cut_mark - 1;
-        size_t from = name_bytes - (sizeof text - mark_bytes);
-        while (from < name_bytes && ((unsigned char)name[from] & 0xc0) == 0x80) {
-            from++; /* not in the middle of a character */
-        }
-        memcpy(text, cut_mark, mark_bytes);
-        memcpy(text + mark_bytes, name + from, name_bytes - from);
-    }
-    memcpy(words, text, sizeof text);
-}
-
-static uint64_t pack(const struct hr_event *event) {
-    const uint64_t op = event->op < 0 ? OP_NONE : (uint64_t)event->op & 15;
-    return (uint64_t)(uint32_t)event->number << 32 | (uint64_t)(uint16_t)event->team << 16 |
-           (uint64_t)(uint8_t)event->status << 8 | op << 4 | ((uint64_t)event->event & 15);
-}
-
 /*
  * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
  * being written. A fence would do the same, but ThreadSanitizer does not know fences.
@@ -81,11 +56,29 @@ static void write_at(const struct hr_recorder *recorder, uint64_t place, const s
         return;
     }
     uint64_t words[HR_RECORDER_NAME_WORDS];
-    cut_name(event->name, event->name_bytes, words);
+    /* The end of a name tells more than its beginning, which many share. Filled up with zeros. */
+    char text[HR_RECORDER_NAME_BYTES] = {0};
+    if (event->name_bytes <= sizeof text) {
+        if (event->name_bytes > 0) {
+            memcpy(text, event->name, event->name_bytes);
+        }
+    } else {
+        const size_t mark_bytes = sizeof cut_mark - 1;
+        size_t from = event->name_bytes - (sizeof text - mark_bytes);
+        while (from < event->name_bytes && ((unsigned char)event->name[from] & 0xc0) == 0x80) {
+            from++; /* not in the middle of a character */
+        }
+        memcpy(text, cut_mark, mark_bytes);
+        memcpy(text + mark_bytes, event->name + from, event->name_bytes - from);
+    }
+    memcpy(words, text, sizeof text);
+    const uint64_t op = event->op < 0 ? OP_NONE : (uint64_t)event->op & 15;
+    const uint64_t what = (uint64_t)(uint32_t)event->number << 32 | (uint64_t)(uint16_t)event->team << 16 |
+                          (uint64_t)(uint8_t)event->status << 8 | op << 4 | ((uint64_t)event->event & 15);
     /* Partners of all these: the loads in read_at. */
     atomic_store_explicit(&record->ticks, event->ticks != 0 ? event->ticks : hr_ticks(), memory_order_release);
     atomic_store_explicit(&record->bytes, (uint64_t)event->bytes, memory_order_release);
-    atomic_store_explicit(&record->what, pack(event), memory_order_release);
+    atomic_store_explicit(&record->what, what, memory_order_release);
     for (int i = 0; i < HR_RECORDER_NAME_WORDS; i++) {
         atomic_store_explicit(&record->name[i], words[i], memory_order_release);
     }
@@ -115,15 +108,6 @@ void hr_recorder_add_text(struct hr_recorder *recorder, uint32_t hash, const cha
     }
 }
 
-static void unpack(uint64_t what, horo_event *event) {
-    const int op = (int)(what >> 4 & 15);
-    event->event = (int32_t)(what & 15);
-    event->op = op == OP_NONE ? -1 : op;
-    event->status = (int8_t)(what >> 8 & 0xff);
-    event->team = (int32_t)(what >> 16 & 0xffff);
-    event->number = (int32_t)(uint32_t)(what >> 32);
-}
-
 static int read_at(const struct hr_recorder *recorder, const struct hr_record *record, struct hr_tick_sample now,
                    uint64_t place, horo_event *event) {
     const uint64_t stands = 2 * place + 2;
@@ -143,7 +127,12 @@ static int read_at(const struct hr_recorder *recorder, const struct hr_record *r
     }
     *event = (horo_event){.time_ns = hr_tick_ns(recorder->created, now, ticks), .bytes = (int64_t)bytes};
     memcpy(event->name, words, sizeof words);
-    unpack(what, event);
+    const int op = (int)(what >> 4 & 15);
+    event->event = (int32_t)(what & 15);
+    event->op = op == OP_NONE ? -1 : op;
+    event->status = (int8_t)(what >> 8 & 0xff);
+    event->team = (int32_t)(what >> 16 & 0xffff);
+    event->number = (int32_t)(uint32_t)(what >> 32);
     return 1;
 }
 

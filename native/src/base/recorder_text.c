@@ -14,12 +14,6 @@ struct run {
     size_t count;
 };
 
-static int joins(const struct run *run, const horo_event *earlier) {
-    const int alone =
-        earlier->event == HORO_EVENT_BEGUN || earlier->event == HORO_EVENT_LEFT || earlier->event == HORO_EVENT_LOST;
-    return !alone && run->first.event == earlier->event;
-}
-
 /* From the last record backwards; returns how many runs. That all agreed is told by the batch that begins. */
 static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t end, struct run *runs,
                    int most) {
@@ -31,7 +25,9 @@ static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now
             event.event > HORO_EVENT_LOST) {
             continue;
         }
-        if (count == 0 || !joins(&runs[count - 1], &event)) {
+        const int is_alone =
+            event.event == HORO_EVENT_BEGUN || event.event == HORO_EVENT_LEFT || event.event == HORO_EVENT_LOST;
+        if (count == 0 || is_alone || runs[count - 1].first.event != event.event) {
             if (count == most) {
                 break;
             }
@@ -70,22 +66,6 @@ static const char *verb(int event) {
     }
 }
 
-static void write_requests(const struct run *run, char *line, size_t line_bytes) {
-    char size[32] = "";
-    char rest[112] = "";
-    const horo_event *first = &run->first;
-    const horo_event *last = &run->last;
-    if (first->event == HORO_EVENT_BEGUN && first->number > 1) {
-        (void)snprintf(rest, sizeof rest, " and %d more in one batch", (int)first->number - 1);
-    } else if (run->count > 1) {
-        (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(last->op), last->name, run->count);
-    } else if (first->event == HORO_EVENT_FAILED) {
-        (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
-    }
-    (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verb(first->event), hr_op_name(first->op), first->name,
-                   rest, run->bytes > 0 ? ", " : "", run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
-}
-
 static void write_run(const struct run *run, char *line, size_t line_bytes) {
     const horo_event *event = &run->last;
     if (event->event == HORO_EVENT_LEFT) {
@@ -97,7 +77,20 @@ static void write_run(const struct run *run, char *line, size_t line_bytes) {
         }
         (void)snprintf(line, line_bytes, "the group ended: %s%s", horo_status_name(event->status), who);
     } else {
-        write_requests(run, line, line_bytes);
+        char size[32] = "";
+        char rest[112] = "";
+        const horo_event *first = &run->first;
+        const horo_event *last = &run->last;
+        if (first->event == HORO_EVENT_BEGUN && first->number > 1) {
+            (void)snprintf(rest, sizeof rest, " and %d more in one batch", (int)first->number - 1);
+        } else if (run->count > 1) {
+            (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(last->op), last->name, run->count);
+        } else if (first->event == HORO_EVENT_FAILED) {
+            (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
+        }
+        (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verb(first->event), hr_op_name(first->op), first->name,
+                       rest, run->bytes > 0 ? ", " : "",
+                       run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
     }
 }
 

@@ -100,30 +100,22 @@ static void stop(struct hr_timeline *timeline) {
     timeline->is_on = 0;
 }
 
-static int start(struct hr_timeline *timeline, int fd, int marks_batches, struct hr_error *error) {
+int hr_timeline_start(struct hr_timeline *timeline, int fd, int marks_batches, struct hr_error *error) {
+    int status = HORO_OK;
+    (void)pthread_mutex_lock(&timeline->control);
     if (fd >= 0 && timeline->is_on) {
         stop(timeline);
     }
     atomic_store_explicit(&timeline->marks_batches, marks_batches, memory_order_relaxed);
-    if (fd < 0) {
-        return HORO_OK;
+    if (fd >= 0) {
+        timeline->fd = fd;
+        timeline->has_failed = timeline->must_stop = 0;
+        hr_recorder_trace(timeline->recorder, 1);
+        timeline->tail = hr_recorder_end(timeline->recorder);
+        status = hr_thread_start(&timeline->thread, write_timeline, timeline, "the thread of the timeline", error);
+        timeline->is_on = status == HORO_OK;
+        hr_recorder_trace(timeline->recorder, timeline->is_on);
     }
-    timeline->fd = fd;
-    timeline->has_failed = timeline->must_stop = 0;
-    hr_recorder_trace(timeline->recorder, 1);
-    timeline->tail = hr_recorder_end(timeline->recorder);
-    const int status =
-        hr_thread_start(&timeline->thread, write_timeline, timeline, "the thread of the timeline", error);
-    timeline->is_on = status == HORO_OK;
-    if (!timeline->is_on) {
-        hr_recorder_trace(timeline->recorder, 0);
-    }
-    return status;
-}
-
-int hr_timeline_start(struct hr_timeline *timeline, int fd, int marks_batches, struct hr_error *error) {
-    (void)pthread_mutex_lock(&timeline->control);
-    const int status = start(timeline, fd, marks_batches, error);
     (void)pthread_mutex_unlock(&timeline->control);
     return status;
 }

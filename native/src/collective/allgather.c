@@ -13,32 +13,34 @@ static struct hr_range part_of(const struct hr_team *team, const struct hr_fused
 
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
-    struct hr_team *team = segments->team;
-    const unsigned parity = hr_segments_parity(segments, k);
+    const struct hr_team *team = segments->team;
     const struct hr_fused *mine = &run->by_rank[team->rank];
     const struct hr_range part = part_of(team, mine, k);
-    hr_fused_pack(mine, part.offset, part.bytes, hr_team_slot(team, team->local_rank, parity), team->node->kernel, 1.0,
-                  run->store);
-    hr_team_arrive(team, HR_PHASE_FILLED, parity);
-    /* now that its inputs are in the cache */
-    hr_fused_copy(mine, part.offset, part.bytes, team->node->kernel, run->result_store);
+    hr_fused_pack(mine, part.offset, part.bytes, hr_segments_slot(segments, team->local_rank, k), team->node->kernel,
+                  1.0, run->store);
+}
+
+/* Now that its inputs are in the cache. */
+static void keep(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    const struct hr_fused *mine = &run->by_rank[segments->team->rank];
+    const struct hr_range part = part_of(segments->team, mine, k);
+    hr_fused_put(mine, part.offset, part.bytes, NULL, segments->team->node->kernel, run->result_store);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
-    const unsigned parity = hr_segments_parity(segments, k);
     for (int i = 1; i < team->local_size; i++) { /* each rank begins with another, so that not all read one slot */
         const int from = (team->local_rank + i) % team->local_size;
         const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[from]];
         const struct hr_range part = part_of(team, theirs, k);
-        hr_fused_take(theirs, part.offset, part.bytes, hr_team_slot(team, from, parity), team->node->kernel,
-                      run->result_store);
+        hr_fused_put(theirs, part.offset, part.bytes, hr_segments_slot(segments, from, k), team->node->kernel,
+                     run->result_store);
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, parity);
 }
 
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
+static const struct hr_segments_ops one_host = {.fill = fill, .keep = keep, .drain = drain};
 
 int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
     *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
@@ -53,7 +55,7 @@ int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const str
         total += by_rank[r].bytes;
     }
     if (count == 0) { /* of one rank */
-        hr_fused_copy(&by_rank[team->rank], 0, by_rank[team->rank].bytes, team->node->kernel, HR_STORE_ORDINARY);
+        hr_fused_put(&by_rank[team->rank], 0, by_rank[team->rank].bytes, NULL, team->node->kernel, HR_STORE_ORDINARY);
     }
     run->store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
     run->result_store = hr_store_choose_for_result(team, total);

@@ -1,66 +1,244 @@
 /*
- * Allreduce over one arena; over several it is two_level.c. Each segment passes the stages of stages.h; small data
- * takes one phase instead of two, data of one rank alone none.
+ * Allreduce. Over one arena each segment passes three stages on all ranks of a host:
+ *
+ *     fill    packs the shares that others own into my slot, scaled on the way
+ *     reduce  reduces my own share straight from my private memory and the peers' slots
+ *     drain   unpacks the other shares from the slots
+ *
+ * Small data takes one phase instead of two, data of one rank alone none.
+ *
+ * Over several hosts (two-level form) the owner's share stays in its slot, is reduced with the same owner's share on
+ * the other hosts by ring or recursive doubling, and is then drained. So a link carries 2(h-1)/h of the data once,
+ * whatever the number of ranks per host. A rank that is alone on its host has nobody to share memory with: where a
+ * segment lies in one tensor it travels from and to the output itself, and no slot is used. That is nobody else's
+ * business: what travels is the same.
  */
 #include <math.h>
 
 #include "collective/collective.h"
 #include "collective/two_level.h"
 
-static struct hr_allreduce *run_of(struct hr_segments *segments) {
-    return (struct hr_allreduce *)segments; /* its first member */
+static struct hr_range segment_of(const struct hr_allreduce *run, size_t k) {
+    return hr_segment(run->segment_bytes, run->fused.bytes, k);
 }
 
-/* ---- One host ---- */
+static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range segment, int owner) {
+    return hr_share(run->unit, segment.bytes, owner, run->owners);
+}
+
+/*
+ * Whether the owner reads its own contribution from its slot: it must be scaled first, or packed as those of the others
+ * are, so that a result does not depend on who owns it.
+ */
+static int packs_own_share(const struct hr_allreduce *run) {
+    return run->prescale != 1.0 || !hr_codec_is_plain(run->fused.codec);
+}
+
+/* Whether the owner, too, gets its result from its slot. */
+static int drains_own_share(const struct hr_allreduce *run) {
+    return run->segments.team->host_count > 1 || !hr_codec_is_plain(run->fused.codec);
+}
+
+/*
+ * On one host, the slot that carries an owner's result: its successor's, where the successor's contribution to that
+ * share was. The owner has just read these lines and gets them to itself by writing; the successor gets them back by
+ * reading and writes them next. In the owner's own slot the result would cost every line two more trips between the
+ * cores.
+ */
+static char *result_slot(const struct hr_allreduce *run, int owner, size_t k) {
+    const int carrier = run->segments.team->host_count > 1 ? owner : (owner + 1) % run->segments.team->local_size;
+    return hr_segments_slot(&run->segments, carrier, k);
+}
+
+static struct hr_range own_share(const struct hr_allreduce *run, size_t k) {
+    return share_of(run, segment_of(run, k), run->segments.team->local_rank);
+}
+
+/* The piece of which segment k is a part, if it travels without a slot; else NULL. What is packed needs one. */
+static const struct hr_piece *whole_piece(const struct hr_allreduce *run, size_t k) {
+    if (run->segments.team->local_size > 1 || !hr_codec_is_plain(run->fused.codec) || run->partial_scale != 1.0) {
+        return NULL;
+    }
+    const struct hr_range segment = segment_of(run, k);
+    const struct hr_piece *piece = &run->fused.pieces[hr_fused_find(&run->fused, segment.offset)];
+    return segment.offset + segment.bytes <= piece->offset + piece->bytes ? piece : NULL;
+}
+
+/* The place that my share of segment k travels from and to. */
+static char *travelling(const struct hr_allreduce *run, size_t k) {
+    const struct hr_piece *piece = whole_piece(run, k);
+    return piece == NULL
+               ? hr_segments_slot(&run->segments, run->segments.team->local_rank, k) + own_share(run, k).offset
+               : piece->output + (segment_of(run, k).offset - piece->offset);
+}
 
 static void fill(struct hr_segments *segments, size_t k) {
-    hr_stages_fill(&run_of(segments)->stages, k);
+    struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    struct hr_team *team = segments->team;
+    const struct hr_range segment = segment_of(run, k);
+    char *slot = hr_segments_slot(&run->segments, team->local_rank, k);
+    const struct hr_piece *whole = whole_piece(run, k);
+    if (whole != NULL && (whole->output != whole->input || run->prescale != 1.0)) {
+        hr_fused_pack(&run->fused, segment.offset, segment.bytes, travelling(run, k), team->node->kernel, run->prescale,
+                      HR_STORE_ORDINARY);
+    }
+    for (int owner = 0; owner < run->owners && whole == NULL; owner++) {
+        if (owner == team->local_rank && !packs_own_share(run)) {
+            continue;
+        }
+        const struct hr_range share = share_of(run, segment, owner);
+        hr_fused_pack(&run->fused, segment.offset + share.offset, share.bytes, slot + share.offset, team->node->kernel,
+                      run->prescale, run->store);
+    }
+}
+
+/*
+ * Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others
+ * are.
+ */
+static void reduce_part(struct hr_allreduce *run, size_t k, size_t at, size_t bytes, const char *mine, char *target,
+                        char *copy, struct hr_scale scale) {
+    struct hr_team *team = run->segments.team;
+    for (int i = 0; i < team->local_size; i++) {
+        team->sources[i] = i == team->local_rank && mine != NULL ? mine : hr_segments_slot(&run->segments, i, k) + at;
+    }
+    const struct hr_codec *codec = run->fused.codec;
+    codec->reduce(codec, team->node->kernel, run->reduce_op, target, copy, team->sources, team->local_size,
+                  hr_codec_blocks(codec, bytes), scale, run->store);
 }
 
 static void reduce(struct hr_segments *segments, size_t k) {
-    hr_stages_reduce(&run_of(segments)->stages, k);
-}
-
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    struct hr_team *team = segments->team;
+    if (team->local_rank >= run->owners || whole_piece(run, k) != NULL) {
+        return;
+    }
+    const struct hr_range segment = segment_of(run, k);
+    const struct hr_range share = share_of(run, segment, team->local_rank);
+    const struct hr_scale scale = team->host_count > 1 ? hr_scale_by(run->partial_scale) : run->postscale;
+    char *slot = result_slot(run, team->local_rank, k);
+    size_t at = share.offset;
+    size_t left = share.bytes;
+    for (size_t i = left == 0 ? 0 : hr_fused_find(&run->fused, segment.offset + at); left > 0; i++) {
+        const struct hr_piece *piece = &run->fused.pieces[i];
+        const size_t skip = segment.offset + at - piece->offset;
+        const size_t part = piece->bytes - skip < left ? piece->bytes - skip : left;
+        const char *mine = packs_own_share(run) ? NULL : piece->input + skip;
+        if (drains_own_share(run)) {
+            reduce_part(run, k, at, part, mine, slot + at, NULL, scale);
+        } else {
+            reduce_part(run, k, at, part, mine, piece->output + skip, slot + at, scale);
+        }
+        at += part;
+        left -= part;
+    }
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    hr_stages_drain(&run_of(segments)->stages, k);
+    struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    struct hr_team *team = segments->team;
+    const struct hr_range segment = segment_of(run, k);
+    for (int owner = 0; owner < run->owners && whole_piece(run, k) == NULL; owner++) {
+        if (owner == team->local_rank && !drains_own_share(run)) {
+            continue; /* written by reduce */
+        }
+        const struct hr_range share = share_of(run, segment, owner);
+        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
+                        result_slot(run, owner, k) + share.offset, team->node->kernel);
+    }
 }
 
+/*
+ * On one host of two ranks, where the codec is plain and nothing is scaled on the way in, nobody but me reads what I
+ * drain. So segment k + 2 may take the place of segment k as it comes out, in one pass if both are of one size, and
+ * HR_PHASE_DRAINED is not asked for. Equal on all ranks.
+ */
 static void exchange(struct hr_segments *segments, size_t k) {
-    hr_stages_exchange(&run_of(segments)->stages, k);
+    const struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    struct hr_team *team = segments->team;
+    const struct hr_fused *fused = &run->fused;
+    const int peer = 1 - team->local_rank;
+    const struct hr_range segment = segment_of(run, k);
+    const struct hr_range next = segment_of(run, k + 2);
+    const struct hr_range out = share_of(run, segment, peer);
+    const struct hr_range in = share_of(run, next, peer);
+    const size_t out_offset = segment.offset + out.offset;
+    const size_t in_offset = next.offset + in.offset;
+    char *slot = hr_segments_slot(&run->segments, team->local_rank, k);
+    if (next.bytes == segment.bytes) {
+        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, team->node->kernel, run->store);
+    } else {
+        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel);
+        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, team->node->kernel, 1.0, run->store);
+    }
 }
 
-static const struct hr_segments_ops one_host = {.fill = fill, .reduce = reduce, .finish = finish, .drain = drain};
-static const struct hr_segments_ops exchanging = {
-    .fill = fill, .reduce = reduce, .finish = finish, .drain = drain, .exchange = exchange};
+static const struct hr_segments_ops one_host = {.fill = fill, .reduce = reduce, .drain = drain};
+static const struct hr_segments_ops exchanging = {.fill = fill, .reduce = reduce, .drain = drain, .exchange = exchange};
+
+/* ---- Several hosts ---- */
+
+const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes) {
+    return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
+}
+
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+                                  size_t segment_bytes) {
+    const size_t most = hr_share_most(hr_share_unit(block_bytes), segment_bytes, owners);
+    /* the last segment may have a small share only */
+    const size_t small_most = most < tuning->doubling ? most : tuning->doubling;
+    const size_t small = hr_cross_scratch_bytes(&hr_cross_doubling, host_count, block_bytes, small_most, tuning->piece);
+    const size_t large =
+        hr_cross_scratch_bytes(hr_two_level_cross(tuning, most), host_count, block_bytes, most, tuning->piece);
+    return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+}
+
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    const struct hr_team *team = run->segments.team;
+    const struct hr_range share = own_share(run, k);
+    struct hr_cross_call cross_call = hr_cross_call_of(team, run->fused.codec);
+    cross_call.data = travelling(run, k);
+    cross_call.count = hr_codec_blocks(run->fused.codec, share.bytes);
+    cross_call.reduce_op = run->reduce_op;
+    cross_call.scratch =
+        team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
+    return hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
+}
+
+static void finish(struct hr_segments *segments, size_t k) {
+    struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    if (segments->team->local_rank < run->owners && hr_scale_changes(run->postscale)) {
+        const struct hr_codec *codec = run->fused.codec;
+        const size_t blocks = hr_codec_blocks(codec, own_share(run, k).bytes);
+        codec->scale(codec, run->segments.team->node->kernel, travelling(run, k), blocks, run->postscale);
+    }
+}
+
+static const struct hr_segments_ops several_hosts = {
+    .fill = fill, .reduce = reduce, .begin = begin, .finish = finish, .drain = drain};
 
 /* ---- Small data on one host: everybody shows everything and reduces everything, in rank order ---- */
 
 static void flat_fill(struct hr_segments *segments, size_t k) {
-    const struct hr_stages *stages = &run_of(segments)->stages;
-    const struct hr_fused *fused = stages->fused;
-    hr_fused_pack(fused, 0, fused->bytes, hr_stages_slot(stages, stages->team->local_rank, k),
-                  stages->team->node->kernel, stages->prescale, HR_STORE_ORDINARY);
-    hr_team_arrive(stages->team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
+    const struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    hr_fused_pack(&run->fused, 0, run->fused.bytes, hr_segments_slot(segments, segments->team->local_rank, k),
+                  segments->team->node->kernel, run->prescale, HR_STORE_ORDINARY);
 }
 
 static void flat_drain(struct hr_segments *segments, size_t k) {
-    struct hr_stages *stages = &run_of(segments)->stages;
-    const struct hr_fused *fused = stages->fused;
+    struct hr_allreduce *run = (struct hr_allreduce *)segments;
+    const struct hr_fused *fused = &run->fused;
     const int is_plain = hr_codec_is_plain(fused->codec);
     if (!is_plain) {
         char result[HR_FLAT_MAX]; /* packed here too: fused with others or not, a tensor gets the same bits */
-        hr_stages_reduce_part(stages, k, 0, fused->bytes, NULL, result, NULL, stages->postscale);
-        hr_fused_unpack(fused, 0, fused->bytes, result, stages->team->node->kernel);
+        reduce_part(run, k, 0, fused->bytes, NULL, result, NULL, run->postscale);
+        hr_fused_unpack(fused, 0, fused->bytes, result, segments->team->node->kernel);
     }
     for (size_t i = 0; i < fused->count && is_plain; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
-        hr_stages_reduce_part(stages, k, piece->offset, piece->bytes, NULL, piece->output, NULL, stages->postscale);
+        reduce_part(run, k, piece->offset, piece->bytes, NULL, piece->output, NULL, run->postscale);
     }
-    hr_team_arrive(stages->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_drain};
@@ -68,36 +246,36 @@ static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_dra
 /* ---- One rank ---- */
 
 /* Packs what would travel all the same, so that a script sees what it would see with more ranks. */
-static void run_alone_packed(const struct hr_stages *call) {
-    const struct hr_fused *fused = call->fused;
+static void run_alone_packed(const struct hr_allreduce *run) {
+    const struct hr_fused *fused = &run->fused;
     const struct hr_codec *codec = fused->codec;
-    const struct hr_kernel *kernel = call->team->node->kernel;
+    const struct hr_kernel *kernel = run->segments.team->node->kernel;
     char packed[HR_CODEC_BLOCK_BYTES_MAX];
     const size_t step = hr_codec_blocks(codec, sizeof packed) * codec->block_bytes;
     for (size_t at = 0; at < fused->bytes; at += step) {
         const size_t bytes = fused->bytes - at < step ? fused->bytes - at : step;
-        hr_fused_pack(fused, at, bytes, packed, kernel, call->prescale, HR_STORE_ORDINARY);
-        if (hr_scale_changes(call->postscale)) {
-            codec->scale(codec, kernel, packed, hr_codec_blocks(codec, bytes), call->postscale);
+        hr_fused_pack(fused, at, bytes, packed, kernel, run->prescale, HR_STORE_ORDINARY);
+        if (hr_scale_changes(run->postscale)) {
+            codec->scale(codec, kernel, packed, hr_codec_blocks(codec, bytes), run->postscale);
         }
         hr_fused_unpack(fused, at, bytes, packed, kernel);
     }
 }
 
-static void run_alone(const struct hr_stages *call) {
-    const struct hr_kernel *kernel = call->team->node->kernel;
-    const int dtype = call->fused->codec->dtype;
-    for (size_t i = 0; i < call->fused->count; i++) {
-        const struct hr_piece *piece = &call->fused->pieces[i];
+static void run_alone(const struct hr_allreduce *run) {
+    const struct hr_kernel *kernel = run->segments.team->node->kernel;
+    const int dtype = run->fused.codec->dtype;
+    for (size_t i = 0; i < run->fused.count; i++) {
+        const struct hr_piece *piece = &run->fused.pieces[i];
         if (piece->output != piece->input) {
             kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
         }
-        if (call->prescale != 1.0) {
-            kernel->scale(dtype, piece->output, piece->output, piece->count, hr_scale_by(call->prescale),
+        if (run->prescale != 1.0) {
+            kernel->scale(dtype, piece->output, piece->output, piece->count, hr_scale_by(run->prescale),
                           HR_STORE_ORDINARY);
         }
-        if (hr_scale_changes(call->postscale)) {
-            kernel->scale(dtype, piece->output, piece->output, piece->count, call->postscale, HR_STORE_ORDINARY);
+        if (hr_scale_changes(run->postscale)) {
+            kernel->scale(dtype, piece->output, piece->output, piece->count, run->postscale, HR_STORE_ORDINARY);
         }
     }
 }
@@ -114,51 +292,49 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 
 /* ---- The task ---- */
 
-static void begin_on_one_host(struct hr_allreduce *run) {
-    struct hr_segments *segments = &run->segments;
-    if (run->fused.bytes <= segments->team->tuning.flat) {
-        segments->ops = &flat;
-        segments->drain_phase = HR_PHASE_FILLED;
-    } else {
-        segments->ops = hr_stages_may_exchange(&run->stages) ? &exchanging : &one_host;
-        segments->drain_phase = HR_PHASE_REDUCED;
-        if (run->fused.bytes >= segments->team->tuning.stream) {
-            segments->trial = hr_store_try(&segments->team->allreduce_stores, run->fused.bytes);
-            run->stages.store = segments->trial.store;
-        }
-    }
-}
-
 int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
                        double prescale, struct hr_scale postscale) {
-    run->segments = (struct hr_segments){.team = team};
-    run->fused = *fused;
-    run->stages = (struct hr_stages){
-        .team = team,
-        .fused = &run->fused,
+    *run = (struct hr_allreduce){
+        .segments = {.team = team},
+        .fused = *fused,
         .reduce_op = reduce_op,
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
         .unit = hr_share_unit(fused->codec->block_bytes),
-        .segment_bytes = hr_segment_bytes(team, fused->codec),
-        .first = team->segment,
+        .segment_bytes = hr_codec_blocks(fused->codec, team->tuning.segment) * fused->codec->block_bytes,
     };
+    struct hr_segments *segments = &run->segments;
     if (team->size == 1 && fused->bytes > 0) {
-        (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(&run->stages);
+        (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(run);
     }
     if (team->size == 1 || fused->bytes == 0) {
-        hr_segments_begin(&run->segments, 0);
+        hr_segments_begin(segments, 0);
         return HORO_OK;
     }
+    segments->drain_phase = HR_PHASE_REDUCED;
     if (team->host_count > 1) {
-        run->stages.partial_scale = hr_partial_scale(fused->codec, reduce_op, postscale.factor);
-        run->stages.postscale.factor /= run->stages.partial_scale;
-        HR_TRY(hr_two_level_begin(run));
+        run->partial_scale = hr_partial_scale(fused->codec, reduce_op, postscale.factor);
+        run->postscale.factor /= run->partial_scale;
+        segments->ops = &several_hosts;
+        segments->carries = team->local_rank < run->owners;
+        /* room for two of the largest shares, which cannot be moved once anything travels; for one of small data */
+        const size_t segment_bytes = segment_of(run, 0).bytes;
+        const size_t at_once = segment_bytes == fused->bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
+        run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->owners,
+                                                        fused->codec->block_bytes, segment_bytes);
+        HR_TRY(hr_segments_reserve_scratch(team, at_once * run->scratch_bytes));
+    } else if (fused->bytes <= team->tuning.flat) {
+        segments->ops = &flat;
+        segments->drain_phase = HR_PHASE_FILLED;
     } else {
-        begin_on_one_host(run);
+        segments->ops = team->local_size == 2 && !packs_own_share(run) ? &exchanging : &one_host;
+        if (fused->bytes >= team->tuning.stream) {
+            segments->trial = hr_store_try(&team->allreduce_stores, fused->bytes);
+            run->store = segments->trial.store;
+        }
     }
-    hr_segments_begin(&run->segments, hr_divide_up(fused->bytes, run->stages.segment_bytes));
+    hr_segments_begin(segments, hr_divide_up(fused->bytes, run->segment_bytes));
     return HORO_OK;
 }

@@ -9,41 +9,33 @@
 #include "collective/collective.h"
 #include "collective/two_level.h"
 
-static struct hr_alltoall *run_of(struct hr_segments *segments) {
-    return (struct hr_alltoall *)segments; /* its first member */
-}
-
 /* The share of what s has for d in segment k. */
 static struct hr_range share_of(const struct hr_alltoall *run, int s, int d, size_t k) {
     return hr_units(run->unit, hr_alltoall_bytes(run, s, d), k, run->share_count);
 }
 
 static void show(struct hr_segments *segments, size_t k) {
-    const struct hr_alltoall *run = run_of(segments);
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
-    const unsigned parity = hr_segments_parity(segments, k);
-    char *slot = hr_team_slot(team, team->local_rank, parity);
+    char *slot = hr_segments_slot(segments, team->local_rank, k);
     for (int i = 1; i < team->size; i++) {
         const int to = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, team->rank, to, k);
         hr_fused_pack(&run->to[to], share.offset, share.bytes, slot + run->starts[to], team->node->kernel, 1.0,
                       run->store);
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, parity);
 }
 
 /* Each rank begins with another, so that not all read the same slot. */
 static void take(struct hr_segments *segments, size_t k) {
-    const struct hr_alltoall *run = run_of(segments);
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
-    const unsigned parity = hr_segments_parity(segments, k);
     for (int i = 1; i < team->size; i++) {
         const int from = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, from, team->rank, k);
-        hr_fused_take(&run->from[from], share.offset, share.bytes,
-                      hr_team_slot(team, from, parity) + run->places[from], team->node->kernel, run->result_store);
+        hr_fused_put(&run->from[from], share.offset, share.bytes,
+                     hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, parity);
 }
 
 static const struct hr_segments_ops one_host = {.fill = show, .drain = take};

@@ -5,10 +5,6 @@
  */
 #include "collective/collective.h"
 
-static struct hr_broadcast *run_of(struct hr_segments *segments) {
-    return (struct hr_broadcast *)segments; /* its first member */
-}
-
 static int on_root_host(const struct hr_broadcast *run) {
     return run->segments.team->host == run->root_host;
 }
@@ -20,23 +16,21 @@ static struct hr_range segment_of(const struct hr_broadcast *run, size_t k) {
 /* The place of share `owner` of segment k on this host; `offset` is the share's in the segment. */
 static char *share_data(const struct hr_broadcast *run, int owner, size_t k, size_t offset) {
     const int holder = on_root_host(run) ? run->root_local : owner;
-    return hr_team_slot(run->segments.team, holder, hr_segments_parity(&run->segments, k)) + offset;
+    return hr_segments_slot(&run->segments, holder, k) + offset;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
-    const struct hr_broadcast *run = run_of(segments);
+    const struct hr_broadcast *run = (struct hr_broadcast *)segments;
     struct hr_team *team = segments->team;
-    const unsigned parity = hr_segments_parity(segments, k);
     if (team->rank == run->root_rank) {
         const struct hr_range segment = segment_of(run, k);
-        hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_team_slot(team, team->local_rank, parity),
+        hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_segments_slot(segments, team->local_rank, k),
                       team->node->kernel, 1.0, run->store);
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, parity);
 }
 
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_broadcast *run = run_of(segments);
+    const struct hr_broadcast *run = (struct hr_broadcast *)segments;
     const struct hr_team *team = segments->team;
     const struct hr_range share = hr_share(HR_LINE, segment_of(run, k).bytes, team->local_rank, run->owners);
     struct hr_cross_call call = hr_cross_call_of(team, run->fused.codec);
@@ -44,27 +38,22 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     call.count = share.bytes;
     call.root_host = run->root_host;
     const struct hr_cross_ops *ops = run->fused.bytes <= team->tuning.tree ? &hr_cross_tree : &hr_cross_chain;
-    return ops->begin(cross, &call);
-}
-
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    return hr_cross_begin(ops, cross, &call);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    const struct hr_broadcast *run = run_of(segments);
+    const struct hr_broadcast *run = (struct hr_broadcast *)segments;
     const struct hr_team *team = segments->team;
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
-        hr_fused_take(&run->fused, segment.offset + share.offset, share.bytes,
-                      share_data(run, owner, k, share.offset), team->node->kernel, run->result_store);
+        hr_fused_put(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
+                     team->node->kernel, run->result_store);
     }
-    hr_team_arrive(segments->team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
-static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
+static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .drain = drain};
 
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank) {
     *run = (struct hr_broadcast){
@@ -81,7 +70,7 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
     }
     if (team->rank == root_rank) {
         /* the root's own result never travels */
-        hr_fused_copy(fused, 0, fused->bytes, team->node->kernel, run->result_store);
+        hr_fused_put(fused, 0, fused->bytes, NULL, team->node->kernel, run->result_store);
     }
     run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
     run->segments.carries = team->local_rank < run->owners;

@@ -10,12 +10,18 @@
 #define HR_COLLECTIVE_COLLECTIVE_H
 
 #include "collective/segments.h"
-#include "local/stages.h"
 
 struct hr_allreduce {
     struct hr_segments segments;
-    struct hr_stages stages;
     struct hr_fused fused;
+    int reduce_op;
+    double prescale;
+    double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
+    struct hr_scale postscale;
+    int owners;
+    size_t unit;          /* of shares, see hr_share_unit */
+    size_t segment_bytes; /* of every segment but the last */
+    enum hr_store store;
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
 
@@ -86,7 +92,7 @@ struct hr_reducescatter {
     const struct hr_codec *codec;
     int reduce_op;
     double prescale;
-    double partial_scale; /* several hosts: as in struct hr_stages */
+    double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
     enum hr_store store;
     size_t unit; /* of shares */

@@ -27,29 +27,6 @@ static uint64_t refusal(int peer, int error) {
     return TOLD_NO | (uint64_t)error << TOLD_BITS | (uint64_t)peer << TOLD_RANK_SHIFT;
 }
 
-static uint64_t try_all(const struct hr_team *team) {
-    for (int i = 0; i < team->local_size; i++) {
-        const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
-        if (error != 0) {
-            return refusal(i, error);
-        }
-    }
-    return TOLD_YES;
-}
-
-static void log_way(const struct hr_team *team, int teller, uint64_t told) {
-    char name[HR_TEAM_NAME_BYTES];
-    (void)hr_team_name(team, name);
-    if (told == TOLD_YES) {
-        hr_log(&team->node->log, HORO_LOG_INFO, "%s: large moves read the memory of the other ranks", name);
-        return;
-    }
-    hr_log(&team->node->log, HORO_LOG_INFO,
-           "%s: large moves pass shared memory, since rank %d cannot read the memory of rank %d: %s", name,
-           team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
-           strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
-}
-
 /* All have told before the last arrival, and nobody tells anything else before all have been here. */
 static void conclude(struct hr_team *team) {
     int teller = 0;
@@ -58,17 +35,30 @@ static void conclude(struct hr_team *team) {
         told = atomic_load(told_by(team, teller));
     }
     const int reads = told == TOLD_YES ? 1 : -1;
-    if (reads != team->reads_peers && team->local_rank == 0) {
-        log_way(team, teller, told);
-    }
+    const int is_news = reads != team->reads_peers && team->local_rank == 0;
+    char name[HR_TEAM_NAME_BYTES];
     team->reads_peers = reads;
+    if (is_news && reads > 0) {
+        hr_log(&team->node->log, HORO_LOG_INFO, "%s: large moves read the memory of the other ranks",
+               hr_team_name(team, name));
+    } else if (is_news) {
+        hr_log(&team->node->log, HORO_LOG_INFO,
+               "%s: large moves pass shared memory, since rank %d cannot read the memory of rank %d: %s",
+               hr_team_name(team, name), team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
+               strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
+    }
 }
 
 static int probe(struct hr_task *task) {
     struct hr_probe *self = (struct hr_probe *)task; /* its first member */
     struct hr_team *team = self->team;
     if (!self->has_told) {
-        tell(team, try_all(team));
+        uint64_t told = TOLD_YES;
+        for (int i = 0; i < team->local_size && told == TOLD_YES; i++) {
+            const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
+            told = error == 0 ? TOLD_YES : refusal(i, error);
+        }
+        tell(team, told);
         hr_team_arrive(team, HR_PHASE_REDUCED, 0);
         self->has_told = 1;
         return HR_TASK_MOVED;
@@ -83,20 +73,8 @@ static int probe(struct hr_task *task) {
     return HR_TASK_DONE;
 }
 
-static void cancel(struct hr_task *task) {
-    (void)task; /* nothing is posted anywhere */
-}
-
-static int probe_is_ending(const struct hr_task *task) {
-    (void)task;
-    return 0;
-}
-
 void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
-    *self = (struct hr_probe){
-        .task = {.progress = probe, .cancel = cancel, .is_ending = probe_is_ending},
-        .team = team,
-    };
+    *self = (struct hr_probe){.task = {.progress = probe}, .team = team};
 }
 
 /* ---- Moving ---- */
@@ -125,11 +103,6 @@ static size_t least_bytes(const struct hr_team *team, const struct hr_move *move
     return team->tuning.direct * size * (is_gather ? size - 1 : 1);
 }
 
-/* Whether it is an alltoall: what it puts into a slot serves one other rank, so that the copy never pays. */
-static int is_for_each(const struct hr_move *move) {
-    return move->shown_count > 1;
-}
-
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
     const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
                     address_bytes(move) <= team->tuning.segment;
@@ -139,15 +112,12 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
     if (move->sum != NULL) {
         return sum_room(team, move) >= SUM_LEAST;
     }
-    return is_for_each(move) || bytes <= team->tuning.direct_most / (size_t)team->local_size;
+    /* an alltoall puts into a slot for one other rank alone: the copy never pays there */
+    return move->shown_count > 1 || bytes <= team->tuning.direct_most / (size_t)team->local_size;
 }
 
 static int shows(const struct hr_direct *run, int rank) {
     return run->move.root_rank < 0 || run->move.root_rank == rank;
-}
-
-static const struct hr_fused *shown_to(const struct hr_direct *run, int rank) {
-    return &run->move.shown[run->move.shown_count == 1 ? 0 : rank];
 }
 
 static const struct hr_fused *part_from(const struct hr_direct *run, int rank) {
@@ -176,7 +146,7 @@ static void show(const struct hr_direct *run) {
 /* Copies what I have for myself. */
 static void keep(const struct hr_direct *run) {
     const struct hr_team *team = run->team;
-    const struct hr_fused *mine = shown_to(run, team->rank);
+    const struct hr_fused *mine = &run->move.shown[run->move.shown_count == 1 ? 0 : team->rank];
     const struct hr_fused *results = part_from(run, team->rank);
     size_t received = 0;
     for (int r = 0; r < team->size; r++) {
@@ -209,11 +179,6 @@ static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges
     return count;
 }
 
-/* All will do it again by the slots; if that rank is gone, its life line ends the wait there. */
-static void fail(struct hr_direct *run, int from, int error) {
-    tell(run->team, refusal(from, error));
-}
-
 static int end_reading(struct hr_direct *run) {
     hr_team_arrive(run->team, HR_PHASE_DRAINED, run->parity);
     run->stage = STAGE_END;
@@ -234,7 +199,7 @@ static int read_next(struct hr_direct *run) {
         run->peer++;
     }
     if (error != 0) {
-        fail(run, from, error);
+        tell(team, refusal(from, error)); /* all will do it again by the slots, where a lost rank's life line ends it */
     }
     return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_TASK_MOVED;
 }
@@ -278,23 +243,6 @@ static int read_addends(const struct hr_direct *run, int from, const struct adde
     return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
-/* In the order of ranks, as the slots are added up, so that the way changes no bit. */
-static void add_up(const struct hr_direct *run, const struct addend *addends, int count, const char *read,
-                   size_t room) {
-    struct hr_team *team = run->team;
-    const struct hr_codec *codec = part_from(run, team->rank)->codec;
-    for (int i = 0; i < count; i++) {
-        const char *next = read;
-        for (int r = 0; r < team->size; r++) {
-            team->sources[r] = r == team->rank ? addends[i].mine : next;
-            next += r == team->rank ? 0 : room;
-        }
-        codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
-                      team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
-        read += addends[i].bytes;
-    }
-}
-
 static int sum_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
     const size_t room = sum_room(team, &run->move);
@@ -309,22 +257,26 @@ static int sum_next(struct hr_direct *run) {
         for (int from = 0; from < team->size; from++) {
             const int error = from == team->rank ? 0 : read_addends(run, from, addends, count, to);
             if (error != 0) {
-                fail(run, from, error);
+                tell(team, refusal(from, error));
                 return end_reading(run);
             }
             to += from == team->rank ? 0 : room;
         }
-        add_up(run, addends, count, scratch, room);
+        /* In the order of ranks, as the slots are added up, so that the way changes no bit. */
+        const char *read = scratch;
+        const struct hr_codec *codec = part_from(run, team->rank)->codec;
+        for (int i = 0; i < count; i++) {
+            const char *next = read;
+            for (int r = 0; r < team->size; r++) {
+                team->sources[r] = r == team->rank ? addends[i].mine : next;
+                next += r == team->rank ? 0 : room;
+            }
+            codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
+                          team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
+            read += addends[i].bytes;
+        }
     }
     return HR_TASK_MOVED;
-}
-
-/*
- * Whether what was read may be wrong: where the group has ended, a member's call may have failed before I read its
- * memory, which it may have changed.
- */
-static int may_be_untrue(const struct hr_team *team) {
-    return hr_arena_aborted(&team->node->arena).code != 0;
 }
 
 static void end_showing(struct hr_direct *run) {
@@ -353,7 +305,11 @@ static int progress(struct hr_task *task) {
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
     case STAGE_END: /* until all have read, nobody's memory is the caller's again */
-        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || may_be_untrue(team)) {
+        /*
+         * Where the group has ended, what was read may be wrong: a member's call may have failed before I read its
+         * memory, which it may have changed.
+         */
+        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || hr_arena_aborted(&team->node->arena).code != 0) {
             return HR_TASK_BLOCKED;
         }
         conclude(team);
@@ -368,7 +324,7 @@ static int is_ending(const struct hr_task *task) {
 
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
     *run = (struct hr_direct){
-        .task = {.progress = progress, .cancel = cancel, .is_ending = is_ending},
+        .task = {.progress = progress, .is_ending = is_ending},
         .team = team,
         .move = *move,
         .parity = (unsigned)(team->segment & 1),

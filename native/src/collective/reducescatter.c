@@ -14,56 +14,29 @@
 #include "collective/collective.h"
 #include "collective/two_level.h"
 
-static struct hr_reducescatter *run_of(struct hr_segments *segments) {
-    return (struct hr_reducescatter *)segments; /* its first member */
-}
-
 static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t k) {
-    return hr_team_slot(run->segments.team, local_rank, hr_segments_parity(&run->segments, k));
+    return hr_segments_slot(&run->segments, local_rank, k);
 }
 
-/* Whether this rank's own contribution is read from its slot, too: see local/stages.c. */
+/* Whether this rank's own contribution is read from its slot, too: see allreduce.c. */
 static int packs_own(const struct hr_reducescatter *run) {
     return run->prescale != 1.0 || !hr_codec_is_plain(run->codec);
 }
 
-/* Goes through the shares of one region in one segment: whose it is, which bytes of that rank's part, where it lies. */
-struct walk {
-    const struct hr_reducescatter *run;
-    size_t index; /* of the share in each part */
-    int next;     /* of run->members.ranks */
-    int rank;
-    struct hr_range share;
-    size_t at; /* in the slot */
-};
-
-static struct walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
-    return (struct walk){
-        .run = run,
+/* `at` is the place in a slot. */
+static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
+    return (struct hr_walk){
+        .by_rank = run->by_rank,
+        .members = &run->members,
+        .unit = run->unit,
+        .share_count = run->share_count,
         .index = k * (size_t)run->owners + (size_t)owner,
         .at = (size_t)owner * run->region_bytes,
     };
 }
 
-/* 1, or 0 behind the last one. */
-static int walk_on(struct walk *walk) {
-    const struct hr_reducescatter *run = walk->run;
-    if (walk->next == run->members.count) {
-        return 0;
-    }
-    walk->at += walk->share.bytes;
-    walk->rank = run->members.ranks[walk->next++];
-    walk->share = hr_units(run->unit, run->by_rank[walk->rank].bytes, walk->index, run->share_count);
-    return 1;
-}
-
-static void pack(const struct hr_reducescatter *run, const struct walk *walk, char *slot) {
-    hr_fused_pack(&run->by_rank[walk->rank], walk->share.offset, walk->share.bytes, slot + walk->at,
-                  run->segments.team->node->kernel, run->prescale, run->store);
-}
-
 /* One share over the ranks of this host: into the outputs, or else into my slot. */
-static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct walk *walk, int to_outputs,
+static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct hr_walk *walk, int to_outputs,
                          struct hr_scale scale) {
     struct hr_team *team = run->segments.team;
     const struct hr_fused *part = &run->by_rank[walk->rank];
@@ -87,26 +60,31 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
     }
 }
 
-/* ---- One host ---- */
-
 static void fill(struct hr_segments *segments, size_t k) {
-    struct hr_reducescatter *run = run_of(segments);
-    struct hr_team *team = segments->team;
-    struct walk walk = walk_begin(run, k, 0);
-    while (walk_on(&walk)) {
-        if (walk.rank != team->rank || packs_own(run)) {
-            pack(run, &walk, slot_of(run, team->local_rank, k));
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
+    const struct hr_team *team = segments->team;
+    char *slot = slot_of(run, team->local_rank, k);
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
+            /* on one host a share is its rank's, on several its owner's to reduce */
+            const int is_own = team->host_count == 1 ? walk.rank == team->rank : owner == team->local_rank;
+            if (!is_own || packs_own(run)) {
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, slot + walk.at,
+                              team->node->kernel, run->prescale, run->store);
+            }
         }
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
 }
 
+/* ---- One host ---- */
+
 static void drain(struct hr_segments *segments, size_t k) {
-    struct hr_reducescatter *run = run_of(segments);
+    struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     const int to_outputs = hr_codec_is_plain(run->codec);
-    struct walk walk = walk_begin(run, k, 0);
-    while (walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, 0);
+    while (hr_walk_on(&walk)) {
         if (walk.rank != team->rank) {
             continue;
         }
@@ -116,7 +94,6 @@ static void drain(struct hr_segments *segments, size_t k) {
                             slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
         }
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 /* ---- Several hosts ---- */
@@ -125,33 +102,16 @@ static int owns(const struct hr_reducescatter *run) {
     return run->segments.team->local_rank < run->owners;
 }
 
-static void fill_regions(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
-    struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = walk_begin(run, k, owner);
-        while ((owner != team->local_rank || packs_own(run)) && walk_on(&walk)) {
-            pack(run, &walk, slot_of(run, team->local_rank, k));
-        }
-    }
-    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
-}
-
 static void reduce_region(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
-    struct walk walk = walk_begin(run, k, segments->team->local_rank);
-    while (owns(run) && walk_on(&walk)) {
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
+    struct hr_walk walk = walk_begin(run, k, segments->team->local_rank);
+    while (owns(run) && hr_walk_on(&walk)) {
         reduce_share(run, k, &walk, 0, hr_scale_by(run->partial_scale));
     }
 }
 
-/* The algorithm by which a region of so many bytes travels. */
-static const struct hr_cross_ops *cross_of(const struct hr_tuning *tuning, size_t bytes) {
-    return bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_scatter_ring;
-}
-
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_reducescatter *run = run_of(segments);
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     const struct hr_team *team = segments->team;
     char *scratch = team->cross_scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
     struct hr_cross_part *parts = (struct hr_cross_part *)(void *)(scratch + run->piece_scratch_bytes);
@@ -159,15 +119,15 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
         parts[host] = (struct hr_cross_part){0};
     }
     char *slot = slot_of(run, team->local_rank, k);
-    struct walk walk = walk_begin(run, k, team->local_rank);
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
     char *region = slot + walk.at;
-    while (walk_on(&walk)) {
+    while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
         part->data = part->bytes == 0 ? slot + walk.at : part->data;
         part->bytes += walk.share.bytes;
     }
     const size_t bytes = (size_t)(slot + walk.at + walk.share.bytes - region);
-    const struct hr_cross_ops *ops = cross_of(&team->tuning, bytes);
+    const struct hr_cross_ops *ops = bytes <= team->tuning.doubling ? &hr_cross_doubling : &hr_cross_scatter_ring;
     const int has_parts = ops == &hr_cross_scatter_ring;
     struct hr_cross_call call = hr_cross_call_of(team, run->codec);
     call.data = has_parts ? NULL : region;
@@ -175,35 +135,33 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     call.parts = has_parts ? parts : NULL;
     call.reduce_op = run->reduce_op;
     call.scratch = scratch;
-    return ops->begin(cross, &call);
+    return hr_cross_begin(ops, cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    struct walk walk = walk_begin(run, k, team->local_rank);
-    while (owns(run) && hr_scale_changes(run->postscale) && walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    while (owns(run) && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
         if (team->host_of_rank[walk.rank] == team->host) {
             run->codec->scale(run->codec, team->node->kernel, slot_of(run, team->local_rank, k) + walk.at,
                               hr_codec_blocks(run->codec, walk.share.bytes), run->postscale);
         }
     }
-    hr_team_arrive(team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
 }
 
 static void drain_regions(struct hr_segments *segments, size_t k) {
-    const struct hr_reducescatter *run = run_of(segments);
+    const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = walk_begin(run, k, owner);
-        while (walk_on(&walk)) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
                                 slot_of(run, owner, k) + walk.at, team->node->kernel);
             }
         }
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 /* ---- The task ---- */
@@ -211,7 +169,7 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 static int begin_next_run(struct hr_segments *segments);
 
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
-static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
+static const struct hr_segments_ops several_hosts = {.fill = fill,
                                                      .reduce = reduce_region,
                                                      .begin = begin,
                                                      .finish = finish,
@@ -220,7 +178,7 @@ static const struct hr_segments_ops several_hosts = {.fill = fill_regions,
 
 /* Of as many ranks as a slot has room for a unit of each. */
 static int begin_next_run(struct hr_segments *segments) {
-    struct hr_reducescatter *run = run_of(segments);
+    struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     const size_t units = run->region_bytes / run->unit;
     if (!hr_members_advance(&run->members, team, units)) {
@@ -251,21 +209,6 @@ static int begin_next_run(struct hr_segments *segments) {
     return 1;
 }
 
-/* Room for two regions that travel: pieces that come, and where the parts are. */
-static int reserve_scratch(struct hr_reducescatter *run) {
-    struct hr_team *team = run->segments.team;
-    const struct hr_tuning *tuning = &team->tuning;
-    const size_t block_bytes = run->codec->block_bytes;
-    const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
-    const size_t small = hr_cross_doubling.scratch_bytes(team->host_count, block_bytes, small_most, tuning->piece);
-    const size_t large =
-        hr_cross_scatter_ring.scratch_bytes(team->host_count, block_bytes, run->region_bytes, tuning->piece);
-    run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
-    run->scratch_bytes = hr_round_up(run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part),
-                                     HR_CROSS_ALIGNMENT);
-    return hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
-}
-
 int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                            int reduce_op, double prescale, struct hr_scale postscale) {
     const struct hr_codec *codec = by_rank[0].codec;
@@ -288,7 +231,17 @@ int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, c
     if (team->host_count > 1) {
         run->partial_scale = hr_partial_scale(codec, reduce_op, postscale.factor);
         run->postscale.factor /= run->partial_scale;
-        HR_TRY(reserve_scratch(run));
+        const struct hr_tuning *tuning = &team->tuning;
+        const size_t block_bytes = run->codec->block_bytes;
+        const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
+        const size_t small =
+            hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, block_bytes, small_most, tuning->piece);
+        const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, block_bytes,
+                                                    run->region_bytes, tuning->piece);
+        run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+        run->scratch_bytes = hr_round_up(
+            run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
+        HR_TRY(hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes));
     }
     (void)begin_next_run(&run->segments);
     return HORO_OK;

@@ -5,10 +5,6 @@
 #include "base/clock.h"
 #include "base/cut.h"
 
-static struct hr_segments *segments_of(struct hr_task *task) {
-    return (struct hr_segments *)task; /* its first member */
-}
-
 int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
     const size_t whole = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
     if (whole <= team->cross_scratch_bytes) {
@@ -32,12 +28,21 @@ static int phase_reached(const struct hr_segments *segments, enum hr_phase phase
     return hr_team_reached(segments->team, phase, hr_segments_parity(segments, k));
 }
 
+static void arrive(struct hr_segments *segments, enum hr_phase phase, size_t k) {
+    hr_team_arrive(segments->team, phase, hr_segments_parity(segments, k));
+}
+
 /* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
 
 static void fill_next(struct hr_segments *segments) {
-    const int is_timed = segments->trial.costs != NULL && segments->filled == 0;
+    const size_t k = segments->filled++;
+    const int is_timed = segments->trial.costs != NULL && k == 0;
     const int64_t begun_ns = is_timed ? hr_now_ns() : 0;
-    segments->ops->fill(segments, segments->filled++);
+    segments->ops->fill(segments, k);
+    arrive(segments, HR_PHASE_FILLED, k);
+    if (segments->ops->keep != NULL) {
+        segments->ops->keep(segments, k);
+    }
     if (is_timed) {
         segments->trial.ns = hr_now_ns() - begun_ns;
     }
@@ -70,6 +75,9 @@ static void finish(struct hr_segments *segments) {
     if (segments->ops->finish != NULL) {
         segments->ops->finish(segments, segments->finished);
     }
+    if (segments->drain_phase == HR_PHASE_REDUCED) {
+        arrive(segments, HR_PHASE_REDUCED, segments->finished);
+    }
     segments->finished++;
 }
 
@@ -82,8 +90,10 @@ static int drain(struct hr_segments *segments) {
     if (exchanges) {
         segments->ops->exchange(segments, k);
         segments->filled++;
+        arrive(segments, HR_PHASE_FILLED, k);
     } else {
         segments->ops->drain(segments, k);
+        arrive(segments, HR_PHASE_DRAINED, k);
     }
     segments->drained++;
     return HR_TASK_MOVED;
@@ -111,20 +121,10 @@ static int advance_on_one_host(struct hr_segments *segments) {
 
 /* ---- Between hosts ---- */
 
-static int begin(struct hr_segments *segments) {
-    struct hr_cross *cross = cross_of(segments, segments->begun);
-    if (segments->carries) {
-        HR_TRY(segments->ops->begin(segments, segments->begun, cross));
-    } else {
-        cross->status = HORO_OK;
-    }
-    segments->begun++;
-    return HR_TASK_MOVED;
-}
-
-int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
+/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
+static int move_on(struct hr_team *team, struct hr_cross *cross) {
     const size_t before = cross->sent + cross->finished;
-    const int status = cross->status == HORO_IN_PROGRESS ? cross->ops->progress(cross) : cross->status;
+    const int status = hr_cross_progress(cross);
     team->pieces += cross->sent + cross->finished - before;
     if (status == HORO_ERR_PEER_LOST) {
         hr_team_suspect_link(team, cross->lost_host);
@@ -134,7 +134,7 @@ int hr_cross_move(struct hr_team *team, struct hr_cross *cross) {
 
 static int travel(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
-        HR_TRY(hr_cross_move(segments->team, cross_of(segments, k)));
+        HR_TRY(move_on(segments->team, cross_of(segments, k)));
     }
     if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
         finish(segments);
@@ -142,7 +142,13 @@ static int travel(struct hr_segments *segments) {
     }
     if (segments->begun < segments->ready &&
         (segments->begun == segments->finished || hr_cross_all_posted(cross_of(segments, segments->begun - 1)))) {
-        return begin(segments);
+        struct hr_cross *cross = cross_of(segments, segments->begun);
+        cross->status = HORO_OK; /* of a rank that carries nothing */
+        if (segments->carries) {
+            HR_TRY(segments->ops->begin(segments, segments->begun, cross));
+        }
+        segments->begun++;
+        return HR_TASK_MOVED;
     }
     return HR_TASK_BLOCKED;
 }
@@ -165,7 +171,7 @@ static int advance_between_hosts(struct hr_segments *segments) {
 /* ---- The task ---- */
 
 static int progress(struct hr_task *task) {
-    struct hr_segments *segments = segments_of(task);
+    struct hr_segments *segments = (struct hr_segments *)task;
     if (segments->drained < segments->count) {
         const int moved =
             segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
@@ -181,7 +187,7 @@ static int progress(struct hr_task *task) {
 }
 
 static void cancel(struct hr_task *task) {
-    struct hr_segments *segments = segments_of(task);
+    struct hr_segments *segments = (struct hr_segments *)task;
     if (segments->ops != NULL && segments->ops->begin != NULL) {
         hr_team_abandon_data(segments->team); /* posted data lies in the task and in memory that goes away */
     }
@@ -215,5 +221,5 @@ int hr_segments_fill_ahead(struct hr_segments *segments) {
 
 void hr_segments_show_ahead(struct hr_segments *segments) {
     segments->is_filled_ahead = 1;
-    hr_team_arrive(segments->team, HR_PHASE_FILLED, hr_segments_parity(segments, 0));
+    arrive(segments, HR_PHASE_FILLED, 0);
 }

@@ -29,15 +29,18 @@ enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
 
 struct hr_segments;
 
-/* The work of a collective on segment k in each stage. None waits. HORO_OK, or a code that ends the task. */
+/*
+ * The work of a collective on segment k in each stage. None waits. Behind fill this rank arrives at HR_PHASE_FILLED,
+ * behind drain at HR_PHASE_DRAINED, and behind finish, where draining waits for it, at HR_PHASE_REDUCED.
+ */
 struct hr_segments_ops {
-    void (*fill)(struct hr_segments *segments, size_t k);   /* arrives at HR_PHASE_FILLED */
+    void (*fill)(struct hr_segments *segments, size_t k);
+    void (*keep)(struct hr_segments *segments, size_t k);   /* when all may see what I have filled in; NULL: nothing */
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
-    /* hr_cross_ops.begin for the share that this rank carries; NULL on one host. */
+    /* hr_cross_begin for the share that this rank carries; NULL on one host. */
     int (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
-    /* arrives at HR_PHASE_REDUCED; NULL: nobody waits for that */
-    void (*finish)(struct hr_segments *segments, size_t k);
-    void (*drain)(struct hr_segments *segments, size_t k);  /* arrives at HR_PHASE_DRAINED */
+    void (*finish)(struct hr_segments *segments, size_t k); /* the last step of my share; NULL: there is none */
+    void (*drain)(struct hr_segments *segments, size_t k);
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
     void (*exchange)(struct hr_segments *segments, size_t k);
     /*
@@ -69,6 +72,10 @@ static inline unsigned hr_segments_parity(const struct hr_segments *segments, si
     return (unsigned)((segments->first + k) & 1);
 }
 
+static inline char *hr_segments_slot(const struct hr_segments *segments, int local_rank, size_t k) {
+    return hr_team_slot(segments->team, local_rank, hr_segments_parity(segments, k));
+}
+
 /*
  * Takes the next `count` segment numbers of the team and makes the task ready to run; the fields that the caller has
  * set stay.
@@ -94,9 +101,6 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
         .piece_bytes = team->tuning.piece,
     };
 }
-
-/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
-int hr_cross_move(struct hr_team *team, struct hr_cross *cross);
 
 /*
  * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or

@@ -19,9 +19,10 @@ struct hr_task {
     int (*progress)(struct hr_task *task);
     /*
      * Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too.
+     * NULL: it posts nothing.
      */
     void (*cancel)(struct hr_task *task);
-    /* Whether all that this rank sends has been posted, so that only the end is waited for. */
+    /* Whether all that this rank sends has been posted, so that only the end is waited for. NULL: it has not. */
     int (*is_ending)(const struct hr_task *task);
 };
 

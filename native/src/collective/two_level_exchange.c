@@ -15,10 +15,6 @@
 #include "base/cut.h"
 #include "collective/two_level.h"
 
-static struct hr_alltoall *run_of(struct hr_segments *segments) {
-    return (struct hr_alltoall *)segments; /* its first member */
-}
-
 /* The share of a stream in one slot, and where it lies there. */
 struct window {
     struct hr_range range; /* of the stream */
@@ -36,7 +32,7 @@ static struct layout layout_of(const struct hr_alltoall *run, size_t k, int owne
     return (struct layout){
         .run = run,
         .index = k * (size_t)run->owners + (size_t)owner,
-        .at = hr_team_slot(run->segments.team, owner, hr_segments_parity(&run->segments, k)),
+        .at = hr_segments_slot(&run->segments, owner, k),
     };
 }
 
@@ -70,49 +66,30 @@ static int skip_host(const struct hr_team *team, int host, int first) {
 
 /* ---- The stages ---- */
 
-static void fill_window(const struct hr_alltoall *run, const struct window *window, int destination, int first) {
-    const struct hr_team *team = run->segments.team;
-    size_t begin = run->starts[destination];
-    for (int i = first; i < skip_host(team, destination, first); i++) {
-        const int rank = team->rank_by_host[i];
-        const struct hr_range part = overlap(window, begin, hr_alltoall_bytes(run, team->rank, rank));
-        if (part.bytes > 0) {
-            hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(window, begin, part), team->node->kernel,
-                          1.0, HR_STORE_ORDINARY);
-        }
-        begin += hr_alltoall_bytes(run, team->rank, rank);
-    }
-}
-
 static void fill(struct hr_segments *segments, size_t k) {
-    const struct hr_alltoall *run = run_of(segments);
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
         struct layout layout = layout_of(run, k, owner);
         for (int host = 0, first = 0; host < team->host_count; host++) {
             const struct window window = next_window(&layout, team->host, host);
-            fill_window(run, &window, host, first);
+            size_t begin = run->starts[host];
+            for (int i = first; i < skip_host(team, host, first); i++) {
+                const int rank = team->rank_by_host[i];
+                const struct hr_range part = overlap(&window, begin, hr_alltoall_bytes(run, team->rank, rank));
+                if (part.bytes > 0) {
+                    hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(&window, begin, part),
+                                  team->node->kernel, 1.0, HR_STORE_ORDINARY);
+                }
+                begin += hr_alltoall_bytes(run, team->rank, rank);
+            }
             first = skip_host(team, host, first);
-        }
-    }
-    hr_team_arrive(team, HR_PHASE_FILLED, hr_segments_parity(segments, k));
-}
-
-static void drain_window(const struct hr_alltoall *run, const struct window *window, int origin, int first) {
-    const struct hr_team *team = run->segments.team;
-    for (int i = first; i < skip_host(team, origin, first); i++) {
-        const int rank = team->rank_by_host[i];
-        const size_t begin = run->places[rank];
-        const struct hr_range part = overlap(window, begin, hr_alltoall_bytes(run, rank, team->rank));
-        if (part.bytes > 0) {
-            hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(window, begin, part),
-                            team->node->kernel);
         }
     }
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    const struct hr_alltoall *run = run_of(segments);
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
         struct layout layout = layout_of(run, k, owner);
@@ -123,11 +100,18 @@ static void drain(struct hr_segments *segments, size_t k) {
         }
         for (int host = 0, first = 0; host < team->host_count; host++) {
             const struct window window = host == team->host ? own : next_window(&layout, host, team->host);
-            drain_window(run, &window, host, first);
+            for (int i = first; i < skip_host(team, host, first); i++) {
+                const int rank = team->rank_by_host[i];
+                const size_t begin = run->places[rank];
+                const struct hr_range part = overlap(&window, begin, hr_alltoall_bytes(run, rank, team->rank));
+                if (part.bytes > 0) {
+                    hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(&window, begin, part),
+                                    team->node->kernel);
+                }
+            }
             first = skip_host(team, host, first);
         }
     }
-    hr_team_arrive(team, HR_PHASE_DRAINED, hr_segments_parity(segments, k));
 }
 
 /* Whether a stream of other hosts passes the slots of this one. */
@@ -142,9 +126,12 @@ static int passes(const struct hr_team *team, int origin, int destination) {
     return 0;
 }
 
-/* All parts are as long as on every host; those that come here or pass here have a place. */
-static void lay_out(const struct hr_alltoall *run, size_t k, struct hr_cross_part *parts) {
-    const struct hr_team *team = run->segments.team;
+static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
+    const struct hr_team *team = segments->team;
+    const size_t pairs = (size_t)team->host_count * (size_t)team->host_count;
+    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * pairs;
+    /* all parts are as long as on every host; those that come here or pass here have a place */
     const int h = team->host_count;
     struct layout layout = layout_of(run, k, team->local_rank);
     for (int i = 0; i < h; i++) {
@@ -172,25 +159,13 @@ static void lay_out(const struct hr_alltoall *run, size_t k, struct hr_cross_par
     for (int i = 0; i < h; i++) { /* data that stays on its host does not travel */
         parts[i * h + i] = (struct hr_cross_part){0};
     }
-}
-
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_alltoall *run = run_of(segments);
-    const struct hr_team *team = segments->team;
-    const size_t pairs = (size_t)team->host_count * (size_t)team->host_count;
-    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * pairs;
-    lay_out(run, k, parts);
     struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
     call.parts = parts;
     call.scratch = run->scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
-    return hr_cross_exchange.begin(cross, &call);
+    return hr_cross_begin(&hr_cross_exchange, cross, &call);
 }
 
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
-}
-
-static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .finish = finish, .drain = drain};
+static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .drain = drain};
 
 /* ---- The beginning ---- */
 
@@ -211,7 +186,8 @@ static int reserve_tables(struct hr_alltoall *run) {
     const size_t starts = reserve(&bytes, hosts * sizeof *run->starts);
     const size_t places = reserve(&bytes, (size_t)team->size * sizeof *run->places);
     const size_t traffic = reserve(&bytes, hosts * sizeof *run->traffic);
-    const size_t steps = hr_cross_exchange.scratch_bytes(team->host_count, 1, team->tuning.segment, team->tuning.piece);
+    const size_t steps =
+        hr_cross_scratch_bytes(&hr_cross_exchange, team->host_count, 1, team->tuning.segment, team->tuning.piece);
     run->scratch_bytes = hr_round_up(steps, HR_CROSS_ALIGNMENT);
     const size_t scratch = reserve(&bytes, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
     HR_TRY(hr_segments_reserve_scratch(team, bytes));
@@ -223,26 +199,6 @@ static int reserve_tables(struct hr_alltoall *run) {
     run->traffic = (struct hr_traffic *)(void *)(team->cross_scratch + traffic);
     run->scratch = team->cross_scratch + scratch;
     return HORO_OK;
-}
-
-/* Of all streams, in their order: how long they are, and where in them what I have and what I get. */
-static void measure_streams(struct hr_alltoall *run) {
-    const struct hr_team *team = run->segments.team;
-    for (int i = 0; i < team->size; i++) {
-        const int s = team->rank_by_host[i];
-        for (int j = 0; j < team->size; j++) {
-            const int d = team->rank_by_host[j];
-            const int to = team->host_of_rank[d];
-            size_t *stream = &run->streams[(size_t)team->host_of_rank[s] * (size_t)team->host_count + (size_t)to];
-            if (s == team->rank && (j == 0 || to != team->host_of_rank[team->rank_by_host[j - 1]])) {
-                run->starts[to] = *stream;
-            }
-            if (d == team->rank) {
-                run->places[s] = *stream;
-            }
-            *stream += hr_alltoall_bytes(run, s, d);
-        }
-    }
 }
 
 /* Notes what passes the slots of a host: the bytes of all streams, and the number of streams. */
@@ -294,7 +250,22 @@ static int count_segments(struct hr_alltoall *run, size_t *count) {
 int hr_two_level_exchange_begin(struct hr_alltoall *run) {
     struct hr_team *team = run->segments.team;
     HR_TRY(reserve_tables(run));
-    measure_streams(run);
+    /* of all streams, in their order: how long they are, and where in them what I have and what I get */
+    for (int i = 0; i < team->size; i++) {
+        const int s = team->rank_by_host[i];
+        for (int j = 0; j < team->size; j++) {
+            const int d = team->rank_by_host[j];
+            const int to = team->host_of_rank[d];
+            size_t *stream = &run->streams[(size_t)team->host_of_rank[s] * (size_t)team->host_count + (size_t)to];
+            if (s == team->rank && (j == 0 || to != team->host_of_rank[team->rank_by_host[j - 1]])) {
+                run->starts[to] = *stream;
+            }
+            if (d == team->rank) {
+                run->places[s] = *stream;
+            }
+            *stream += hr_alltoall_bytes(run, s, d);
+        }
+    }
     size_t total = 0;
     for (int i = 0; i < team->host_count * team->host_count; i++) {
         total += run->streams[i];

@@ -18,14 +18,6 @@
 
 enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
 
-static struct hr_allgather *run_of(struct hr_segments *segments) {
-    return (struct hr_allgather *)segments; /* its first member */
-}
-
-static unsigned parity(const struct hr_allgather *run, size_t k) {
-    return hr_segments_parity(&run->segments, k);
-}
-
 /* The place that a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
     const struct hr_team *team = run->segments.team;
@@ -38,88 +30,63 @@ static char *direct_place(const struct hr_allgather *run, int rank, struct hr_ra
     return skip + share.bytes <= piece->bytes ? piece->output + skip : NULL;
 }
 
-/*
- * Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies
- * here.
- */
-struct walk {
-    const struct hr_allgather *run;
-    size_t k;
-    int owner;
-    int next; /* of run->members.ranks */
-    size_t slot_offset;
-    int rank;
-    struct hr_range share;
-    char *place;
-    int is_direct;
-};
+static struct hr_walk walk_begin(const struct hr_allgather *run, size_t k, int owner) {
+    return (struct hr_walk){
+        .by_rank = run->by_rank,
+        .members = &run->members,
+        .unit = HR_LINE,
+        .share_count = run->share_count,
+        .index = k * (size_t)run->owners + (size_t)owner,
+    };
+}
 
-/* 1, or 0 behind the last one. */
-static int walk_on(struct walk *walk) {
-    const struct hr_allgather *run = walk->run;
-    if (walk->next == run->members.count) {
-        return 0;
-    }
-    walk->slot_offset += walk->share.bytes;
-    walk->rank = run->members.ranks[walk->next++];
-    const size_t index = walk->k * (size_t)run->owners + (size_t)walk->owner;
-    walk->share = hr_units(HR_LINE, run->by_rank[walk->rank].bytes, index, run->share_count);
+/* The place where a share lies here. */
+static char *place_of(const struct hr_allgather *run, const struct hr_walk *walk, int owner, size_t k) {
     char *direct = direct_place(run, walk->rank, walk->share);
-    walk->is_direct = direct != NULL;
-    walk->place = direct;
-    if (direct == NULL) {
-        walk->place = hr_team_slot(run->segments.team, walk->owner, parity(run, walk->k)) + walk->slot_offset;
-    }
-    return 1;
+    return direct != NULL ? direct : hr_segments_slot(&run->segments, owner, k) + walk->at;
 }
 
 static void fill(struct hr_segments *segments, size_t k) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = {.run = run, .k = k, .owner = owner};
-        while (walk_on(&walk)) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
-                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place,
-                              team->node->kernel, 1.0, HR_STORE_ORDINARY);
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                              place_of(run, &walk, owner, k), team->node->kernel, 1.0, HR_STORE_ORDINARY);
             }
         }
     }
-    hr_team_arrive(team, HR_PHASE_FILLED, parity(run, k));
 }
 
 static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     const struct hr_team *team = segments->team;
     struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
     memset(parts, 0, (size_t)team->host_count * sizeof *parts);
-    struct walk walk = {.run = run, .k = k, .owner = team->local_rank};
-    while (walk_on(&walk)) {
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
-        part->data = part->bytes == 0 ? walk.place : part->data;
+        part->data = part->bytes == 0 ? place_of(run, &walk, team->local_rank, k) : part->data;
         part->bytes += walk.share.bytes;
     }
     struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
     call.parts = parts;
-    return run->cross->begin(cross, &call);
-}
-
-static void finish(struct hr_segments *segments, size_t k) {
-    hr_team_arrive(segments->team, HR_PHASE_REDUCED, hr_segments_parity(segments, k));
+    return hr_cross_begin(run->cross, cross, &call);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
-    const struct hr_allgather *run = run_of(segments);
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
     for (int owner = 0; owner < run->owners; owner++) {
-        struct walk walk = {.run = run, .k = k, .owner = owner};
-        while (walk_on(&walk)) {
-            if (!walk.is_direct) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, walk.place,
-                                segments->team->node->kernel);
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
+            if (direct_place(run, walk.rank, walk.share) == NULL) {
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                                place_of(run, &walk, owner, k), segments->team->node->kernel);
             }
         }
     }
-    hr_team_arrive(segments->team, HR_PHASE_DRAINED, parity(run, k));
 }
 
 /* The bytes of all parts that one segment takes. */
@@ -136,14 +103,14 @@ static size_t segment_bytes(const struct hr_allgather *run) {
 static int begin_next_run(struct hr_segments *segments);
 
 static const struct hr_segments_ops several_hosts = {
-    .fill = fill, .begin = begin, .finish = finish, .drain = drain, .follow = begin_next_run};
+    .fill = fill, .begin = begin, .drain = drain, .follow = begin_next_run};
 
 /*
  * Begins the next run of ranks: each part in a slot is rounded up, and a run has so few ranks that this takes half of a
  * slot at most. Nearly always one run has all ranks.
  */
 static int begin_next_run(struct hr_segments *segments) {
-    struct hr_allgather *run = run_of(segments);
+    struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
     size_t total = 0;
     if (!hr_members_advance(&run->members, team, team->tuning.segment / (2 * ROUNDING_BYTES))) {

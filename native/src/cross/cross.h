@@ -53,27 +53,14 @@ struct hr_cross_call {
     /* allgather, reduce-scatter and all-to-all only, instead of data and count: [host_count]; the caller keeps them */
     const struct hr_cross_part *parts;
     size_t piece_bytes; /* pipeline piece; equal on all members */
-    void *scratch;    /* at least ops->scratch_bytes(...), aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
+    void *scratch;      /* at least hr_cross_scratch_bytes, aligned to HR_CROSS_ALIGNMENT; may be NULL if that is 0 */
 };
 
 struct hr_cross; /* state of one running call; the caller provides the memory */
 
-struct hr_cross_ops {
-    const char *name;
-    /* For data of `bytes` in all, in blocks of `block_bytes`. */
-    size_t (*scratch_bytes)(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
-    /* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
-    int (*begin)(struct hr_cross *state, const struct hr_cross_call *call);
-    /*
-     * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (state->lost_host says with whom) or
-     * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.
-     */
-    int (*progress)(struct hr_cross *state);
-};
-
 struct hr_step;
 
-/* The moves of an algorithm, for cross/pipeline.h. */
+/* The moves of an algorithm, see cross/pipeline.h. */
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */
@@ -83,8 +70,27 @@ struct hr_plan {
      */
     int reuse_distance;
     int reduces_what_it_sends; /* some step reduces into the part that the same step sends */
+};
+
+struct hr_cross_ops {
+    const char *name;
+    /* For data of `bytes` in all, in blocks of `block_bytes`. NULL: none is needed. */
+    size_t (*scratch_bytes)(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
+    /* Fills in the plan, zeroed before. HORO_OK, or HORO_ERR_INTERNAL for a call that the algorithm cannot do. */
+    int (*plan)(const struct hr_cross_call *call, struct hr_plan *plan);
+    /* Fills in the work of this member in step `index`. */
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
 };
+
+size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
+                              size_t piece_bytes);
+/* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
+int hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
+/*
+ * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (state->lost_host says with whom) or
+ * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.
+ */
+int hr_cross_progress(struct hr_cross *state);
 
 /* All private. */
 struct hr_cross {

@@ -66,17 +66,8 @@ static int doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan)
     /* a host that sits out gets the result where its own values were */
     plan->reuse_distance = 1;
     plan->reduces_what_it_sends = 1;
-    plan->step = doubling_step;
     return HORO_OK;
 }
 
-static int doubling_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_doubling, call, doubling_plan);
-}
-
 const struct hr_cross_ops hr_cross_doubling = {
-    .name = "doubling",
-    .scratch_bytes = doubling_scratch_bytes,
-    .begin = doubling_begin,
-    .progress = hr_pipeline_progress,
-};
+    .name = "doubling", .scratch_bytes = doubling_scratch_bytes, .plan = doubling_plan, .step = doubling_step};

@@ -42,60 +42,9 @@ static size_t part_of(int origin, int distance, int h) {
     return (size_t)around(origin, h) * (size_t)h + (size_t)around(origin + distance, h);
 }
 
-/* Hop number `hop` of the parts that go `distance` members further. */
-static struct hr_step step_of(const struct hr_cross_call *call, const struct route *route, int distance, int hop) {
-    const int h = call->host_count;
-    const int length = route->hop[hop];
-    int gone = 0;
-    for (int i = 0; i < hop; i++) {
-        gone += route->hop[i];
-    }
-    return (struct hr_step){
-        .send_peer = around(call->host + length, h),
-        .recv_peer = around(call->host - length, h),
-        .send_part = part_of(call->host - gone, distance, h),
-        .recv_part = part_of(call->host - gone - length, distance, h),
-    };
-}
-
-/* All steps, into the scratch of the call: pieces ask for theirs again and again. Returns how many there are. */
-static int list_steps(const struct hr_cross_call *call) {
-    struct hr_step *steps = call->scratch;
-    int count = 0;
-    int before = 0; /* steps of the hops before */
-    for (int hop = 0, first = -1; first != count; hop++) {
-        first = count;
-        for (int distance = 1, round = 0; distance < call->host_count; distance++) {
-            const struct route route = route_of(distance, call->host_count);
-            if (route.hops <= hop) {
-                round += route.hops == hop;
-                continue;
-            }
-            struct hr_step *step = &steps[count];
-            *step = step_of(call, &route, distance, hop);
-            /*
-             * where this distance stood among those with the hop before: as far on as here, and those that had it as
-             * the last
-             */
-            step->after = hop == 0 ? -1 : before + (count - first) + round;
-            count++;
-        }
-        before = first;
-    }
-    return count;
-}
-
 static void exchange_step(const struct hr_cross *state, int index, struct hr_step *step) {
     const struct hr_step *steps = state->call.scratch;
     *step = steps[index];
-}
-
-static int step_count(int h) {
-    int count = 0;
-    for (int distance = 1; distance < h; distance++) {
-        count += route_of(distance, h).hops;
-    }
-    return count;
 }
 
 int hr_cross_way(int host_count, int origin, int destination, int *hosts) {
@@ -113,24 +62,55 @@ static size_t exchange_scratch_bytes(int host_count, size_t block_bytes, size_t 
     (void)block_bytes;
     (void)bytes;
     (void)piece_bytes;
-    return (size_t)step_count(host_count) * sizeof(struct hr_step);
+    int steps = 0;
+    for (int distance = 1; distance < host_count; distance++) {
+        steps += route_of(distance, host_count).hops;
+    }
+    return (size_t)steps * sizeof(struct hr_step);
 }
 
 static int exchange_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     if (!hr_cross_has_byte_parts(call) || call->scratch == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    plan->step_count = list_steps(call);
+    /* all steps, into the scratch of the call: pieces ask for theirs again and again */
+    struct hr_step *steps = call->scratch;
+    int count = 0;
+    int before = 0; /* steps of the hops before */
+    for (int hop = 0, first = -1; first != count; hop++) {
+        first = count;
+        for (int distance = 1, round = 0; distance < call->host_count; distance++) {
+            const struct route route = route_of(distance, call->host_count);
+            if (route.hops <= hop) {
+                round += route.hops == hop;
+                continue;
+            }
+            struct hr_step *step = &steps[count];
+            const int h = call->host_count;
+            const int length = route.hop[hop];
+            int gone = 0;
+            for (int i = 0; i < hop; i++) {
+                gone += route.hop[i];
+            }
+            *step = (struct hr_step){
+                .send_peer = around(call->host + length, h),
+                .recv_peer = around(call->host - length, h),
+                .send_part = part_of(call->host - gone, distance, h),
+                .recv_part = part_of(call->host - gone - length, distance, h),
+            };
+            /*
+             * where this distance stood among those with the hop before: as far on as here, and those that had it as
+             * the last
+             */
+            step->after = hop == 0 ? -1 : before + (count - first) + round;
+            count++;
+        }
+        before = first;
+    }
+    plan->step_count = count;
     plan->part_count = (size_t)call->host_count * (size_t)call->host_count;
-    plan->step = exchange_step;
     return HORO_OK;
 }
 
-static int exchange_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_exchange, call, exchange_plan);
-}
-
-const struct hr_cross_ops hr_cross_exchange = {.name = "exchange",
-                                               .scratch_bytes = exchange_scratch_bytes,
-                                               .begin = exchange_begin,
-                                               .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_exchange = {
+    .name = "exchange", .scratch_bytes = exchange_scratch_bytes, .plan = exchange_plan, .step = exchange_step};

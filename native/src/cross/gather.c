@@ -37,33 +37,12 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     step->after = index - known;
 }
 
-static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static int gather_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
-    plan->step = ring_step;
     return hr_cross_has_byte_parts(call) ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
-static int doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    const int status = ring_plan(call, plan);
-    plan->step = doubling_step;
-    return status;
-}
-
-static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_gather_ring, call, ring_plan);
-}
-
-static int doubling_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_gather_doubling, call, doubling_plan);
-}
-
-const struct hr_cross_ops hr_cross_gather_ring = {.name = "gather ring",
-                                                  .scratch_bytes = hr_pipeline_no_scratch,
-                                                  .begin = ring_begin,
-                                                  .progress = hr_pipeline_progress};
-
-const struct hr_cross_ops hr_cross_gather_doubling = {.name = "gather doubling",
-                                                      .scratch_bytes = hr_pipeline_no_scratch,
-                                                      .begin = doubling_begin,
-                                                      .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_gather_ring = {.name = "gather ring", .plan = gather_plan, .step = ring_step};
+const struct hr_cross_ops hr_cross_gather_doubling = {
+    .name = "gather doubling", .plan = gather_plan, .step = doubling_step};

@@ -3,31 +3,14 @@
 #include "base/cut.h"
 #include "horo.h"
 
-static size_t align_up(size_t bytes) {
-    return hr_round_up(bytes, HR_CROSS_ALIGNMENT);
-}
-
 size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
     size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
     piece = piece < part_bytes ? piece : part_bytes;
-    return HR_CROSS_WINDOW * align_up(piece);
-}
-
-size_t hr_pipeline_no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
-    (void)host_count;
-    (void)block_bytes;
-    (void)bytes;
-    (void)piece_bytes;
-    return 0;
+    return HR_CROSS_WINDOW * hr_round_up(piece, HR_CROSS_ALIGNMENT);
 }
 
 int hr_cross_has_byte_parts(const struct hr_cross_call *call) {
     return call->parts != NULL && call->codec->block_bytes == 1;
-}
-
-static int call_is_valid(const struct hr_cross_call *call) {
-    return call->host_count >= 2 && call->host >= 0 && call->host < call->host_count && call->codec != NULL &&
-           call->piece_bytes > 0;
 }
 
 /* In blocks. */
@@ -42,10 +25,16 @@ static size_t longest_part(const struct hr_cross *state) {
     return hr_codec_blocks(state->call.codec, longest);
 }
 
-int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
-                      hr_plan_maker *make_plan) {
+size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
+                              size_t piece_bytes) {
+    return ops->scratch_bytes == NULL ? 0 : ops->scratch_bytes(host_count, block_bytes, bytes, piece_bytes);
+}
+
+int hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
-    if (!call_is_valid(call) || make_plan(call, &state->plan) != HORO_OK) {
+    if (call->host_count < 2 || call->host < 0 || call->host >= call->host_count || call->codec == NULL ||
+        call->piece_bytes == 0 || call->root_host < 0 || call->root_host >= call->host_count ||
+        ops->plan(call, &state->plan) != HORO_OK) {
         state->status = HORO_ERR_INTERNAL;
         return state->status;
     }
@@ -54,7 +43,8 @@ int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, co
     const size_t part_blocks = longest_part(state);
     state->piece_count = hr_divide_up(part_blocks, piece_blocks);
     if (state->piece_count > 0) {
-        state->slot_bytes = align_up(hr_divide_up(part_blocks, state->piece_count) * block_bytes);
+        state->slot_bytes =
+            hr_round_up(hr_divide_up(part_blocks, state->piece_count) * block_bytes, HR_CROSS_ALIGNMENT);
     }
     state->total = state->piece_count * (size_t)state->plan.step_count;
     return HORO_OK;
@@ -87,48 +77,23 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
 static struct hr_step step_of(const struct hr_cross *state, size_t q) {
     const int index = (int)(q / state->piece_count);
     struct hr_step step = {.send_peer = -1, .recv_peer = -1, .after = index - 1};
-    state->plan.step(state, index, &step);
+    state->ops->step(state, index, &step);
     return step;
 }
 
 /* Whether q moves anything at all, for one direction: empty pieces (short parts) do not travel. */
-static int sends(const struct hr_cross *state, const struct hr_step *step, size_t q, struct span *span) {
-    *span = span_of(state, step->send_part, q % state->piece_count);
-    return step->send_peer >= 0 && span->bytes > 0;
-}
-
-static int receives(const struct hr_cross *state, const struct hr_step *step, size_t q, struct span *span) {
-    *span = span_of(state, step->recv_part, q % state->piece_count);
-    return step->recv_peer >= 0 && span->bytes > 0;
+static int moves(const struct hr_cross *state, int peer, size_t part, size_t q, struct span *span) {
+    *span = span_of(state, part, q % state->piece_count);
+    return peer >= 0 && span->bytes > 0;
 }
 
 static char *slot_of(const struct hr_cross *state, size_t q) {
     return (char *)state->call.scratch + q % HR_CROSS_WINDOW * state->slot_bytes;
 }
 
-/* Whether what q sends is here and final. */
-static int may_send(const struct hr_cross *state, const struct hr_step *step, size_t q) {
-    return step->after < 0 || (size_t)step->after * state->piece_count + q % state->piece_count < state->finished;
-}
-
 /* An io that was not posted for this q, because it has nothing to move, is idle and counts as done. */
 static int is_over(const struct hr_io *io) {
     return io->state == HR_IO_DONE || io->state == HR_IO_IDLE;
-}
-
-static void count_sent(struct hr_cross *state) {
-    while (state->sent < state->send_posted && is_over(&state->send[state->sent % HR_CROSS_WINDOW])) {
-        state->sent++;
-    }
-}
-
-static void reduce(const struct hr_cross *state, const struct hr_step *step, size_t q, const struct span *span) {
-    const void *received = slot_of(state, q);
-    const int is_left = step->arrival == HR_ARRIVAL_IS_LEFT;
-    const void *const operands[2] = {is_left ? received : span->data, is_left ? span->data : received};
-    const struct hr_cross_call *call = &state->call;
-    call->codec->reduce(call->codec, call->kernel, call->reduce_op, span->data, NULL, operands, 2, span->count,
-                        hr_scale_by(1.0), HR_STORE_ORDINARY);
 }
 
 static void finish_received(struct hr_cross *state) {
@@ -140,8 +105,13 @@ static void finish_received(struct hr_cross *state) {
             if (state->plan.reduces_what_it_sends && state->sent <= q) {
                 return;
             }
-            if (receives(state, &step, q, &span)) {
-                reduce(state, &step, q, &span);
+            if (moves(state, step.recv_peer, step.recv_part, q, &span)) {
+                const void *received = slot_of(state, q);
+                const int is_left = step.arrival == HR_ARRIVAL_IS_LEFT;
+                const void *const operands[2] = {is_left ? received : span.data, is_left ? span.data : received};
+                const struct hr_cross_call *call = &state->call;
+                call->codec->reduce(call->codec, call->kernel, call->reduce_op, span.data, NULL, operands, 2,
+                                    span.count, hr_scale_by(1.0), HR_STORE_ORDINARY);
             }
         }
         state->finished++;
@@ -158,7 +128,7 @@ static int post_receives(struct hr_cross *state) {
         struct hr_io *io = &state->recv[q % HR_CROSS_WINDOW];
         struct span span;
         io->state = HR_IO_IDLE;
-        if (receives(state, &step, q, &span)) {
+        if (moves(state, step.recv_peer, step.recv_part, q, &span)) {
             if (replaces && reuse != 0 && q >= reuse && state->sent <= q - reuse) {
                 return HORO_OK;
             }
@@ -175,13 +145,14 @@ static int post_sends(struct hr_cross *state) {
     while (state->send_posted < state->total && state->send_posted < state->sent + HR_CROSS_WINDOW) {
         const size_t q = state->send_posted;
         const struct hr_step step = step_of(state, q);
-        if (!may_send(state, &step, q)) {
+        const size_t source = (size_t)step.after * state->piece_count + q % state->piece_count;
+        if (step.after >= 0 && source >= state->finished) { /* not here yet, or not final */
             break;
         }
         struct hr_io *io = &state->send[q % HR_CROSS_WINDOW];
         struct span span;
         io->state = HR_IO_IDLE;
-        if (sends(state, &step, q, &span)) {
+        if (moves(state, step.send_peer, step.send_part, q, &span)) {
             HR_TRY(transport->ops->post_send(transport, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes, io));
             atomic_fetch_add_explicit(&transport->data_bytes, span.bytes, memory_order_relaxed);
         }
@@ -207,26 +178,24 @@ static int any_failed(struct hr_cross *state) {
     return 0;
 }
 
-static int post(struct hr_cross *state) {
-    HR_TRY(post_receives(state));
-    return post_sends(state);
-}
-
 /* Changes with whatever one round of progress has done. */
 static size_t counted(const struct hr_cross *state) {
     return state->sent + state->finished + state->recv_posted + state->send_posted;
 }
 
-int hr_pipeline_progress(struct hr_cross *state) {
+int hr_cross_progress(struct hr_cross *state) {
     if (state->status != HORO_IN_PROGRESS) {
         return state->status;
     }
     int status = any_failed(state) ? HORO_ERR_PEER_LOST : HORO_OK;
     for (size_t before = SIZE_MAX; status == HORO_OK && before != counted(state);) {
         before = counted(state);
-        count_sent(state);
+        while (state->sent < state->send_posted && is_over(&state->send[state->sent % HR_CROSS_WINDOW])) {
+            state->sent++;
+        }
         finish_received(state);
-        status = post(state);
+        status = post_receives(state);
+        status = status == HORO_OK ? post_sends(state) : status;
     }
     if (status != HORO_OK) {
         state->call.transport->ops->abandon(state->call.transport, HR_CHANNEL_DATA);

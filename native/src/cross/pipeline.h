@@ -34,26 +34,10 @@ struct hr_step {
     int after;
 };
 
-/*
- * Fills in the plan, zeroed before, of a call that hr_pipeline_begin has checked. HORO_OK, or HORO_ERR_INTERNAL for a
- * call that the algorithm cannot do.
- */
-typedef int hr_plan_maker(const struct hr_cross_call *call, struct hr_plan *plan);
-
 /* Whether the call has parts of any bytes: of an algorithm that only moves them. */
 int hr_cross_has_byte_parts(const struct hr_cross_call *call);
 
 /* Bytes of scratch for the pieces in flight of parts of at most part_bytes. */
 size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes);
-
-/* As hr_cross_ops.scratch_bytes where everything is received at its place in the data: 0. */
-size_t hr_pipeline_no_scratch(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
-
-/* As hr_cross_ops.begin: checks the call, except for what make_plan checks, then asks for the plan. */
-int hr_pipeline_begin(struct hr_cross *state, const struct hr_cross_ops *ops, const struct hr_cross_call *call,
-                      hr_plan_maker *make_plan);
-
-/* As hr_cross_ops.progress; does everything that is possible before it returns. */
-int hr_pipeline_progress(struct hr_cross *state);
 
 #endif

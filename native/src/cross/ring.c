@@ -35,17 +35,8 @@ static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->part_count = (size_t)call->host_count;
     /* Gathering step t receives the part that reducing step t sent. */
     plan->reuse_distance = call->host_count - 1;
-    plan->step = ring_step;
     return HORO_OK;
 }
 
-static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_ring, call, ring_plan);
-}
-
 const struct hr_cross_ops hr_cross_ring = {
-    .name = "ring",
-    .scratch_bytes = ring_scratch_bytes,
-    .begin = ring_begin,
-    .progress = hr_pipeline_progress,
-};
+    .name = "ring", .scratch_bytes = ring_scratch_bytes, .plan = ring_plan, .step = ring_step};

@@ -28,17 +28,8 @@ static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t byte
 static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
-    plan->step = ring_step;
     return call->parts != NULL ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
-static int ring_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_scatter_ring, call, ring_plan);
-}
-
 const struct hr_cross_ops hr_cross_scatter_ring = {
-    .name = "scatter ring",
-    .scratch_bytes = ring_scratch_bytes,
-    .begin = ring_begin,
-    .progress = hr_pipeline_progress,
-};
+    .name = "scatter ring", .scratch_bytes = ring_scratch_bytes, .plan = ring_plan, .step = ring_step};

@@ -18,21 +18,15 @@ static int place_of(const struct hr_cross_call *call) {
     return (call->host - call->root_host + call->host_count) % call->host_count;
 }
 
-/* The first distance to try: below the lowest bit of v, or for the root the largest power of two below h. */
-static int first_distance(int v, int host_count) {
+/* The distance to child number `index`, 0 if there are fewer. */
+static int child_distance(int v, int host_count, int index) {
     int distance = 1;
     while ((v & distance) == 0 && distance < host_count) {
         distance *= 2;
     }
-    return distance / 2;
-}
-
-/* The distance to child number `index`, 0 if there are fewer. */
-static int child_distance(int v, int host_count, int index) {
-    int distance = first_distance(v, host_count);
-    while (distance > 0 && v + distance >= host_count) {
+    do { /* from below the lowest bit of v on, or for the root from the largest power of two below h */
         distance /= 2;
-    }
+    } while (distance > 0 && v + distance >= host_count);
     return distance >> index;
 }
 
@@ -57,14 +51,7 @@ static void chain_step(const struct hr_cross *state, int index, struct hr_step *
     }
 }
 
-static int root_is_member(const struct hr_cross_call *call) {
-    return call->root_host >= 0 && call->root_host < call->host_count;
-}
-
 static int tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    if (!root_is_member(call)) {
-        return HORO_ERR_INTERNAL;
-    }
     const int v = place_of(call);
     int children = 0;
     while (child_distance(v, call->host_count, children) > 0) {
@@ -72,35 +59,15 @@ static int tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     }
     plan->step_count = (v != 0) + children;
     plan->part_count = 1;
-    plan->step = tree_step;
     return HORO_OK;
 }
 
 static int chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    if (!root_is_member(call)) {
-        return HORO_ERR_INTERNAL;
-    }
     const int v = place_of(call);
     plan->step_count = (v != 0) + (v != call->host_count - 1);
     plan->part_count = 1;
-    plan->step = chain_step;
     return HORO_OK;
 }
 
-static int tree_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_tree, call, tree_plan);
-}
-
-static int chain_begin(struct hr_cross *state, const struct hr_cross_call *call) {
-    return hr_pipeline_begin(state, &hr_cross_chain, call, chain_plan);
-}
-
-const struct hr_cross_ops hr_cross_tree = {.name = "tree",
-                                           .scratch_bytes = hr_pipeline_no_scratch,
-                                           .begin = tree_begin,
-                                           .progress = hr_pipeline_progress};
-
-const struct hr_cross_ops hr_cross_chain = {.name = "chain",
-                                            .scratch_bytes = hr_pipeline_no_scratch,
-                                            .begin = chain_begin,
-                                            .progress = hr_pipeline_progress};
+const struct hr_cross_ops hr_cross_tree = {.name = "tree", .plan = tree_plan, .step = tree_step};
+const struct hr_cross_ops hr_cross_chain = {.name = "chain", .plan = chain_plan, .step = chain_step};

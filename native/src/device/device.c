@@ -6,19 +6,15 @@
 
 enum { LOOK_NS = 100000, RARE_LOOK_NS = 900000000 }; /* between looks at what runs: at least, and at most */
 
-static int relax(const struct hr_cuda *cuda, struct hr_device_visit *visit, struct hr_error *error) {
-    visit->capture_mode = HR_CUDA_CAPTURE_RELAXED;
-    return hr_cuda_check(cuda, cuda->thread_exchange_capture_mode(&visit->capture_mode),
-                         "cuThreadExchangeStreamCaptureMode", error);
-}
-
 static void restore(const struct hr_cuda *cuda, const struct hr_device_visit *visit) {
     int mode = visit->capture_mode;
     (void)cuda->thread_exchange_capture_mode(&mode);
 }
 
 int hr_device_enter(const struct hr_device *device, struct hr_device_visit *visit, struct hr_error *error) {
-    HR_TRY(relax(device->cuda, visit, error));
+    visit->capture_mode = HR_CUDA_CAPTURE_RELAXED;
+    HR_TRY(hr_cuda_check(device->cuda, device->cuda->thread_exchange_capture_mode(&visit->capture_mode),
+                         "cuThreadExchangeStreamCaptureMode", error));
     const int status =
         hr_cuda_check(device->cuda, device->cuda->context_push(device->context), "cuCtxPushCurrent", error);
     if (status != HORO_OK) {

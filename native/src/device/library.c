@@ -19,8 +19,13 @@ static void add_reason(struct reasons *reasons, const char *reason) {
     reasons->length = fits ? reasons->length + (size_t)written : sizeof reasons->text - 1;
 }
 
-static int fill_table(const struct hr_library_kind *kind, void *library, void *table, const char *path,
-                      struct hr_error *error) {
+static int check(const struct hr_library_kind *kind, void *library, const char *name, void *table, horo_library *found,
+                 struct hr_error *error) {
+    struct link_map *map = NULL;
+    const char *path = dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] != '\0' ? map->l_name : name;
+    char version_text[24];
+    char least_text[24];
+    int version = 0;
     for (size_t i = 0; i < kind->symbol_count; i++) {
         void *address = dlsym(library, kind->symbols[i].name);
         if (address == NULL) {
@@ -29,21 +34,6 @@ static int fill_table(const struct hr_library_kind *kind, void *library, void *t
         /* a pointer to data and one to a function have the same form where there is dlsym */
         memcpy((char *)table + kind->symbols[i].offset, &address, sizeof address);
     }
-    return HORO_OK;
-}
-
-static const char *path_of(void *library, const char *otherwise) {
-    struct link_map *map = NULL;
-    return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] != '\0' ? map->l_name : otherwise;
-}
-
-static int check(const struct hr_library_kind *kind, void *library, const char *name, void *table,
-                 horo_library *found, struct hr_error *error) {
-    const char *path = path_of(library, name);
-    char version_text[24];
-    char least_text[24];
-    int version = 0;
-    HR_TRY(fill_table(kind, library, table, path, error));
     struct hr_error refusal = {0};
     if (kind->version_of(table, &version, &refusal) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "%s %s", path, refusal.text);

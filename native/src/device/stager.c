@@ -189,20 +189,6 @@ void hr_stager_trim(struct hr_stager *stager) {
 
 /* ---- Copies to the host ---- */
 
-/* With the lock held: a function of the host is about to be launched for it. */
-static void begin_launch(struct hr_stager *stager, struct hr_block *block) {
-    block->users++;
-    block->is_launched = 1;
-    block->has_failed = 0;
-    block->earlier = stager->last_launched;
-    block->later = NULL;
-    *(block->earlier == NULL ? &stager->first_launched : &block->earlier->later) = block;
-    stager->last_launched = block;
-    if (stager->is_resting) {
-        (void)pthread_cond_broadcast(&stager->stirred);
-    }
-}
-
 /* With the lock held: none is to come any more. */
 static void end_launch(struct hr_stager *stager, struct hr_block *block) {
     *(block->earlier == NULL ? &stager->first_launched : &block->earlier->later) = block->later;
@@ -231,7 +217,17 @@ int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct
     const struct hr_device *device = block->device;
     (void)pthread_mutex_lock(&stager->lock);
     block->request = request;
-    begin_launch(stager, block);
+    /* a function of the host is about to be launched for it */
+    block->users++;
+    block->is_launched = 1;
+    block->has_failed = 0;
+    block->earlier = stager->last_launched;
+    block->later = NULL;
+    *(block->earlier == NULL ? &stager->first_launched : &block->earlier->later) = block;
+    stager->last_launched = block;
+    if (stager->is_resting) {
+        (void)pthread_cond_broadcast(&stager->stirred);
+    }
     (void)pthread_mutex_unlock(&stager->lock);
     struct hr_device_visit visit;
     int status = hr_device_enter(device, &visit, error);
@@ -289,16 +285,6 @@ static int look_at(struct hr_stager *stager, struct hr_block *block) {
     }
     let_go(block);
     return is_fine;
-}
-
-/* With the lock held. Copies of a device come in order: where the first ones have not failed, none have. */
-static void look(struct hr_stager *stager) {
-    uint64_t fine = 0;
-    struct hr_block *block;
-    while (stager->owner != NULL && (block = first_awaited(stager, fine)) != NULL) {
-        const int number = block->device->number;
-        fine |= (uint64_t)look_at(stager, block) << number;
-    }
 }
 
 /* With the lock held, which is let go meanwhile: until something stirs, or the time is over. */
@@ -382,7 +368,13 @@ static void *watch(void *arg) {
     struct hr_stager *stager = arg;
     (void)pthread_mutex_lock(&stager->lock);
     while (sleep_until_look(stager)) {
-        look(stager);
+        /* copies of a device come in order: where the first ones have not failed, none have */
+        uint64_t fine = 0;
+        struct hr_block *block;
+        while (stager->owner != NULL && (block = first_awaited(stager, fine)) != NULL) {
+            const int number = block->device->number;
+            fine |= (uint64_t)look_at(stager, block) << number;
+        }
     }
     while (stager->first_launched != NULL && !stager->is_broken) {
         (void)pthread_cond_wait(&stager->stirred, &stager->lock);

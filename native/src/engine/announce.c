@@ -31,8 +31,14 @@ int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request) {
     }
     size_t mark;
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_request(&lane->announcer.request_out, lane->node->rank, request->refused,
-                               hr_request_reason(request), request->rows, request->bytes, request->byte_count));
+    HR_TRY(hr_wire_put(
+        &lane->announcer.request_out,
+        &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                  .rank = lane->node->rank,
+                                  .status = request->refused,
+                                  .text = hr_request_reason(request),
+                                  .rows = request->rows,
+                                  .request = {.bytes = request->bytes, .byte_count = request->byte_count}}));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -77,7 +83,8 @@ static int announce_data(struct hr_lane *lane, const struct hr_request *request,
     size_t mark;
     hr_carried_pack(lane->team, &request->call, packed);
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_data(&lane->announcer.request_out, HR_WIRE_DATA, id, packed, bytes));
+    HR_TRY(hr_wire_put(&lane->announcer.request_out,
+                       &(struct hr_wire_message){.type = HR_WIRE_DATA, .id = id, .data = packed, .data_bytes = bytes}));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -85,7 +92,8 @@ static int announce_data(struct hr_lane *lane, const struct hr_request *request,
 static int announce_rows(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
     size_t mark;
     HR_TRY(hr_frame_begin(&lane->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_rows(&lane->announcer.request_out, id, request->rows));
+    HR_TRY(hr_wire_put(&lane->announcer.request_out,
+                       &(struct hr_wire_message){.type = HR_WIRE_ROWS, .id = id, .rows = request->rows}));
     hr_frame_end(&lane->announcer.request_out, mark);
     return HORO_OK;
 }
@@ -165,7 +173,9 @@ int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct h
     }
     size_t mark;
     HR_TRY(hr_frame_begin(&world->announcer.request_out, &mark));
-    HR_TRY(hr_wire_put_leave(&world->announcer.request_out, leaver, status, words));
+    HR_TRY(
+        hr_wire_put(&world->announcer.request_out,
+                    &(struct hr_wire_message){.type = HR_WIRE_LEAVE, .rank = leaver, .status = status, .text = words}));
     hr_frame_end(&world->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
     /* partner: hr_engine_is_called */

@@ -174,8 +174,12 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
     const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
-    HR_TRY(hr_wire_begin_blocked(out, engine->node->rank, blocked->question, text, others,
-                                 (uint32_t)engine->lane_count));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
+                                                      .rank = engine->node->rank,
+                                                      .question = blocked->question,
+                                                      .text = text,
+                                                      .others = others,
+                                                      .count = (uint32_t)engine->lane_count}));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
         if (engine->teams[number].is_used && engine->teams[number].lane != NULL) {
             HR_TRY(put_lane(engine->teams[number].lane, out));
@@ -185,8 +189,7 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
 }
 
 static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
-    const struct hr_wire_text none = {NULL, 0};
-    return hr_wire_begin_blocked(out, engine->node->rank, 0, none, none, 0);
+    return hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED, .rank = engine->node->rank});
 }
 
 static int still_waits(const struct hr_engine *engine) {
@@ -263,7 +266,9 @@ int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question) {
     struct hr_buffer frame = {0};
     size_t mark;
     int status = hr_frame_begin(&frame, &mark);
-    status = status == HORO_OK ? hr_wire_put_query(&frame, question) : status;
+    status = status == HORO_OK
+                 ? hr_wire_put(&frame, &(struct hr_wire_message){.type = HR_WIRE_QUERY, .question = question})
+                 : status;
     if (status == HORO_OK) {
         hr_frame_end(&frame, mark);
         status = hr_leader_send_down(lane, hr_buffer_front(&frame), hr_buffer_size(&frame));

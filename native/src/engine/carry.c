@@ -108,7 +108,10 @@ int hr_carry_write(struct hr_lane *lane, struct hr_buffer *out) {
     HR_TRY(reduce(lane));
     hr_agree_take_lone(&lane->leader.agree);
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA, carry->id, carry->data, carry->bytes));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = lane->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
+                                                      .id = carry->id,
+                                                      .data = carry->data,
+                                                      .data_bytes = carry->bytes}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }

@@ -173,7 +173,7 @@ int hr_leader_tell_done(struct hr_lane *lane) {
         size_t mark;
         if (link->open) {
             HR_TRY(hr_frame_begin(&link->out, &mark));
-            HR_TRY(hr_wire_put_done(&link->out, lane->node->rank));
+            HR_TRY(hr_wire_put(&link->out, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = lane->node->rank}));
             hr_frame_end(&link->out, mark);
         }
     }
@@ -183,11 +183,15 @@ int hr_leader_tell_done(struct hr_lane *lane) {
 
 static int put_end(struct hr_lane *lane, struct hr_buffer *out, struct hr_abort end) {
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(&lane->node->arena, end.rank) : NULL;
+    struct hr_wire_message message = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
+                                      .rank = end.rank,
+                                      .status = end.code,
+                                      .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
+                                      .by = end.by};
     if (words != NULL) {
-        return hr_wire_put_ended(out, end.rank, end.code, (struct hr_wire_text){.data = words, .bytes = strlen(words)});
+        message.text = (struct hr_wire_text){words, strlen(words)};
     }
-    const enum hr_abort_reason reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason;
-    return hr_wire_put_lost(out, end.rank, end.code, reason, end.by);
+    return hr_wire_put(out, &message);
 }
 
 /* Each leader passes an abort on once, to all its neighbours. */

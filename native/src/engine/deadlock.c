@@ -123,7 +123,7 @@ struct team {
 /* Whether its rank has joined the team. */
 static int has_joined(const struct hr_wire_lane *lane) {
     for (uint32_t k = 0; k < lane->count; k++) {
-        if (hr_wire_hash(lane, k) == HR_WIRE_ALL_NAMES) {
+        if (hr_wire_u64(lane->hashes, k) == HR_WIRE_ALL_NAMES) {
             return 1;
         }
     }
@@ -161,7 +161,7 @@ static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
     while (next_lane(&walk, &lane)) {
         const int joined = has_joined(&lane);
         for (uint32_t k = 0; k < lane.count; k++) {
-            *all++ = (struct submitted){.hash = hr_wire_hash(&lane, k), .team = lane.team, .has_joined = joined};
+            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_joined = joined};
         }
     }
 }

@@ -9,6 +9,7 @@
 
 #include "base/descriptor.h"
 #include "base/thread.h"
+#include "node/node_setup.h"
 
 enum {
     /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */

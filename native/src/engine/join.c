@@ -64,7 +64,7 @@ int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
 static int put_joined(struct hr_buffer *out, int rank, uint64_t at) {
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_joined(out, rank, at));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_JOINED, .rank = rank, .at = at}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }

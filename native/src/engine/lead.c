@@ -115,7 +115,8 @@ void hr_lane_fini_leader(struct hr_lane *lane) {
 
 static int announce_ids(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     for (uint32_t i = 0; i < message->count; i++) {
-        HR_TRY(hr_agree_announce_id(&lane->leader.agree, member, hr_wire_id(message, i), message->rows, now_ns));
+        HR_TRY(
+            hr_agree_announce_id(&lane->leader.agree, member, hr_wire_u32(message->items, i), message->rows, now_ns));
     }
     return HORO_OK;
 }
@@ -132,7 +133,8 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_
         HR_TRY(hr_leader_collect(lane)); /* earlier announcements travel first */
     }
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_leave(out, rank, status, words));
+    HR_TRY(hr_wire_put(
+        out, &(struct hr_wire_message){.type = HR_WIRE_LEAVE, .rank = rank, .status = status, .text = words}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }

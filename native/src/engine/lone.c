@@ -102,7 +102,8 @@ static int show_rows(struct hr_lane *lane, const struct hr_request *request, uin
     struct hr_lone_rows *shown =
         &lane->team->partition.blocks[lane->node->local_rank].lone_rows[lone->rounds % HR_LONE_ROWS_KEPT];
     hr_buffer_consume(&lone->out, hr_buffer_size(&lone->out));
-    if (hr_wire_put_rows(&lone->out, id, request->rows) != HORO_OK ||
+    if (hr_wire_put(&lone->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS, .id = id, .rows = request->rows}) !=
+            HORO_OK ||
         hr_buffer_size(&lone->out) > sizeof shown->message) {
         return 0;
     }

@@ -11,7 +11,7 @@ static void ask_below(struct hr_lane *lane, int link_index, int asker) {
     if (!lane->leader.links[link_index].open || hr_frame_begin(out, &mark) != HORO_OK) {
         return; /* a question is not worth the end of the job */
     }
-    if (hr_wire_put_ask(out, asker) == HORO_OK) {
+    if (hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ASK, .rank = asker}) == HORO_OK) {
         hr_frame_end(out, mark);
     } else {
         out->end = out->begin + mark - 4; /* without its length */

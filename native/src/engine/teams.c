@@ -135,8 +135,9 @@ int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
 
 static int first_value(const struct hr_request *request) {
     struct hr_wire_request decoded;
-    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK ? hr_wire_value(&decoded, 0)
-                                                                                            : 0;
+    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK
+               ? (int)hr_wire_u32(decoded.values, 0)
+               : 0;
 }
 
 /* The lane whose team the request removes; NULL: there is none on this rank. */
@@ -180,7 +181,7 @@ static int free_number(const struct hr_engine *engine) {
 static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
     const struct hr_team *world = hr_engine_world(engine)->team;
     for (uint32_t i = 0; i < ranks->value_count; i++) {
-        if (world->host_of_rank[hr_wire_value(ranks, i)] == world->host) {
+        if (world->host_of_rank[hr_wire_u32(ranks->values, i)] == world->host) {
             return 1;
         }
     }
@@ -272,7 +273,7 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
         return HR_TASK_DONE;
     }
     struct hr_error error = {0};
-    const int32_t id = hr_wire_value(&decoded, 0);
+    const int32_t id = (int)hr_wire_u32(decoded.values, 0);
     if (id == 0 || hr_engine_find_team(engine, id, NULL, &error) == NULL) { /* it was there when the ranks asked */
         return HORO_ERR_INTERNAL;
     }

@@ -92,7 +92,7 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
         return HORO_ERR_INTERNAL;
     }
     for (uint32_t k = 0; k < HORO_KNOB_COUNT; k++) {
-        values[k] = hr_wire_knob(record, k);
+        values[k] = hr_wire_u64(record->items, k);
     }
     HR_TRY(hr_lane_tune(lane, values));
     if (lane->team->number != 0) {

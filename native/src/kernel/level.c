@@ -19,6 +19,49 @@ static size_t smaller(size_t a, size_t b) {
     return a < b ? a : b;
 }
 
+HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
+    if (scale.factor == 1.0) {
+        /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
+        return dtype == HORO_INT64 ? value / scale.divisor : (int32_t)value / scale.divisor;
+    }
+    const double result = (double)value * scale.factor / scale.divisor;
+    if (result >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
+        return high;
+    }
+    if (result <= (double)low) {
+        return low;
+    }
+    return result == result ? (int64_t)result : 0;
+}
+
+HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
+                          int64_t high) {
+    const size_t bytes = element_bytes(dtype);
+    for (size_t i = 0; i < count; i++) {
+        const int64_t value = load_integer(dtype, src + i * bytes);
+        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
+    }
+}
+
+static void scale_values(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale) {
+    switch (dtype) {
+    case HORO_UINT8:
+        scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX);
+        break;
+    case HORO_INT8:
+        scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX);
+        break;
+    case HORO_INT16:
+        scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX);
+        break;
+    case HORO_INT32:
+        scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX);
+        break;
+    default:
+        scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
+    }
+}
+
 /* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
 static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum hr_kernel_op op, struct hr_span span,
                                    struct hr_scale scale) {
@@ -32,7 +75,7 @@ static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum
         span.end = i + smaller(BLOCK_BYTES / bytes, count - i);
         level->reduce[dtype][op](&span);
         uint8_t *block = span.dst + i * bytes;
-        hr_scale_integers(dtype, block, block, span.end - i, scale);
+        scale_values(dtype, block, block, span.end - i, scale);
         if (copy != NULL) {
             level->copy(copy + i * bytes, block, (span.end - i) * bytes, span.copy_store);
         }
@@ -61,7 +104,7 @@ void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, voi
 static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst, const uint8_t *src, size_t count,
                            struct hr_scale scale, enum hr_store store) {
     if (store == HR_STORE_ORDINARY) {
-        hr_scale_integers(dtype, dst, src, count, scale);
+        scale_values(dtype, dst, src, count, scale);
         return;
     }
     const size_t bytes = hr_dtype_bytes(dtype);
@@ -69,7 +112,7 @@ static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = smaller(BLOCK_BYTES / bytes, count - i);
-        hr_scale_integers(dtype, block, src + i * bytes, step, scale);
+        scale_values(dtype, block, src + i * bytes, step, scale);
         level->copy(dst + i * bytes, block, step * bytes, store);
     }
 }
@@ -187,39 +230,5 @@ void hr_level_combine(const struct hr_level *level, int dtype, void *a, const vo
         level->combine[HORO_FLOAT32]((uint8_t *)x, (const uint8_t *)y, step, a_factor, b_factor);
         const struct hr_span span = {.copy = at, .src = &narrowed, .src_count = 1, .end = step, .scale = 1.0};
         level->convert[dtype][HORO_FLOAT32](&span);
-    }
-}
-
-HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
-    if (scale.factor == 1.0) {
-        /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
-        return dtype == HORO_INT64 ? value / scale.divisor : (int32_t)value / scale.divisor;
-    }
-    const double result = (double)value * scale.factor / scale.divisor;
-    if (result >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
-        return high;
-    }
-    if (result <= (double)low) {
-        return low;
-    }
-    return result == result ? (int64_t)result : 0;
-}
-
-HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
-                          int64_t high) {
-    const size_t bytes = element_bytes(dtype);
-    for (size_t i = 0; i < count; i++) {
-        const int64_t value = load_integer(dtype, src + i * bytes);
-        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
-    }
-}
-
-void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale) {
-    switch (dtype) {
-    case HORO_UINT8: scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX); break;
-    case HORO_INT8: scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX); break;
-    case HORO_INT16: scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX); break;
-    case HORO_INT32: scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX); break;
-    default: scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
     }
 }

@@ -54,9 +54,6 @@ void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const
 void hr_level_combine(const struct hr_level *level, int dtype, void *a, const void *b, size_t count, double a_factor,
                       double b_factor);
 
-/* dst[i] = scale * src[i] for integers, as kernel.h says. */
-void hr_scale_integers(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale);
-
 /* "scalar", "avx2", "avx512" or "neon"; NULL for a level that this build or this machine lacks. */
 const struct hr_kernel *hr_kernel_find(const char *name);
 

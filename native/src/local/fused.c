@@ -62,9 +62,8 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
     }
 }
 
-/* outputs = source, or inputs where it is NULL. */
-static void put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                const struct hr_kernel *kernel, enum hr_store store) {
+void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                  const struct hr_kernel *kernel, enum hr_store store) {
     for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
@@ -77,16 +76,6 @@ static void put(const struct hr_fused *fused, size_t offset, size_t bytes, const
         offset += part;
         bytes -= part;
     }
-}
-
-void hr_fused_take(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                   const struct hr_kernel *kernel, enum hr_store store) {
-    put(fused, offset, bytes, source, kernel, store);
-}
-
-void hr_fused_copy(const struct hr_fused *fused, size_t offset, size_t bytes, const struct hr_kernel *kernel,
-                   enum hr_store store) {
-    put(fused, offset, bytes, NULL, kernel, store);
 }
 
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,

@@ -34,13 +34,11 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                      const struct hr_kernel *kernel);
 
-/* The same of a plain codec, where `store` rules the stores. */
-void hr_fused_take(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                   const struct hr_kernel *kernel, enum hr_store store);
-
-/* [offset, + bytes) of outputs = inputs, where they are not the same memory; for a plain codec. */
-void hr_fused_copy(const struct hr_fused *fused, size_t offset, size_t bytes, const struct hr_kernel *kernel,
-                   enum hr_store store);
+/*
+ * The same of a plain codec, where `store` rules the stores; NULL: from the inputs, where they are not the same memory.
+ */
+void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                  const struct hr_kernel *kernel, enum hr_store store);
 
 /*
  * As unpack of [out_offset, + bytes) from the slot, then pack of [in_offset, + bytes) into it, in one pass; the two

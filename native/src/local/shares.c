@@ -8,16 +8,13 @@ enum {
     RISE_SHIFT = 3,
 };
 
-/* Streaming pays several times over where it pays; a small lead is noise. */
-static enum hr_store cheaper_of(const struct hr_store_costs *costs) {
-    return costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3 ? HR_STORE_STREAM : HR_STORE_ORDINARY;
-}
-
 struct hr_store_trial hr_store_try(struct hr_store_costs *costs, size_t bytes) {
     struct hr_store_trial trial = {.costs = costs, .bytes = bytes, .store = HR_STORE_ORDINARY};
     const uint64_t number = costs->operations;
     if (number >= WARM_UP + FIRST_TRIES) {
-        const enum hr_store cheaper = cheaper_of(costs);
+        /* Streaming pays several times over where it pays; a small lead is noise. */
+        const enum hr_store cheaper =
+            costs->of[HR_STORE_STREAM] * 4 < costs->of[HR_STORE_ORDINARY] * 3 ? HR_STORE_STREAM : HR_STORE_ORDINARY;
         trial.store = number % TRY_OTHER_EVERY == 0 ? (enum hr_store)!cheaper : cheaper;
     } else if (number >= WARM_UP) {
         trial.store = number / 2 % 2 == 0 ? HR_STORE_ORDINARY : HR_STORE_STREAM; /* in pairs: of two sizes in turn */

@@ -39,11 +39,6 @@ static inline size_t hr_share_most(size_t unit, size_t bytes, int count) {
     return hr_divide_up(hr_divide_up(bytes, unit), (size_t)count) * unit;
 }
 
-/* The bytes that a segment takes of a slot: as many blocks as it holds. */
-static inline size_t hr_segment_bytes(const struct hr_team *team, const struct hr_codec *codec) {
-    return hr_codec_blocks(codec, team->tuning.segment) * codec->block_bytes;
-}
-
 /* Segment `index` of `bytes` in segments of `segment_bytes`. */
 static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, size_t index) {
     const size_t offset = index * segment_bytes;

@@ -1,9 +1,6 @@
 #include "mpi/mpi.h"
 
-#include <stdio.h>
 #include <unistd.h>
-
-enum { ERROR_TEXT_BYTES = 4096 }; /* MPI_MAX_ERROR_STRING is 256 to 1024 wherever it has been seen */
 
 static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
     [HORO_MPI_ISSEND] = "MPI_Issend",
@@ -11,14 +8,13 @@ static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
     [HORO_MPI_TEST] = "MPI_Test",
     [HORO_MPI_CANCEL] = "MPI_Cancel",
     [HORO_MPI_REQUEST_FREE] = "MPI_Request_free",
-    [HORO_MPI_ERROR_STRING] = "MPI_Error_string",
     [HORO_MPI_FINALIZED] = "MPI_Finalized",
 };
 
 _Static_assert(sizeof(((horo_mpi *)0)->functions) == HORO_MPI_FUNCTION_COUNT * sizeof(uint64_t),
                "cffi wants a number there");
 
-static int check(const horo_mpi *calls, struct hr_error *error) {
+int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error) {
     if (calls->handle_bytes != (int)sizeof(int) && calls->handle_bytes != (int)sizeof(void *)) {
         return hr_fail(error, HORO_ERR_USAGE, "this MPI has handles of %d bytes; horo knows those of %zu and %zu bytes",
                        calls->handle_bytes, sizeof(int), sizeof(void *));
@@ -36,11 +32,6 @@ static int check(const horo_mpi *calls, struct hr_error *error) {
             return hr_fail(error, HORO_ERR_USAGE, "the address of %s is missing", function_names[i]);
         }
     }
-    return HORO_OK;
-}
-
-int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error) {
-    HR_TRY(check(calls, error));
     mpi->ops = calls->handle_bytes == (int)sizeof(int) ? &hr_mpi_int_ops : &hr_mpi_pointer_ops;
     mpi->calls = *calls;
     mpi->pid = getpid();
@@ -53,16 +44,4 @@ int hr_mpi_is_usable(const struct hr_mpi *mpi) {
     int finalized = 0;
     return mpi->pid == getpid() &&
            ((finalized_function *)(uintptr_t)mpi->calls.functions[HORO_MPI_FINALIZED])(&finalized) == 0 && !finalized;
-}
-
-typedef int error_string_function(int, char *, int *);
-
-void hr_mpi_describe(const struct hr_mpi *mpi, int code, char *text, size_t text_bytes) {
-    char told[ERROR_TEXT_BYTES] = "";
-    int length = 0;
-    if (((error_string_function *)(uintptr_t)mpi->calls.functions[HORO_MPI_ERROR_STRING])(code, told, &length) != 0) {
-        (void)snprintf(text, text_bytes, "error %d of MPI", code);
-        return;
-    }
-    (void)snprintf(text, text_bytes, "%s", told);
 }

@@ -44,7 +44,4 @@ int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *erro
 /* Whether MPI may be called: it is this process's own and has not been finalized. */
 int hr_mpi_is_usable(const struct hr_mpi *mpi);
 
-/* Describes an error code of MPI: always a text, cut to fit. */
-void hr_mpi_describe(const struct hr_mpi *mpi, int code, char *text, size_t text_bytes);
-
 #endif

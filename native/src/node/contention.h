@@ -12,8 +12,6 @@
 
 #include "arena/arena.h"
 
-struct hr_node;
-
 /* Time that long yields have taken of this rank since the first of them. */
 struct hr_losses {
     int64_t since_ns, lost_ns;
@@ -24,8 +22,5 @@ void hr_contention_note(struct hr_contention *contention, struct hr_losses *loss
 
 /* Whether waits do without yields now. */
 int hr_contention_is_on(const struct hr_contention *contention, int64_t now_ns);
-
-/* Time for which a wait looks then before it sleeps: 0 where another rank is at work on this very core. */
-int64_t hr_contention_spin_ns(struct hr_node *node, int64_t now_ns);
 
 #endif

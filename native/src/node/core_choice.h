@@ -13,13 +13,15 @@
 #include <sched.h>
 #include <stdint.h>
 
-struct hr_node;
+#include "arena/arena.h"
 
 struct hr_core_choice {
     int enabled;
     int64_t next_ns;  /* when to look again */
     int64_t pause_ns; /* after a move; longer each time, since another program may be what brings us together again */
     int crowded;      /* the last look found a better core */
+    int *core_of;     /* [ranks of this host] scratch */
+    _Atomic uint64_t moves; /* a counter */
 };
 
 /*
@@ -30,8 +32,10 @@ struct hr_core_choice {
 int hr_core_choose(const int *core_of, int count, int me, const cpu_set_t *allowed);
 
 /* Tells the others of this host where I run. */
-void hr_core_publish(struct hr_node *node);
+void hr_core_publish(const struct hr_core_choice *choice, const struct hr_arena *arena);
+/* Whether another rank is at work on the core of this one. */
+int hr_core_is_shared(const struct hr_arena *arena);
 /* Looks around if it is time to, and moves the calling thread if that helps. Its affinity is afterwards what it was. */
-void hr_core_look(struct hr_node *node, int64_t now_ns);
+void hr_core_look(struct hr_core_choice *choice, const struct hr_arena *arena, int64_t now_ns);
 
 #endif

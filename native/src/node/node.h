@@ -37,7 +37,6 @@ struct hr_node {
     int local_rank, local_size; /* local index and ranks of this host */
     int *rank_of_local;         /* [local_size] */
     char **host_name_of_rank;   /* [size] */
-    int *core_of;               /* [local_size] scratch of hr_core_look */
     struct hr_core_choice core_choice;
 
     struct hr_arena arena;
@@ -66,7 +65,7 @@ struct hr_node {
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;
-    _Atomic uint64_t sleeps, wakes, moves; /* counters */
+    _Atomic uint64_t sleeps, wakes; /* counters */
 };
 
 /* Whether nobody here yields now, since other programs want the cores. Any thread. */
@@ -153,28 +152,6 @@ void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void
 
 /* "rank 3 (h2)". Returns out. */
 char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t out_bytes);
-
-struct hr_team;
-
-/*
- * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's
- * until hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
- */
-int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error);
-void hr_node_own(struct hr_node *node, const horo_setup *setup);
-void hr_node_fini(struct hr_node *node);
-/* In a forked child: closes the child's copies of the descriptors and nothing else. */
-void hr_node_close_fds(struct hr_node *node);
-
-/*
- * Connects a team that has members on several hosts, over duplicates of descriptors as in horo_team_setup, which stay
- * the caller's until it closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a
- * status with *error set.
- */
-int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
-                         const int32_t *data_fds, struct hr_error *error);
-void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds,
-                         const int32_t *data_fds);
 
 /* Turns the supervision of links on or off, if that is a change. */
 void hr_node_supervise(struct hr_node *node, int enabled);

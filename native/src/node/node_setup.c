@@ -1,4 +1,5 @@
-/* Building and dissolving a node from what the bootstrap hands over. */
+#include "node/node_setup.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -8,34 +9,28 @@
 #include "node/linked.h"
 #include "node/peer_memory.h"
 
-static int copy_places(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
+static int allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
+    const size_t local = (size_t)world->local_size;
     node->local_rank = world->local_rank;
     node->local_size = world->local_size;
-    node->rank_of_local = calloc((size_t)node->local_size, sizeof *node->rank_of_local);
-    node->core_of = calloc((size_t)node->local_size, sizeof *node->core_of);
+    node->poll_count = 1 + local;
+    node->rank_of_local = calloc(local, sizeof *node->rank_of_local);
+    node->core_choice.core_of = calloc(local, sizeof *node->core_choice.core_of);
+    node->wake_fds = calloc(local, sizeof *node->wake_fds);
+    node->life_fds = calloc(local, sizeof *node->life_fds);
+    node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
     node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
-    if (node->rank_of_local == NULL || node->core_of == NULL || node->host_name_of_rank == NULL) {
+    if (node->rank_of_local == NULL || node->core_choice.core_of == NULL || node->wake_fds == NULL ||
+        node->life_fds == NULL || node->owned_fds == NULL || node->host_name_of_rank == NULL ||
+        hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
-    memcpy(node->rank_of_local, world->rank_of_local, (size_t)node->local_size * sizeof *node->rank_of_local);
+    memcpy(node->rank_of_local, world->rank_of_local, local * sizeof *node->rank_of_local);
     for (int r = 0; r < node->size; r++) {
         node->host_name_of_rank[r] = strdup(setup->host_name_of_rank[r]);
         if (node->host_name_of_rank[r] == NULL) {
             return HORO_ERR_RESOURCE;
         }
-    }
-    return HORO_OK;
-}
-
-static int allocate(struct hr_node *node) {
-    const size_t local = (size_t)node->local_size;
-    node->wake_fds = calloc(local, sizeof *node->wake_fds);
-    node->life_fds = calloc(local, sizeof *node->life_fds);
-    node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
-    node->poll_count = 1 + local;
-    if (node->wake_fds == NULL || node->life_fds == NULL || node->owned_fds == NULL ||
-        hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
-        return HORO_ERR_RESOURCE;
     }
     return hr_recorder_init(&node->recorder);
 }
@@ -52,7 +47,7 @@ static void free_places(struct hr_node *node) {
     }
     free(node->host_name_of_rank);
     free(node->rank_of_local);
-    free(node->core_of);
+    free(node->core_choice.core_of);
     free(node->wake_fds);
     free((void *)node->life_fds);
     free(node->owned_fds);
@@ -219,10 +214,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *
                        node->sockets_per_peer);
     }
     HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&node->mpi, setup->mpi, error));
-    int status = copy_places(node, setup, world);
-    if (status == HORO_OK) {
-        status = allocate(node);
-    }
+    int status = allocate(node, setup, world);
     if (status != HORO_OK) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a job of %d ranks", setup->size);
     } else {

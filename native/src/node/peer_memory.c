@@ -18,21 +18,6 @@ void hr_peer_memory_show(struct hr_node *node) {
     atomic_store(&block->process, (int32_t)getpid());
 }
 
-/* Takes `bytes` off the front of count ranges, on both sides; returns how many are through. */
-static int take_off(struct iovec *local, struct iovec *remote, int count, size_t bytes) {
-    int through = 0;
-    while (through < count && bytes >= local[through].iov_len) {
-        bytes -= local[through++].iov_len;
-    }
-    if (through < count) {
-        local[through].iov_base = (char *)local[through].iov_base + bytes;
-        remote[through].iov_base = (char *)remote[through].iov_base + bytes;
-        local[through].iov_len -= bytes;
-        remote[through].iov_len = local[through].iov_len;
-    }
-    return through;
-}
-
 /* 0, or an error number. */
 static int read_all(pid_t process, struct iovec *local, struct iovec *remote, int count) {
     while (count > 0) {
@@ -43,10 +28,16 @@ static int read_all(pid_t process, struct iovec *local, struct iovec *remote, in
         if (got <= 0) {
             return got < 0 ? errno : EFAULT;
         }
-        const int through = take_off(local, remote, count, (size_t)got);
-        local += through;
-        remote += through;
-        count -= through;
+        size_t left = (size_t)got;
+        for (; count > 0 && left >= local->iov_len; local++, remote++, count--) {
+            left -= local->iov_len;
+        }
+        if (count > 0) { /* the rest of this range */
+            local->iov_base = (char *)local->iov_base + left;
+            remote->iov_base = (char *)remote->iov_base + left;
+            local->iov_len -= left;
+            remote->iov_len = local->iov_len;
+        }
     }
     return 0;
 }

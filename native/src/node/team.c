@@ -4,33 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static int check(int rank, int size, const int32_t *host_of_rank, struct hr_error *error) {
-    if (size < 1 || rank < 0 || rank >= size) {
-        return hr_fail(error, HORO_ERR_USAGE, "rank %d of %d ranks does not exist", rank, size);
-    }
-    int hosts = 0;
-    for (int r = 0; r < size; r++) {
-        const int host = host_of_rank[r];
-        if (host < 0 || host > hosts) {
-            return hr_fail(error, HORO_ERR_USAGE, "rank %d is on host %d, but hosts are numbered by their lowest rank",
-                           r, host);
-        }
-        hosts += host == hosts;
-    }
-    return HORO_OK;
-}
-
-static void list_by_host(struct hr_team *team) {
-    int listed = 0;
-    for (int host = 0; host < team->host_count; host++) {
-        const int end = listed + team->host_size[host];
-        for (int r = team->leader_of_host[host]; listed < end; r++) {
-            team->rank_by_host[listed] = r;
-            listed += team->host_of_rank[r] == host;
-        }
-    }
-}
-
 static int allocate(struct hr_team *team, size_t size) {
     team->host_of_rank = calloc(size, sizeof *team->host_of_rank);
     team->job_rank = calloc(size, sizeof *team->job_rank);
@@ -61,7 +34,14 @@ static void place(struct hr_team *team, const int32_t *host_of_rank) {
             team->rank_of_local[team->local_size++] = r;
         }
     }
-    list_by_host(team);
+    int listed = 0;
+    for (int host = 0; host < team->host_count; host++) {
+        const int end = listed + team->host_size[host];
+        for (int r = team->leader_of_host[host]; listed < end; r++) {
+            team->rank_by_host[listed] = r;
+            listed += team->host_of_rank[r] == host;
+        }
+    }
     team->owner_count = INT_MAX;
     for (int h = 0; h < team->host_count; h++) {
         team->owner_count = team->host_size[h] < team->owner_count ? team->host_size[h] : team->owner_count;
@@ -89,7 +69,18 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
                  size_t segment_bytes, struct hr_error *error) {
     *team = (struct hr_team){.node = node, .tuning = hr_tuning_defaults, .rank = rank, .size = size};
     team->tuning.segment = segment_bytes;
-    HR_TRY(check(rank, size, host_of_rank, error));
+    if (size < 1 || rank < 0 || rank >= size) {
+        return hr_fail(error, HORO_ERR_USAGE, "rank %d of %d ranks does not exist", rank, size);
+    }
+    int hosts = 0;
+    for (int r = 0; r < size; r++) {
+        const int host = host_of_rank[r];
+        if (host < 0 || host > hosts) {
+            return hr_fail(error, HORO_ERR_USAGE, "rank %d is on host %d, but hosts are numbered by their lowest rank",
+                           r, host);
+        }
+        hosts += host == hosts;
+    }
     if (!allocate(team, (size_t)size)) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", size);
     }
@@ -209,7 +200,7 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) 
         return;
     }
     team->arrivals[index]++;
-    hr_core_publish(team->node);
+    hr_core_publish(&team->node->core_choice, &team->node->arena);
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
     const uint64_t arrived = atomic_fetch_add(&team->partition.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)team->local_size == 0) {

@@ -11,27 +11,11 @@
  */
 enum { FIRST_LOOKS = 16, YIELD_ALONE_NS = 1000 };
 #define LOOK_AT_UNNAMED_NS 1000000ll
+#define CONTENDED_SPIN_NS 20000ll /* two to four times what it takes to sleep and be woken */
 
 /* Of two spans of time, of which a negative one has no end. */
 static int64_t shorter(int64_t a_ns, int64_t b_ns) {
     return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
-}
-
-/* The longest sleep while MPI is at work for this rank; -1: it is not. */
-static int64_t poll_within_ns(const struct hr_node *node) {
-    int64_t posted_ns = -1;
-    for (int i = 0; i < node->transport_count; i++) {
-        posted_ns = shorter(posted_ns, hr_transport_poll_within_ns(node->transports[i]));
-    }
-    return shorter(posted_ns, node->nccl_within_ns > 0 ? node->nccl_within_ns : -1);
-}
-
-static int64_t until_ns(int64_t deadline_ns) {
-    if (deadline_ns == 0) {
-        return -1;
-    }
-    const int64_t left_ns = deadline_ns - hr_now_ns();
-    return left_ns < 0 ? 0 : left_ns;
 }
 
 /* With the mark set that this rank sleeps, so that whoever changes something from here on writes its eventfd. */
@@ -40,8 +24,9 @@ static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t 
     fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
     sleep->life_count = hr_node_life_fds(node, fds + 1);
     sleep->count = 1 + sleep->life_count;
-    sleep->look_ns = poll_within_ns(node);
+    sleep->look_ns = node->nccl_within_ns > 0 ? node->nccl_within_ns : -1; /* the longest sleep; -1: any */
     for (int i = 0; i < node->transport_count; i++) {
+        sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(node->transports[i]));
         const size_t left = room - sleep->count;
         const size_t links = node->transports[i]->ops->sleep_fds(node->transports[i], fds + sleep->count, left);
         if (links > left) { /* there was no memory for them all */
@@ -64,7 +49,11 @@ static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
 }
 
 int hr_node_sleep(const struct hr_sleep *sleep) {
-    const int64_t timeout_ns = shorter(until_ns(sleep->deadline_ns), sleep->look_ns);
+    int64_t timeout_ns = sleep->look_ns;
+    if (sleep->deadline_ns != 0) {
+        const int64_t left_ns = sleep->deadline_ns - hr_now_ns();
+        timeout_ns = shorter(timeout_ns, left_ns < 0 ? 0 : left_ns);
+    }
     const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
     return ppoll(sleep->fds, (nfds_t)sleep->count, timeout_ns < 0 ? NULL : &timeout, NULL);
 }
@@ -104,28 +93,18 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
     return events == 0 && sleep->look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
-static int64_t shorter_end(struct hr_node *node, int64_t now_ns, int64_t end_ns) {
-    const int64_t soon_ns = now_ns + hr_contention_spin_ns(node, now_ns);
-    return soon_ns < end_ns ? soon_ns : end_ns;
-}
-
-/* Gives way to whoever wants this core: the rank waited for may have been put on it. */
-static void yield(struct hr_node *node, int64_t now_ns) {
-    (void)sched_yield();
-    const int64_t back_ns = hr_now_ns();
-    node->is_core_wanted = back_ns - now_ns > YIELD_ALONE_NS;
-    if (node->sleeps_under_contention) {
-        hr_contention_note(&node->arena.header->contention, &node->losses, back_ns - now_ns, back_ns);
-    }
-}
-
 /*
  * Spins until ready, 1, or until end_ns, 0; looks once where that is 0. It gives way after every few looks; under
  * contention it does not, and ends soon.
  */
 static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t end_ns) {
     const int gives_way = end_ns == 0 || !hr_node_is_contended(node, now_ns);
-    end_ns = gives_way ? end_ns : shorter_end(node, now_ns, end_ns);
+    if (!gives_way) {
+        hr_core_look(&node->core_choice, &node->arena, now_ns);
+        hr_core_publish(&node->core_choice, &node->arena);
+        const int64_t soon_ns = now_ns + (hr_core_is_shared(&node->arena) ? 0 : CONTENDED_SPIN_NS);
+        end_ns = soon_ns < end_ns ? soon_ns : end_ns;
+    }
     for (int looks = node->is_core_wanted ? HR_LOOKS_PER_YIELD : FIRST_LOOKS;; looks = HR_LOOKS_PER_YIELD) {
         for (int i = 0; i < looks; i++) {
             int moved;
@@ -145,8 +124,14 @@ static int spin(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns,
             return 0;
         }
         if (gives_way) {
-            hr_core_look(node, now_ns);
-            yield(node, now_ns);
+            hr_core_look(&node->core_choice, &node->arena, now_ns);
+            /* Gives way to whoever wants this core: the rank waited for may have been put on it. */
+            (void)sched_yield();
+            const int64_t back_ns = hr_now_ns();
+            node->is_core_wanted = back_ns - now_ns > YIELD_ALONE_NS;
+            if (node->sleeps_under_contention) {
+                hr_contention_note(&node->arena.header->contention, &node->losses, back_ns - now_ns, back_ns);
+            }
         }
     }
 }

@@ -46,10 +46,6 @@ struct mpi_transport {
     struct peer peers[];
 };
 
-static struct mpi_transport *mpi_of(struct hr_transport *transport) {
-    return (struct mpi_transport *)transport;
-}
-
 static int is_busy(const struct mpi_transport *self) {
     uint64_t any = 0;
     for (int word = 0; word * WORD_BITS < self->host_count; word++) {
@@ -69,14 +65,6 @@ static void settle_busy(struct mpi_transport *self, int peer) {
 }
 
 /* ---- Taking memory back ---- */
-
-static void cancel_receives(struct mpi_transport *self, struct hr_stream *stream) {
-    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
-        if (m->bytes > 0 && !m->is_over) {
-            (void)self->mpi->ops->cancel(self->mpi, &m->request);
-        }
-    }
-}
 
 /* The number of the stream's messages that MPI still holds. An error of MPI about one of them ends it too. */
 static int count_held(struct mpi_transport *self, struct hr_stream *stream) {
@@ -106,7 +94,12 @@ static void take_back(struct mpi_transport *self, int begin, int end) {
         return;
     }
     for (int peer = begin; peer < end; peer++) {
-        cancel_receives(self, &self->peers[peer].stream[RECV]);
+        struct hr_stream *stream = &self->peers[peer].stream[RECV];
+        for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
+            if (m->bytes > 0 && !m->is_over) {
+                (void)self->mpi->ops->cancel(self->mpi, &m->request);
+            }
+        }
     }
     const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
     for (int held = 1; held > 0 && hr_now_ns() < end_ns;) {
@@ -239,14 +232,6 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     return 0;
 }
 
-/* This process has not looked for long: it was stopped, and the peers may have been, too. */
-static void restart_silence(struct mpi_transport *self, int64_t now_ns) {
-    for (int peer = 0; peer < self->host_count; peer++) {
-        self->peers[peer].stream[SEND].moved_ns = now_ns;
-        self->peers[peer].stream[RECV].moved_ns = now_ns;
-    }
-}
-
 /* Nothing has moved just now. 1: a peer is lost. */
 static int look_at_the_silent(struct mpi_transport *self) {
     const int64_t now_ns = hr_now_ns();
@@ -254,7 +239,11 @@ static int look_at_the_silent(struct mpi_transport *self) {
         return 0;
     }
     if (now_ns - self->look_ns >= self->peer_timeout_ns / 2) {
-        restart_silence(self, now_ns);
+        /* This process has not looked for long: it was stopped, and the peers may have been, too. */
+        for (int peer = 0; peer < self->host_count; peer++) {
+            self->peers[peer].stream[SEND].moved_ns = now_ns;
+            self->peers[peer].stream[RECV].moved_ns = now_ns;
+        }
     }
     self->look_ns = now_ns + LOOK_EVERY_NS;
     int lost = 0;
@@ -269,7 +258,7 @@ static int look_at_the_silent(struct mpi_transport *self) {
 /* ---- The table ---- */
 
 static int mpi_progress(struct hr_transport *transport) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     int moved = self->control->ops->progress(self->control);
     int moved_data = 0;
     for (int word = 0; word * WORD_BITS < self->host_count; word++) {
@@ -303,7 +292,7 @@ static int post(struct mpi_transport *self, int peer, int direction, char *data,
 
 static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
                          size_t bytes, struct hr_io *io) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     if (channel == HR_CHANNEL_CONTROL) {
         return self->control->ops->post_send(self->control, peer, channel, data, bytes, io);
     }
@@ -312,7 +301,7 @@ static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_chann
 
 static int mpi_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                          struct hr_io *io) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     if (channel == HR_CHANNEL_CONTROL) {
         return self->control->ops->post_recv(self->control, peer, channel, data, bytes, io);
     }
@@ -320,7 +309,7 @@ static int mpi_post_recv(struct hr_transport *transport, int peer, enum hr_chann
 }
 
 static size_t mpi_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     return self->control->ops->sleep_fds(self->control, fds, capacity);
 }
 
@@ -335,12 +324,12 @@ static enum hr_loss mpi_loss(const struct hr_transport *transport, int peer) {
 }
 
 static void mpi_watch(struct hr_transport *transport, int enabled) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     self->control->ops->watch(self->control, enabled);
 }
 
 static void mpi_abandon(struct hr_transport *transport, enum hr_channel channel) {
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     if (channel == HR_CHANNEL_CONTROL) {
         self->control->ops->abandon(self->control, channel);
         return;
@@ -353,7 +342,7 @@ static void mpi_destroy(struct hr_transport *transport) {
     if (transport == NULL) {
         return;
     }
-    struct mpi_transport *self = mpi_of(transport);
+    struct mpi_transport *self = (struct mpi_transport *)transport;
     (void)fail_peers(self, 0, self->host_count);
     self->control->ops->destroy(self->control);
     hr_messages_free(self->spare);

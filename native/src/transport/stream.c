@@ -4,28 +4,16 @@
 
 #include "horo.h"
 
-static struct hr_message *take_spare(struct hr_message **spare) {
-    struct hr_message *message = *spare;
-    if (message == NULL) {
-        return malloc(sizeof *message);
-    }
-    *spare = message->next;
-    return message;
-}
-
-static void make_spare(struct hr_message **spare, struct hr_message *message) {
-    message->next = *spare;
-    *spare = message;
-}
-
 /* The messages of one io, the first of them; NULL for lack of memory. */
 static struct hr_message *cut(struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
                               struct hr_io *io, struct hr_message **last) {
     struct hr_message *first = NULL;
     struct hr_message **link = &first;
     do {
-        struct hr_message *message = take_spare(spare);
-        if (message == NULL) {
+        struct hr_message *message = *spare;
+        if (message != NULL) {
+            *spare = message->next;
+        } else if ((message = malloc(sizeof *message)) == NULL) {
             hr_messages_free(first);
             return NULL;
         }
@@ -71,7 +59,8 @@ void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_
     if (state != HR_IO_POSTED) {
         message->io->state = state; /* from here on the io is the caller's */
     }
-    make_spare(spare, message);
+    message->next = *spare;
+    *spare = message;
 }
 
 int hr_stream_fail(struct hr_stream *stream, struct hr_message **spare) {

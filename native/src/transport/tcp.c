@@ -51,10 +51,6 @@ struct tcp {
     struct link links[]; /* control by peer, then data: [host_count + peer * data_sockets + socket] */
 };
 
-static struct tcp *tcp_of(struct hr_transport *transport) {
-    return (struct tcp *)transport;
-}
-
 /* The first link to a peer on a channel; those behind it are socket_count - 1. */
 static int first_link(const struct tcp *tcp, int peer, enum hr_channel channel) {
     return channel == HR_CHANNEL_CONTROL ? peer : tcp->host_count + peer * tcp->data_sockets;
@@ -62,10 +58,6 @@ static int first_link(const struct tcp *tcp, int peer, enum hr_channel channel) 
 
 static int socket_count(const struct tcp *tcp, enum hr_channel channel) {
     return channel == HR_CHANNEL_CONTROL ? 1 : tcp->data_sockets;
-}
-
-static void set_busy(struct tcp *tcp, int index) {
-    tcp->busy[index / WORD_BITS] |= (uint64_t)1 << (index % WORD_BITS);
 }
 
 static void clear_busy(struct tcp *tcp, int index) {
@@ -80,20 +72,6 @@ static int fail_link(struct tcp *tcp, int index) {
     return sends || recvs;
 }
 
-/* Whether the kernel says so when its patience is over; the two others are the network's last answer to it. */
-static int is_silence(int error_number) {
-    return error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH;
-}
-
-static void lose_link(struct tcp *tcp, int index) {
-    struct link *link = &tcp->links[index];
-    if (link->fd >= 0 && !link->lost) {
-        link->lost = 1;
-        (void)shutdown(link->fd, SHUT_RDWR);
-        (void)fail_link(tcp, index);
-    }
-}
-
 /*
  * A peer that is out of reach is lost on all channels at once; one that has closed, on each where its end is read,
  * because its last words may be on another. The sockets stay open but shut down: a later sleeper on one wakes at once.
@@ -105,7 +83,10 @@ static void lose_peer(struct tcp *tcp, const struct link *noticed, int error_num
     const int closed = error_number == 0 || error_number == EPIPE;
     enum hr_loss *loss = &tcp->links[first_link(tcp, peer, HR_CHANNEL_CONTROL)].peer_loss;
     if (*loss == HR_LOSS_NONE) {
-        *loss = is_silence(error_number) ? HR_LOSS_SILENT : HR_LOSS_CLOSED;
+        /* the first is the kernel's when its patience is over, the two others are the network's last answer to it */
+        *loss = error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == ENETUNREACH
+                    ? HR_LOSS_SILENT
+                    : HR_LOSS_CLOSED;
     }
     for (int channel = 0; channel < HR_CHANNEL_COUNT; channel++) {
         const int begin = first_link(tcp, peer, (enum hr_channel)channel);
@@ -113,7 +94,12 @@ static void lose_peer(struct tcp *tcp, const struct link *noticed, int error_num
         const int is_beside = noticed >= &tcp->links[begin] && noticed < &tcp->links[end];
         for (int index = begin; index < end; index++) {
             if (&tcp->links[index] == noticed || !(closed || error_number == ECONNRESET)) {
-                lose_link(tcp, index);
+                struct link *link = &tcp->links[index];
+                if (link->fd >= 0 && !link->lost) {
+                    link->lost = 1;
+                    (void)shutdown(link->fd, SHUT_RDWR);
+                    (void)fail_link(tcp, index);
+                }
             } else if (is_beside) {
                 (void)shutdown(tcp->links[index].fd, SHUT_RDWR);
             }
@@ -157,15 +143,6 @@ static int send_some(struct link *link) {
     return 1;
 }
 
-/* Without a posted receive nobody would read an EOF, and the first send after it would seem to succeed. */
-static void look_for_eof(struct tcp *tcp, struct link *link) {
-    char byte;
-    const ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (got == 0 || (got < 0 && !is_temporary(errno))) {
-        lose_peer(tcp, link, got == 0 ? 0 : errno);
-    }
-}
-
 static int link_progress(struct tcp *tcp, int index) {
     struct link *link = &tcp->links[index];
     if (link->lost) {
@@ -174,7 +151,12 @@ static int link_progress(struct tcp *tcp, int index) {
     int moved = hr_queue_advance(&link->recv, 0);
     moved |= hr_queue_advance(&link->send, 0);
     if (link->recv.head == NULL && link->unchecked && link->send.head != NULL) {
-        look_for_eof(tcp, link);
+        /* Without a posted receive nobody would read an EOF, and the first send after it would seem to succeed. */
+        char byte;
+        const ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (got == 0 || (got < 0 && !is_temporary(errno))) {
+            lose_peer(tcp, link, got == 0 ? 0 : errno);
+        }
         moved |= link->lost;
     }
     link->unchecked = 0;
@@ -196,7 +178,7 @@ static int link_progress(struct tcp *tcp, int index) {
 }
 
 static int tcp_progress(struct hr_transport *transport) {
-    struct tcp *tcp = tcp_of(transport);
+    struct tcp *tcp = (struct tcp *)transport;
     int moved = 0;
     for (int word = 0; word * WORD_BITS < tcp->link_count; word++) {
         for (uint64_t bits = tcp->busy[word]; bits != 0; bits &= bits - 1) {
@@ -206,19 +188,10 @@ static int tcp_progress(struct hr_transport *transport) {
     return moved;
 }
 
-/* The socket, among `count`, whose turn it is. An empty io does not take a turn. */
-static int take_turn(int *turn, int count, size_t bytes) {
-    if (bytes > 0) {
-        *turn = *turn + 1 < count ? *turn + 1 : 0;
-    }
-    return *turn;
-}
-
 enum direction { SEND, RECV };
 
-/* Finds the link for the next io and makes it busy. The statuses of post_send. */
-static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, size_t bytes,
-                        struct link **found) {
+static int post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, char *data, size_t bytes,
+                struct hr_io *io) {
     if (peer < 0 || peer >= tcp->host_count) {
         return HORO_ERR_INTERNAL;
     }
@@ -232,36 +205,34 @@ static int link_to_post(struct tcp *tcp, int peer, enum hr_channel channel, enum
     }
     const int count = channel == HR_CHANNEL_CONTROL ? 1 : tcp->used_sockets;
     if (count > 1) {
-        index += take_turn(direction == SEND ? &link->send_turn : &link->recv_turn, count, bytes);
+        int *turn = direction == SEND ? &link->send_turn : &link->recv_turn;
+        if (bytes > 0) { /* an empty io takes no turn */
+            *turn = *turn + 1 < count ? *turn + 1 : 0;
+        }
+        index += *turn;
         link = &tcp->links[index];
     }
     if (link->send.head == NULL && link->recv.head == NULL) {
         link->unchecked = 1;
-        set_busy(tcp, index);
+        tcp->busy[index / WORD_BITS] |= (uint64_t)1 << (index % WORD_BITS);
     }
-    *found = link;
+    hr_queue_push(direction == SEND ? &link->send : &link->recv, data, bytes, io);
     return HORO_OK;
 }
 
 static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
                          size_t bytes, struct hr_io *io) {
-    struct link *link;
-    HR_TRY(link_to_post(tcp_of(transport), peer, channel, SEND, bytes, &link));
-    /* iovec has no const; sendmsg does not write. */
-    hr_queue_push(&link->send, (char *)(uintptr_t)data, bytes, io);
-    return HORO_OK;
+    /* iovec has no const; sendmsg does not write */
+    return post((struct tcp *)transport, peer, channel, SEND, (char *)(uintptr_t)data, bytes, io);
 }
 
 static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
                          struct hr_io *io) {
-    struct link *link;
-    HR_TRY(link_to_post(tcp_of(transport), peer, channel, RECV, bytes, &link));
-    hr_queue_push(&link->recv, data, bytes, io);
-    return HORO_OK;
+    return post((struct tcp *)transport, peer, channel, RECV, data, bytes, io);
 }
 
 static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
-    const struct tcp *tcp = tcp_of(transport);
+    const struct tcp *tcp = (struct tcp *)transport;
     size_t used = 0;
     for (int word = 0; word * WORD_BITS < tcp->link_count; word++) {
         for (uint64_t bits = tcp->busy[word]; bits != 0; bits &= bits - 1) {
@@ -282,7 +253,7 @@ static enum hr_loss tcp_loss(const struct hr_transport *transport, int peer) {
 }
 
 static void tcp_watch(struct hr_transport *transport, int enabled) {
-    struct tcp *tcp = tcp_of(transport);
+    struct tcp *tcp = (struct tcp *)transport;
     const int on = enabled != 0;
     if (tcp->watching == on) {
         return;
@@ -296,7 +267,7 @@ static void tcp_watch(struct hr_transport *transport, int enabled) {
 }
 
 static void tcp_use_sockets(struct hr_transport *transport, int count) {
-    struct tcp *tcp = tcp_of(transport);
+    struct tcp *tcp = (struct tcp *)transport;
     if (count < 1 || count > tcp->data_sockets) {
         return;
     }
@@ -308,7 +279,7 @@ static void tcp_use_sockets(struct hr_transport *transport, int count) {
 }
 
 static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel) {
-    struct tcp *tcp = tcp_of(transport);
+    struct tcp *tcp = (struct tcp *)transport;
     tcp->abandoned[channel] = 1;
     const int begin = first_link(tcp, 0, channel);
     for (int index = begin; index < begin + tcp->host_count * socket_count(tcp, channel); index++) {
@@ -320,7 +291,7 @@ static void tcp_destroy(struct hr_transport *transport) {
     if (transport == NULL) {
         return;
     }
-    struct tcp *tcp = tcp_of(transport);
+    struct tcp *tcp = (struct tcp *)transport;
     for (int i = 0; i < tcp->link_count; i++) {
         (void)fail_link(tcp, i);
         if (tcp->links[i].fd >= 0) {
@@ -414,23 +385,6 @@ static int link_open(struct link *link, int fd, enum hr_channel channel, int hos
     return HORO_OK;
 }
 
-static struct tcp *tcp_allocate(int host_count, int data_sockets) {
-    const size_t link_count = (size_t)host_count * (size_t)(1 + data_sockets);
-    struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0]);
-    uint64_t *busy = calloc(link_count / WORD_BITS + 1, sizeof *busy);
-    if (tcp == NULL || busy == NULL) {
-        free(tcp);
-        free(busy);
-        return NULL;
-    }
-    tcp->base.ops = &tcp_ops;
-    tcp->host_count = host_count;
-    tcp->data_sockets = tcp->used_sockets = data_sockets;
-    tcp->link_count = (int)link_count;
-    tcp->busy = busy;
-    return tcp;
-}
-
 /* All sockets of one host, or none. */
 static int open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, int host, int peer_timeout_ms,
                      struct hr_error *error) {
@@ -456,11 +410,20 @@ struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, 
             HORO_SOCKETS_PER_PEER_MAX, host_count, peer_timeout_ms, data_sockets);
         return NULL;
     }
-    struct tcp *tcp = tcp_allocate(host_count, data_sockets);
-    if (tcp == NULL) {
+    const size_t link_count = (size_t)host_count * (size_t)(1 + data_sockets);
+    struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0]);
+    uint64_t *busy = calloc(link_count / WORD_BITS + 1, sizeof *busy);
+    if (tcp == NULL || busy == NULL) {
+        free(tcp);
+        free(busy);
         (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
         return NULL;
     }
+    tcp->base.ops = &tcp_ops;
+    tcp->host_count = host_count;
+    tcp->data_sockets = tcp->used_sockets = data_sockets;
+    tcp->link_count = (int)link_count;
+    tcp->busy = busy;
     for (int host = 0; host < host_count; host++) {
         if (open_host(tcp, HR_CHANNEL_CONTROL, control_fds, host, peer_timeout_ms, error) != HORO_OK ||
             open_host(tcp, HR_CHANNEL_DATA, data_fds, host, peer_timeout_ms, error) != HORO_OK) {

@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "base/dtype.h"
-#include "base/little_endian.h"
 #include "base/op.h"
 #include "wire/wire.h"
 
@@ -105,17 +104,6 @@ static uint32_t read_count(struct reader *reader) {
     return count;
 }
 
-static enum hr_abort_reason read_reason(struct reader *reader) {
-    const int reason = read_u8(reader);
-    require(reader, reason > HR_REASON_NONE && reason <= HR_REASON_INTERNAL);
-    return (enum hr_abort_reason)reason;
-}
-
-static int is_reduce_op(int value) {
-    return value == HORO_AVERAGE || value == HORO_SUM || value == HORO_ADASUM || value == HORO_MIN ||
-           value == HORO_MAX || value == HORO_PRODUCT;
-}
-
 int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
     int64_t product = (int64_t)hr_dtype_bytes(dtype);
     int is_empty = 0;
@@ -142,23 +130,6 @@ int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int6
     return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
 }
 
-static void check_tensor(struct reader *reader, int op) {
-    const int dtype = read_u8(reader);
-    const int wire_dtype = read_u8(reader);
-    const int ndim = read_u8(reader);
-    require(reader, dtype < HORO_ANY_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
-    require(reader, wire_dtype == 0 || (hr_op_reduces(op) && hr_dtype_narrows(dtype, wire_dtype)));
-    int64_t shape[HORO_DIMS_MAX];
-    for (int i = 0; i < ndim && !reader->failed; i++) {
-        shape[i] = (int64_t)read_u64(reader);
-    }
-    int64_t bytes;
-    if (!reader->failed) {
-        require(reader, hr_wire_tensor_bytes(op, shape, ndim, dtype, &bytes) == HORO_OK);
-        require(reader, !hr_op_tells_rows(op) || ndim == 0 || shape[0] == 0);
-    }
-}
-
 /* A field that means nothing for the operation has its one canonical value, and no other has a meaning it lacks. */
 static int is_canonical(const struct hr_wire_request *request) {
     const double one = 1.0;
@@ -168,23 +139,6 @@ static int is_canonical(const struct hr_wire_request *request) {
            (!request->by_nccl || hr_op_moves_data(request->op)) &&
            (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
            (request->op == HORO_BROADCAST || request->root_rank == 0);
-}
-
-/* Of teams: the tensor that was checked last is the only one, and its values follow. */
-static void read_values(struct reader *reader, struct hr_wire_request *request) {
-    const uint8_t *cursor = request->tensors;
-    struct hr_wire_tensor tensor = {0};
-    require(reader, request->tensor_count == 1);
-    if (!reader->failed) {
-        hr_wire_next_tensor(&cursor, &tensor);
-    }
-    require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 &&
-                        tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
-    request->value_count = reader->failed ? 0 : (uint32_t)tensor.shape[0];
-    request->values = reader->at;
-    for (uint32_t i = 0; i < request->value_count && !reader->failed; i++) {
-        require(reader, read_i32(reader) >= 0);
-    }
 }
 
 /* Takes all that is left. */
@@ -202,22 +156,43 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     request->name = read_name(reader);
     require(reader, request->name.bytes > 0);
     request->tensor_count = read_count(reader);
-    require(reader, request->op < HORO_OP_COUNT && is_reduce_op(request->reduce_op) && flags <= (1 | HR_WIRE_BY_NCCL) &&
-                        request->root_rank >= 0 && is_canonical(request));
+    const int reduce = request->reduce_op;
+    require(reader, reduce == HORO_AVERAGE || reduce == HORO_SUM || reduce == HORO_ADASUM || reduce == HORO_MIN ||
+                        reduce == HORO_MAX || reduce == HORO_PRODUCT);
+    require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_BY_NCCL) && request->root_rank >= 0 &&
+                        is_canonical(request));
     request->tensors = reader->at;
     for (uint32_t i = 0; i < request->tensor_count && !reader->failed; i++) {
-        check_tensor(reader, request->op);
+        const int dtype = read_u8(reader);
+        const int wire_dtype = read_u8(reader);
+        const int ndim = read_u8(reader);
+        require(reader, dtype < HORO_ANY_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
+        require(reader, wire_dtype == 0 || (hr_op_reduces(request->op) && hr_dtype_narrows(dtype, wire_dtype)));
+        int64_t shape[HORO_DIMS_MAX];
+        for (int d = 0; d < ndim && !reader->failed; d++) {
+            shape[d] = (int64_t)read_u64(reader);
+        }
+        int64_t bytes;
+        if (!reader->failed) {
+            require(reader, hr_wire_tensor_bytes(request->op, shape, ndim, dtype, &bytes) == HORO_OK);
+            require(reader, !hr_op_tells_rows(request->op) || ndim == 0 || shape[0] == 0);
+        }
     }
     if (!reader->failed && hr_op_is_of_teams(request->op)) {
-        read_values(reader, request);
-    }
-}
-
-static void read_ids(struct reader *reader, struct hr_wire_message *message) {
-    message->count = read_count(reader);
-    message->items = reader->at;
-    for (uint32_t i = 0; i < message->count && !reader->failed; i++) {
-        require(reader, read_u32(reader) != 0);
+        /* of teams: the tensor that was checked last is the only one, and its values follow */
+        const uint8_t *cursor = request->tensors;
+        struct hr_wire_tensor tensor = {0};
+        require(reader, request->tensor_count == 1);
+        if (!reader->failed) {
+            hr_wire_next_tensor(&cursor, &tensor);
+        }
+        require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 &&
+                            tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
+        request->value_count = reader->failed ? 0 : (uint32_t)tensor.shape[0];
+        request->values = reader->at;
+        for (uint32_t i = 0; i < request->value_count && !reader->failed; i++) {
+            require(reader, read_i32(reader) >= 0);
+        }
     }
 }
 
@@ -230,12 +205,6 @@ static void read_batch(struct reader *reader, struct hr_wire_message *message) {
         require(reader, id != 0 || name.bytes > 0);
     }
     message->rows = read_rows(reader);
-}
-
-static void read_cached_rows(struct reader *reader, struct hr_wire_message *message) {
-    message->id = read_u32(reader);
-    message->rows = read_rows(reader);
-    require(reader, message->id != 0 && message->rows.count > 0);
 }
 
 static void read_data(struct reader *reader, struct hr_wire_message *message) {
@@ -280,7 +249,13 @@ static void read_tune(struct reader *reader, struct hr_wire_message *message) {
 
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
-    case HR_WIRE_IDS: read_ids(reader, message); break;
+    case HR_WIRE_IDS:
+        message->count = read_count(reader);
+        message->items = reader->at;
+        for (uint32_t i = 0; i < message->count && !reader->failed; i++) {
+            require(reader, read_u32(reader) != 0);
+        }
+        break;
     case HR_WIRE_REQUEST:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
@@ -290,13 +265,18 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         read_request(reader, &message->request);
         require(reader, message->rows.count == 0 || hr_op_tells_rows(message->request.op));
         break;
-    case HR_WIRE_ROWS: read_cached_rows(reader, message); break;
+    case HR_WIRE_ROWS:
+        message->id = read_u32(reader);
+        message->rows = read_rows(reader);
+        require(reader, message->id != 0 && message->rows.count > 0);
+        break;
     case HR_WIRE_LOST:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
-        message->reason = read_reason(reader);
+        message->reason = (enum hr_abort_reason)read_u8(reader);
         message->by = read_i32(reader);
-        require(reader, message->rank >= -1 && message->by >= -1 && hr_is_error(message->status));
+        require(reader, message->rank >= -1 && message->by >= -1 && hr_is_error(message->status) &&
+                            message->reason > HR_REASON_NONE && message->reason <= HR_REASON_INTERNAL);
         break;
     case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:
@@ -312,12 +292,9 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         break;
     case HR_WIRE_ASK:
     case HR_WIRE_DONE:
-        message->rank = read_i32(reader);
-        require(reader, message->rank >= 0);
-        break;
     case HR_WIRE_JOINED:
         message->rank = read_i32(reader);
-        message->at = read_u64(reader);
+        message->at = message->type == HR_WIRE_JOINED ? read_u64(reader) : 0;
         require(reader, message->rank >= 0);
         break;
     case HR_WIRE_DATA:
@@ -361,18 +338,6 @@ int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_reques
     return outcome(&reader);
 }
 
-uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index) {
-    return hr_load_u32(message->items + 4 * (size_t)index);
-}
-
-uint64_t hr_wire_knob(const struct hr_wire_message *message, uint32_t index) {
-    return hr_load_u64(message->items + 8 * (size_t)index);
-}
-
-int hr_wire_value(const struct hr_wire_request *request, uint32_t index) {
-    return (int)(int32_t)hr_load_u32(request->values + 4 * (size_t)index);
-}
-
 void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane) {
     const uint8_t *at = *cursor;
     lane->team = hr_load_u32(at);
@@ -381,10 +346,6 @@ void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane) {
     lane->count = hr_load_u32(at + 16);
     lane->hashes = at + 20;
     *cursor = lane->hashes + 8 * (size_t)lane->count;
-}
-
-uint64_t hr_wire_hash(const struct hr_wire_lane *lane, uint32_t index) {
-    return hr_load_u64(lane->hashes + 8 * (size_t)index);
 }
 
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref) {

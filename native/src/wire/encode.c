@@ -8,6 +8,7 @@
 enum {
     REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
     TENSOR_FIXED_BYTES = 3,
+    NUMBERS_MAX = 64, /* bytes of a message that belong to no text, rows, data or request */
 };
 
 static uint8_t *write_i32(uint8_t *at, int32_t value) {
@@ -25,13 +26,15 @@ static size_t str16_bytes(struct hr_wire_text text) {
     return text.bytes < HR_WIRE_TEXT_MAX ? text.bytes : HR_WIRE_TEXT_MAX;
 }
 
-static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
-    const size_t bytes = str16_bytes(text);
-    at = hr_store_u16(at, (uint16_t)bytes);
+static uint8_t *write_bytes(uint8_t *at, const void *data, size_t bytes) {
     if (bytes > 0) {
-        memcpy(at, text.data, bytes);
+        memcpy(at, data, bytes);
     }
     return at + bytes;
+}
+
+static uint8_t *write_str16(uint8_t *at, struct hr_wire_text text) {
+    return write_bytes(hr_store_u16(at, (uint16_t)str16_bytes(text)), text.data, str16_bytes(text));
 }
 
 static size_t var_bytes(uint64_t value) {
@@ -50,16 +53,8 @@ static uint8_t *write_var(uint8_t *at, uint64_t value) {
     return at;
 }
 
-static size_t counted_bytes(struct hr_wire_rows rows) {
-    return var_bytes(rows.count) + rows.bytes;
-}
-
 static uint8_t *write_rows(uint8_t *at, struct hr_wire_rows rows) {
-    at = write_var(at, rows.count);
-    if (rows.bytes > 0) {
-        memcpy(at, rows.data, rows.bytes);
-    }
-    return at + rows.bytes;
+    return write_bytes(write_var(at, rows.count), rows.data, rows.bytes);
 }
 
 /* Room for a message of `bytes`, or NULL where memory or the limit on messages does not allow it. */
@@ -84,25 +79,6 @@ size_t hr_wire_request_bytes(const horo_request *request) {
     return hr_op_is_of_teams(request->op) ? bytes + sizeof(int32_t) * (size_t)request->tensors[0].shape[0] : bytes;
 }
 
-static uint8_t *write_values(uint8_t *at, const horo_tensor *tensor) {
-    const int32_t *values = tensor->input;
-    for (int64_t i = 0; i < tensor->shape[0]; i++) {
-        at = write_i32(at, values[i]);
-    }
-    return at;
-}
-
-static uint8_t *write_tensor(uint8_t *at, const horo_tensor *tensor, int op) {
-    *at++ = (uint8_t)tensor->dtype;
-    *at++ = (uint8_t)(hr_op_reduces(op) ? tensor->wire_dtype : 0);
-    *at++ = (uint8_t)tensor->ndim;
-    for (int32_t i = 0; i < tensor->ndim; i++) {
-        const int free_extent = hr_op_tells_rows(op) && i == 0;
-        at = hr_store_u64(at, free_extent ? 0 : (uint64_t)tensor->shape[i]);
-    }
-    return at;
-}
-
 int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const struct hr_wire_text name = {request->name, strlen(request->name)};
     const size_t bytes = hr_wire_request_bytes(request);
@@ -124,10 +100,17 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     at = write_str16(at, name);
     at = hr_store_u32(at, (uint32_t)request->tensor_count);
     for (int32_t i = 0; i < request->tensor_count; i++) {
-        at = write_tensor(at, &request->tensors[i], request->op);
+        const horo_tensor *tensor = &request->tensors[i];
+        *at++ = (uint8_t)tensor->dtype;
+        *at++ = (uint8_t)(reduces ? tensor->wire_dtype : 0);
+        *at++ = (uint8_t)tensor->ndim;
+        for (int32_t d = 0; d < tensor->ndim; d++) {
+            const int is_free = hr_op_tells_rows(request->op) && d == 0;
+            at = hr_store_u64(at, is_free ? 0 : (uint64_t)tensor->shape[d]);
+        }
     }
-    if (hr_op_is_of_teams(request->op)) {
-        at = write_values(at, &request->tensors[0]);
+    for (int64_t i = 0; hr_op_is_of_teams(request->op) && i < request->tensors[0].shape[0]; i++) {
+        at = write_i32(at, ((const int32_t *)request->tensors[0].input)[i]);
     }
     return finish(out, at);
 }
@@ -186,134 +169,6 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
     return finish(out, at);
 }
 
-/* Whether one of them is longer than any message: the sums below must not wrap. */
-static int is_too_long(size_t one, size_t other) {
-    return one > HR_WIRE_MESSAGE_MAX || other > HR_WIRE_MESSAGE_MAX;
-}
-
-int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows rows) {
-    uint8_t *at = is_too_long(rows.bytes, 0) ? NULL : begin(out, 1 + 4 + counted_bytes(rows));
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_ROWS;
-    return finish(out, write_rows(hr_store_u32(at, id), rows));
-}
-
-int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
-                        struct hr_wire_rows rows, const void *request, size_t request_bytes) {
-    if (is_too_long(rows.bytes, request_bytes)) {
-        return HORO_ERR_RESOURCE;
-    }
-    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + counted_bytes(rows) + request_bytes);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_REQUEST;
-    at = write_i32(at, origin);
-    at = write_i32(at, status);
-    at = write_rows(write_str16(at, text), rows);
-    memcpy(at, request, request_bytes);
-    return finish(out, at + request_bytes);
-}
-
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason, int by) {
-    uint8_t *at = begin(out, 1 + 4 + 4 + 1 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_LOST;
-    at = write_i32(at, rank);
-    at = write_i32(at, status);
-    *at++ = (uint8_t)reason;
-    return finish(out, write_i32(at, by));
-}
-
-static int put_words(struct hr_buffer *out, enum hr_wire_type type, int rank, int status, struct hr_wire_text text) {
-    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text));
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = (uint8_t)type;
-    return finish(out, write_str16(write_i32(write_i32(at, rank), status), text));
-}
-
-int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
-    return put_words(out, HR_WIRE_ENDED, rank, status, text);
-}
-
-int hr_wire_put_leave(struct hr_buffer *out, int rank, int status, struct hr_wire_text text) {
-    return put_words(out, HR_WIRE_LEAVE, rank, status, text);
-}
-
-int hr_wire_begin_blocked(struct hr_buffer *out, int rank, uint32_t question, struct hr_wire_text text,
-                          struct hr_wire_text others, uint32_t count) {
-    uint8_t *at = begin(out, 1 + 4 + 4 + 2 + str16_bytes(text) + 2 + str16_bytes(others) + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_BLOCKED;
-    at = hr_store_u32(write_i32(at, rank), question);
-    at = write_str16(write_str16(at, text), others);
-    return finish(out, hr_store_u32(at, count));
-}
-
-int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
-    uint8_t *at = begin(out, 4 + 4 + 8 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    at = hr_store_u32(hr_store_u32(at, lane->team), lane->members);
-    return finish(out, hr_store_u32(hr_store_u64(at, lane->executed), lane->count));
-}
-
-int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
-    uint8_t *at = begin(out, 8);
-    return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
-}
-
-int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes) {
-    uint8_t *end = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
-    if (end == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *end++ = (uint8_t)type;
-    end = hr_store_u32(hr_store_u32(end, id), (uint32_t)bytes);
-    memcpy(end, data, bytes);
-    return finish(out, end + bytes);
-}
-
-static int put_rank(struct hr_buffer *out, enum hr_wire_type type, int rank) {
-    uint8_t *at = begin(out, 1 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = (uint8_t)type;
-    return finish(out, write_i32(at, rank));
-}
-
-int hr_wire_put_done(struct hr_buffer *out, int rank) {
-    return put_rank(out, HR_WIRE_DONE, rank);
-}
-
-int hr_wire_put_joined(struct hr_buffer *out, int rank, uint64_t at) {
-    uint8_t *cursor = begin(out, 1 + 4 + 8);
-    if (cursor == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *cursor++ = HR_WIRE_JOINED;
-    return finish(out, hr_store_u64(write_i32(cursor, rank), at));
-}
-
-int hr_wire_put_query(struct hr_buffer *out, uint32_t question) {
-    uint8_t *at = begin(out, 1 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_QUERY;
-    return finish(out, hr_store_u32(at, question));
-}
-
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
     uint8_t *at = count == 0 || count > HR_WIRE_KNOBS_MAX ? NULL : begin(out, 1 + 1 + 4 + 8 * (size_t)count);
     if (at == NULL) {
@@ -328,41 +183,88 @@ int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values
     return finish(out, at);
 }
 
-int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text) {
-    uint8_t *at = begin(out, 1 + 4 + 2 + str16_bytes(name) + 2 + str16_bytes(text));
-    if (at == NULL) {
+int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
+    const size_t most = NUMBERS_MAX + str16_bytes(message->name) + str16_bytes(message->text) +
+                        str16_bytes(message->others) + message->rows.bytes + message->data_bytes +
+                        message->request.byte_count;
+    if (message->rows.bytes > HR_WIRE_MESSAGE_MAX || message->request.byte_count > HR_WIRE_MESSAGE_MAX ||
+        message->data_bytes > HR_WIRE_DATA_MAX ||
+        (message->type == HR_WIRE_BATCH && message->count > HR_WIRE_TENSORS_MAX) ||
+        hr_buffer_reserve(out, most) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
-    *at++ = HR_WIRE_FAIL;
-    at = write_i32(at, status);
-    return finish(out, write_str16(write_str16(at, name), text));
-}
-
-int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count) {
-    uint8_t *at = count > HR_WIRE_TENSORS_MAX ? NULL : begin(out, 1 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
+    uint8_t *const begun = out->data + out->end;
+    uint8_t *at = begun;
+    *at++ = (uint8_t)message->type;
+    switch (message->type) {
+    case HR_WIRE_REQUEST:
+        at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
+        at = write_bytes(write_rows(at, message->rows), message->request.bytes, message->request.byte_count);
+        break;
+    case HR_WIRE_ROWS:
+        at = write_rows(hr_store_u32(at, message->id), message->rows);
+        break;
+    case HR_WIRE_DATA:
+    case HR_WIRE_RESULT:
+        at = hr_store_u32(hr_store_u32(at, message->id), (uint32_t)message->data_bytes);
+        at = write_bytes(at, message->data, message->data_bytes);
+        break;
+    case HR_WIRE_LOST:
+        at = write_i32(write_i32(at, message->rank), message->status);
+        *at++ = (uint8_t)message->reason;
+        at = write_i32(at, message->by);
+        break;
+    case HR_WIRE_ENDED:
+    case HR_WIRE_LEAVE:
+        at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
+        break;
+    case HR_WIRE_BLOCKED:
+        at = write_str16(hr_store_u32(write_i32(at, message->rank), message->question), message->text);
+        at = hr_store_u32(write_str16(at, message->others), message->count);
+        break;
+    case HR_WIRE_QUERY:
+        at = hr_store_u32(at, message->question);
+        break;
+    case HR_WIRE_ASK:
+    case HR_WIRE_DONE:
+        at = write_i32(at, message->rank);
+        break;
+    case HR_WIRE_JOINED:
+        at = hr_store_u64(write_i32(at, message->rank), message->at);
+        break;
+    case HR_WIRE_FAIL:
+        at = write_str16(write_str16(write_i32(at, message->status), message->name), message->text);
+        break;
+    case HR_WIRE_BATCH:
+        at = hr_store_u32(at, message->count);
+        break;
+    case HR_WIRE_IDS:
+    case HR_WIRE_TUNE:
+        return HORO_ERR_INTERNAL;
     }
-    *at++ = HR_WIRE_BATCH;
-    return finish(out, hr_store_u32(at, count));
+    return at - begun > HR_WIRE_MESSAGE_MAX ? HORO_ERR_RESOURCE : finish(out, at);
 }
 
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name) {
     uint8_t *at = begin(out, 4 + 2 + str16_bytes(name));
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    return finish(out, write_str16(hr_store_u32(at, id), name));
+    return at == NULL ? HORO_ERR_RESOURCE : finish(out, write_str16(hr_store_u32(at, id), name));
 }
 
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows) {
-    uint8_t *at = is_too_long(rows.bytes, 0) ? NULL : begin(out, counted_bytes(rows));
+    uint8_t *at = rows.bytes > HR_WIRE_MESSAGE_MAX ? NULL : begin(out, var_bytes(rows.count) + rows.bytes);
+    return at == NULL ? HORO_ERR_RESOURCE : finish(out, write_rows(at, rows));
+}
+
+int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
+    uint8_t *at = begin(out, 4 + 4 + 8 + 4);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    return finish(out, write_rows(at, rows));
+    at = hr_store_u32(hr_store_u32(at, lane->team), lane->members);
+    return finish(out, hr_store_u32(hr_store_u64(at, lane->executed), lane->count));
 }
 
-int hr_wire_put_ask(struct hr_buffer *out, int rank) {
-    return put_rank(out, HR_WIRE_ASK, rank);
+int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
+    uint8_t *at = begin(out, 8);
+    return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
 }

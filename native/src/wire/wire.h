@@ -55,6 +55,7 @@
 #include <stdint.h>
 
 #include "base/buffer.h"
+#include "base/little_endian.h"
 #include "base/status.h"
 
 enum hr_wire_type {
@@ -124,7 +125,7 @@ struct hr_wire_request {
     uint32_t tensor_count;
     const uint8_t *tensors; /* walk with hr_wire_next_tensor */
     uint32_t value_count;   /* of teams */
-    const uint8_t *values;  /* read with hr_wire_value */
+    const uint8_t *values;  /* int32, read with hr_wire_u32 */
     const uint8_t *bytes;
     size_t byte_count;
 };
@@ -147,8 +148,8 @@ struct hr_wire_message {
     uint64_t at;              /* JOINED: a time */
     const uint8_t *data;      /* DATA, RESULT: packed values */
     size_t data_bytes;        /* at least 1 */
-    const uint8_t *items;     /* IDS: walk with hr_wire_id; BATCH: hr_wire_next_ref; BLOCKED: hr_wire_next_lane;
-                               * TUNE: hr_wire_knob */
+    const uint8_t *items;     /* IDS: read with hr_wire_u32; TUNE: hr_wire_u64; BATCH: hr_wire_next_ref;
+                               * BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
 };
@@ -157,7 +158,7 @@ struct hr_wire_lane {
     uint32_t team, members;
     uint64_t executed;
     uint32_t count;
-    const uint8_t *hashes; /* read with hr_wire_hash */
+    const uint8_t *hashes; /* read with hr_wire_u64 */
 };
 
 struct hr_wire_ref {
@@ -196,32 +197,16 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
-int hr_wire_put_rows(struct hr_buffer *out, uint32_t id, struct hr_wire_rows rows);
-int hr_wire_put_request(struct hr_buffer *out, int origin, int status, struct hr_wire_text text,
-                        struct hr_wire_rows rows, const void *request, size_t request_bytes);
-int hr_wire_put_lost(struct hr_buffer *out, int rank, int status, enum hr_abort_reason reason, int by);
-int hr_wire_put_ended(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
-/* DATA: an announcement by id, with what it is about; RESULT: a record of one cached tensor, with what all get. */
-int hr_wire_put_data(struct hr_buffer *out, enum hr_wire_type type, uint32_t id, const void *data, size_t bytes);
-int hr_wire_put_leave(struct hr_buffer *out, int rank, int status, struct hr_wire_text text);
-int hr_wire_put_ask(struct hr_buffer *out, int rank);
-int hr_wire_put_done(struct hr_buffer *out, int rank);
-int hr_wire_put_joined(struct hr_buffer *out, int rank, uint64_t at);
-int hr_wire_put_query(struct hr_buffer *out, uint32_t question);
 /* At most HR_WIRE_KNOBS_MAX values. */
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
-int hr_wire_put_fail(struct hr_buffer *out, int status, struct hr_wire_text name, struct hr_wire_text text);
 /*
- * A BATCH is built piece by piece: begin, then one ref after another, then end, into the same buffer with nothing
- * between.
+ * All others, from the fields that decode sets; of a request `bytes` and `byte_count`. Of a BATCH and a BLOCKED, which
+ * are built piece by piece into the same buffer, their beginning: behind it `count` refs and end_batch, or `count`
+ * times a lane with so many hashes.
  */
-int hr_wire_begin_batch(struct hr_buffer *out, uint32_t count);
+int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
-
-/* A BLOCKED likewise: begin, then `count` times a lane with so many hashes behind it. */
-int hr_wire_begin_blocked(struct hr_buffer *out, int rank, uint32_t question, struct hr_wire_text text,
-                          struct hr_wire_text others, uint32_t count);
 int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 
@@ -236,15 +221,18 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
 
-uint32_t hr_wire_id(const struct hr_wire_message *message, uint32_t index);
-uint64_t hr_wire_knob(const struct hr_wire_message *message, uint32_t index);
-int hr_wire_value(const struct hr_wire_request *request, uint32_t index);
+/* Number `index` of an array: of the ids, knobs, values and hashes above. */
+static inline uint32_t hr_wire_u32(const uint8_t *items, uint32_t index) {
+    return hr_load_u32(items + 4 * (size_t)index);
+}
+static inline uint64_t hr_wire_u64(const uint8_t *items, uint32_t index) {
+    return hr_load_u64(items + 8 * (size_t)index);
+}
 /* Each reads the item at *cursor (start with message->items, request->tensors or rows->data) and moves it on. */
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
 int64_t hr_wire_next_row(const uint8_t **cursor);
 void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane);
-uint64_t hr_wire_hash(const struct hr_wire_lane *lane, uint32_t index);
 
 /* "float32 [64, 128]" or "float32 [64, 128] as bfloat16", cut to fit; for messages. Returns out. */
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes);

@@ -1,8 +1,5 @@
 #include "shim_contention.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include "node/contention.h"
 #include "node/node.h"
 
@@ -30,21 +27,4 @@ void shim_contention_yielded(void *context, int64_t yield_ns) {
 int shim_contention_is_on(int64_t until_ns, int64_t now_ns) {
     const struct hr_contention contention = {.until_ns = until_ns};
     return hr_contention_is_on(&contention, now_ns);
-}
-
-int64_t shim_contention_spin_ns(const int32_t *core_of, const uint32_t *sleeping, int count) {
-    const size_t bytes = (size_t)count * sizeof(struct hr_arena_block);
-    struct hr_arena_block *blocks = aligned_alloc(HR_LINE, bytes);
-    if (blocks == NULL) {
-        return -1;
-    }
-    memset(blocks, 0, bytes);
-    for (int i = 0; i < count; i++) {
-        atomic_store(&blocks[i].core, core_of[i]);
-        atomic_store(&blocks[i].sleeping, sleeping[i]);
-    }
-    struct hr_node node = {.local_size = count, .arena.blocks = blocks}; /* it tells no core by itself */
-    const int64_t spin_ns = hr_contention_spin_ns(&node, 1);
-    free(blocks);
-    return spin_ns;
 }

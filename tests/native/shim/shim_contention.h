@@ -18,10 +18,4 @@ void shim_contention_yielded(void *context, int64_t yield_ns);
 
 int shim_contention_is_on(int64_t until_ns, int64_t now_ns);
 
-/*
- * How long rank 0 of a host looks before it sleeps, whose ranks run on these cores, counted from 1, or do not tell: 0;
- * -1: no memory.
- */
-int64_t shim_contention_spin_ns(const int32_t *core_of, const uint32_t *sleeping, int count);
-
 #endif

@@ -1,6 +1,9 @@
 #include "shim_core_choice.h"
 
-#include "node/node.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "node/core_choice.h"
 
 int shim_core_choose(const int *core_of, int count, int me, const int *allowed, int allowed_count) {
     cpu_set_t set;
@@ -13,7 +16,23 @@ int shim_core_choose(const int *core_of, int count, int me, const int *allowed, 
 
 int shim_core_publish(int enabled) {
     struct hr_arena_block block = {0};
-    struct hr_node node = {.local_size = 1, .arena = {.blocks = &block}, .core_choice = {.enabled = enabled}};
-    hr_core_publish(&node);
+    const struct hr_core_choice choice = {.enabled = enabled};
+    hr_core_publish(&choice, &(struct hr_arena){.local_size = 1, .blocks = &block});
     return atomic_load(&block.core);
+}
+
+int shim_core_is_shared(const int32_t *core_of, const uint32_t *sleeping, int count) {
+    const size_t bytes = (size_t)count * sizeof(struct hr_arena_block);
+    struct hr_arena_block *blocks = aligned_alloc(HR_LINE, bytes);
+    if (blocks == NULL) {
+        return -1;
+    }
+    memset(blocks, 0, bytes);
+    for (int i = 0; i < count; i++) {
+        atomic_store(&blocks[i].core, core_of[i]);
+        atomic_store(&blocks[i].sleeping, sleeping[i]);
+    }
+    const int is_shared = hr_core_is_shared(&(struct hr_arena){.local_size = count, .blocks = blocks});
+    free(blocks);
+    return is_shared;
 }

@@ -12,4 +12,7 @@ int shim_core_choose(const int *core_of, int count, int me, const int *allowed, 
 /* What hr_core_publish writes of the core of this thread, 0: nothing. */
 int shim_core_publish(int enabled);
 
+/* Of rank 0 of a host whose ranks run on these cores, counted from 1, or do not tell: 0. -1: no memory. */
+int shim_core_is_shared(const int32_t *core_of, const uint32_t *sleeping, int count);
+
 #endif

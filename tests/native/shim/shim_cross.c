@@ -45,14 +45,14 @@ size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t
 size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index) {
     const size_t bytes = hr_share(hr_share_unit(block_bytes), segment_bytes, index, owners).bytes;
     const struct hr_cross_ops *cross = hr_two_level_cross(&hr_tuning_defaults, bytes);
-    return cross->scratch_bytes(hosts, block_bytes, bytes, hr_tuning_defaults.piece);
+    return hr_cross_scratch_bytes(cross, hosts, block_bytes, bytes, hr_tuning_defaults.piece);
 }
 
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */
 static int scratch_create(const shim_cross_call *call, void **scratch) {
     const size_t bytes = call->count * hr_dtype_bytes(call->dtype);
-    const size_t wanted =
-        algorithm_of(call)->scratch_bytes(call->host_count, hr_dtype_bytes(call->dtype), bytes, call->piece_bytes);
+    const size_t wanted = hr_cross_scratch_bytes(algorithm_of(call), call->host_count, hr_dtype_bytes(call->dtype),
+                                                 bytes, call->piece_bytes);
     *scratch = wanted == 0 ? NULL : aligned_alloc(HR_CROSS_ALIGNMENT, wanted);
     return wanted == 0 || *scratch != NULL ? HORO_OK : HORO_ERR_RESOURCE;
 }
@@ -86,7 +86,7 @@ int shim_cross_begin(void *transport, int host, const shim_cross_call *call, voi
     struct hr_cross state;
     struct hr_cross_part parts[PARTS_MAX];
     const struct hr_cross_call full = call_of(call, transport, host, data, NULL, parts);
-    return algorithm_of(call)->begin(&state, &full);
+    return hr_cross_begin(algorithm_of(call), &state, &full);
 }
 
 /* The calls in flight on one member; entry i % RUNNING_MAX is call i. */
@@ -109,7 +109,7 @@ static int begin_next(struct run *run) {
         call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes, run->scratch[slot],
                 run->parts[slot]);
     run->begun++;
-    return algorithm_of(run->call)->begin(&run->states[slot], &full);
+    return hr_cross_begin(algorithm_of(run->call), &run->states[slot], &full);
 }
 
 /* Progress of all calls in flight. HORO_IN_PROGRESS, HORO_OK when all repeats are done, or an error. */
@@ -117,7 +117,7 @@ static int run_progress(struct run *run) {
     for (;;) {
         for (int i = run->done; i < run->begun; i++) {
             struct hr_cross *state = &run->states[i % RUNNING_MAX];
-            const int status = state->ops->progress(state);
+            const int status = hr_cross_progress(state);
             if (status < 0) {
                 return status;
             }
@@ -298,7 +298,7 @@ static int member_begin(struct member *member, struct simulation *simulation, in
     member->host = host;
     HR_TRY(scratch_create(call, &member->scratch));
     const struct hr_cross_call full = call_of(call, member, host, data, member->scratch, member->parts);
-    HR_TRY(algorithm_of(call)->begin(&member->state, &full));
+    HR_TRY(hr_cross_begin(algorithm_of(call), &member->state, &full));
     member->status = HORO_IN_PROGRESS;
     return HORO_OK;
 }
@@ -316,7 +316,7 @@ static void member_turn(struct member *member) {
         }
         return;
     }
-    member->status = member->state.ops->progress(&member->state);
+    member->status = hr_cross_progress(&member->state);
     if (member->status < 0) {
         member->is_closed = 1;
         member_abandon(&member->base, HR_CHANNEL_DATA);

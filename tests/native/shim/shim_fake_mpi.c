@@ -1,7 +1,6 @@
 #include "shim_fake_mpi.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <string.h>
 
 enum { REQUESTS_MAX = 256, MESSAGE_BYTES = 1024 };
@@ -123,11 +122,6 @@ int shim_fake_held(int rank, char **data, int capacity) {
     return count;
 }
 
-static int fake_error_string(int code, char *text, int *length) {
-    *length = snprintf(text, 256, "error %d of a test", code);
-    return 0;
-}
-
 static int fake_finalized(int *finalized) {
     *finalized = state.is_finalized;
     return 0;
@@ -145,6 +139,5 @@ void shim_fake_describe(horo_mpi *calls, int size) {
     calls->functions[HORO_MPI_TEST] = (uint64_t)(uintptr_t)fake_test;
     calls->functions[HORO_MPI_CANCEL] = (uint64_t)(uintptr_t)fake_cancel;
     calls->functions[HORO_MPI_REQUEST_FREE] = (uint64_t)(uintptr_t)fake_free;
-    calls->functions[HORO_MPI_ERROR_STRING] = (uint64_t)(uintptr_t)fake_error_string;
     calls->functions[HORO_MPI_FINALIZED] = (uint64_t)(uintptr_t)fake_finalized;
 }

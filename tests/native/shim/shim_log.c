@@ -2,7 +2,6 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "base/log_queue.h"
 
 void shim_log(horo_log_queue *queue, int shown_from, int level, const char *text) {
     const struct hr_log log = {.level = shown_from, .rank = 3, .queue = queue};

@@ -53,7 +53,7 @@ static void walk_request(const struct hr_wire_request *request) {
     int32_t *values = malloc(request->byte_count);
     REQUIRE(values != NULL);
     for (uint32_t i = 0; i < request->value_count; i++) {
-        values[i] = hr_wire_value(request, i);
+        values[i] = (int32_t)hr_wire_u32(request->values, i);
         REQUIRE(values[i] >= 0);
         tensors[0].input = values;
     }
@@ -83,7 +83,7 @@ static int encode_ids(const struct hr_wire_message *message, struct hr_buffer *o
     uint32_t *ids = malloc((message->count + 1u) * sizeof *ids);
     REQUIRE(ids != NULL);
     for (uint32_t i = 0; i < message->count; i++) {
-        ids[i] = hr_wire_id(message, i);
+        ids[i] = hr_wire_u32(message->items, i);
         REQUIRE(ids[i] != 0);
     }
     const int status = hr_wire_put_ids(out, ids, message->count);
@@ -102,7 +102,7 @@ static struct hr_wire_rows walk_rows(struct hr_wire_rows rows) {
 }
 
 static int encode_batch(const struct hr_wire_message *message, struct hr_buffer *out) {
-    HR_TRY(hr_wire_begin_batch(out, message->count));
+    HR_TRY(hr_wire_put(out, message));
     const uint8_t *cursor = message->items;
     for (uint32_t i = 0; i < message->count; i++) {
         struct hr_wire_ref ref;
@@ -117,8 +117,7 @@ static int encode_batch(const struct hr_wire_message *message, struct hr_buffer 
 static int encode_blocked(const struct hr_wire_message *message, struct hr_buffer *out) {
     touch(message->text);
     touch(message->others);
-    HR_TRY(hr_wire_begin_blocked(out, message->rank, message->question, message->text, message->others,
-                                 message->count));
+    HR_TRY(hr_wire_put(out, message));
     const uint8_t *cursor = message->items;
     for (uint32_t i = 0; i < message->count; i++) {
         struct hr_wire_lane lane;
@@ -126,7 +125,7 @@ static int encode_blocked(const struct hr_wire_message *message, struct hr_buffe
         REQUIRE(lane.team < HORO_TEAMS_MAX && lane.members > 0);
         HR_TRY(hr_wire_put_lane(out, &lane));
         for (uint32_t k = 0; k < lane.count; k++) {
-            HR_TRY(hr_wire_put_hash(out, hr_wire_hash(&lane, k)));
+            HR_TRY(hr_wire_put_hash(out, hr_wire_u64(lane.hashes, k)));
         }
     }
     return HORO_OK;
@@ -136,7 +135,7 @@ static int encode_tune(const struct hr_wire_message *message, struct hr_buffer *
     uint64_t values[HR_WIRE_KNOBS_MAX];
     REQUIRE(message->count > 0 && message->count <= HR_WIRE_KNOBS_MAX);
     for (uint32_t i = 0; i < message->count; i++) {
-        values[i] = hr_wire_knob(message, i);
+        values[i] = hr_wire_u64(message->items, i);
     }
     return hr_wire_put_tune(out, message->is_final, values, message->count);
 }
@@ -147,29 +146,16 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
     case HR_WIRE_BATCH: return encode_batch(message, out);
     case HR_WIRE_REQUEST:
         walk_request(&message->request);
-        return hr_wire_put_request(out, message->rank, message->status, message->text, walk_rows(message->rows),
-                                   message->request.bytes, message->request.byte_count);
-    case HR_WIRE_ROWS: return hr_wire_put_rows(out, message->id, walk_rows(message->rows));
-    case HR_WIRE_LOST: return hr_wire_put_lost(out, message->rank, message->status, message->reason, message->by);
-    case HR_WIRE_DATA:
-    case HR_WIRE_RESULT:
-        touch((struct hr_wire_text){(const char *)message->data, message->data_bytes});
-        return hr_wire_put_data(out, message->type, message->id, message->data, message->data_bytes);
-    case HR_WIRE_ENDED:
-        touch(message->text);
-        return hr_wire_put_ended(out, message->rank, message->status, message->text);
+        break;
     case HR_WIRE_BLOCKED: return encode_blocked(message, out);
-    case HR_WIRE_ASK: return hr_wire_put_ask(out, message->rank);
-    case HR_WIRE_QUERY: return hr_wire_put_query(out, message->question);
     case HR_WIRE_TUNE: return encode_tune(message, out);
-    case HR_WIRE_LEAVE:
-        touch(message->text);
-        return hr_wire_put_leave(out, message->rank, message->status, message->text);
-    case HR_WIRE_JOINED: return hr_wire_put_joined(out, message->rank, message->at);
-    case HR_WIRE_DONE: return hr_wire_put_done(out, message->rank);
-    case HR_WIRE_FAIL: return hr_wire_put_fail(out, message->status, message->name, message->text);
+    default:
+        break;
     }
-    return HORO_ERR_INTERNAL;
+    (void)walk_rows(message->rows);
+    touch(message->text);
+    touch((struct hr_wire_text){(const char *)message->data, message->data_bytes});
+    return hr_wire_put(out, message);
 }
 
 int wire_walk(const uint8_t *data, size_t bytes) {

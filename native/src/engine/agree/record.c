@@ -21,7 +21,8 @@ static int put_fail(struct hr_buffer *out, const struct hr_agree_entry *entry) {
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
     const struct hr_wire_text text = {entry->failure_text, strlen(entry->failure_text)};
-    HR_TRY(hr_wire_put_fail(out, entry->failure, name_of(entry), text));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){
+                                .type = HR_WIRE_FAIL, .status = entry->failure, .name = name_of(entry), .text = text}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -37,7 +38,13 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
     } else {
         HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
     }
-    HR_TRY(hr_wire_put_request(out, request->rank, entry->failure, text, rows, request->bytes, request->count));
+    HR_TRY(hr_wire_put(out,
+                       &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                                 .rank = request->rank,
+                                                 .status = entry->failure,
+                                                 .text = text,
+                                                 .rows = rows,
+                                                 .request = {.bytes = request->bytes, .byte_count = request->count}}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -47,7 +54,7 @@ static int put_rows(struct hr_agree *agree, struct hr_buffer *out, const struct 
     struct hr_wire_rows rows;
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
-    HR_TRY(hr_wire_put_rows(out, entry->id, rows));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
@@ -206,8 +213,6 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 
 /* A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. */
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
-    const struct hr_wire_text no_text = {NULL, 0};
-    const struct hr_wire_rows no_rows = {0};
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->joined.is_known && entry != NULL; entry = entry->next) {
         size_t mark;
@@ -216,7 +221,10 @@ static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) 
         }
         const struct hr_agree_copy *request = hr_agree_request(entry);
         HR_TRY(hr_frame_begin(out, &mark));
-        HR_TRY(hr_wire_put_request(out, request->rank, HORO_OK, no_text, no_rows, request->bytes, request->count));
+        HR_TRY(hr_wire_put(
+            out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                           .rank = request->rank,
+                                           .request = {.bytes = request->bytes, .byte_count = request->count}}));
         hr_frame_end(out, mark);
     }
     return HORO_OK;
@@ -247,7 +255,7 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     size_t mark;
     HR_TRY(describe_chosen(agree, out));
     HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_begin_batch(out, count));
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BATCH, .count = count}));
     struct hr_agree_entry *entry;
     struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
     uint8_t last[HR_WIRE_VAR_MAX];

@@ -96,7 +96,7 @@ static void describe_use(const struct hr_wire_request *request, char *text) {
 static void describe_change(const struct hr_wire_request *request, uint32_t difference, char *text) {
     if (request->op == HORO_REMOVE_TEAM) {
         (void)snprintf(text, VALUE_BYTES, "%s for process set %d", hr_op_name(request->op),
-                       hr_wire_value(request, 0) % HORO_TEAM_ID_STEP);
+                       (int)hr_wire_u32(request->values, 0) % HORO_TEAM_ID_STEP);
         return;
     }
     if (request->op != HORO_ADD_TEAM) { /* how it begins where members are on several hosts */
@@ -108,15 +108,15 @@ static void describe_change(const struct hr_wire_request *request, uint32_t diff
     size_t used = (size_t)snprintf(text, VALUE_BYTES, "%s for the ranks [%s", hr_op_name(request->op),
                                    begin == 0 ? "" : "..., ");
     for (uint32_t i = begin; i < end; i++) {
-        used +=
-            (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d", hr_wire_value(request, i));
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, i == begin ? "%d" : ", %d",
+                                 (int)hr_wire_u32(request->values, i));
     }
     (void)snprintf(text + used, VALUE_BYTES - used, end == request->value_count ? "]" : ", ...]");
 }
 
 static uint32_t first_difference(const struct hr_wire_request *a, const struct hr_wire_request *b) {
     uint32_t i = 0;
-    while (i < a->value_count && i < b->value_count && hr_wire_value(a, i) == hr_wire_value(b, i)) {
+    while (i < a->value_count && i < b->value_count && hr_wire_u32(a->values, i) == hr_wire_u32(b->values, i)) {
         i++;
     }
     return i;
