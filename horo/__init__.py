@@ -4,6 +4,8 @@ from horo.import_path import leave_out_current_directory
 
 leave_out_current_directory()  # before anything else is imported
 
+from horo.version import __version__  # noqa: E402 - a module of this folder could hide it
+
 TYPE_CHECKING = False  # type checkers take it for true
 if TYPE_CHECKING:
     from typing import Any
@@ -11,8 +13,6 @@ if TYPE_CHECKING:
     from horo.runner.call import run
 
 __all__ = ["__version__", "run"]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> "Any":

@@ -44,7 +44,7 @@ _HEAD = (
 
 
 class Winner(NamedTuple):
-    """The end of a search. Where several points were compared in the end, costs are medians."""
+    """The end of a search. If several points were compared in the end, costs are medians."""
 
     point: Point
     cost: float
@@ -56,8 +56,8 @@ def search(
 ) -> Generator[tuple[str, Point], float, Winner]:
     """Searches along one knob after the other, in their order: up, and down where that does not pay.
 
-    By two indices at first, by one from the second round on, and twice as far after each success. What seems to be
-    better is compared with the best point, measured again beside it. The search ends after a round without success
+    By two indices at first, by one from the second round on, and twice as far after each success. A point that
+    seems better is compared with the best one, measured again beside it. The search ends after a round without success
     from which no finer one follows, or when ``most`` points have been measured. Then the first point, the defaults and
     the best take turns: the winner is another than the first or the defaults, whichever is cheaper, only if it takes
     off 1 % there, too.

@@ -1,4 +1,4 @@
-"""``python -m`` puts the current directory before all modules; the commands of horo want none from there.
+"""``python -m`` puts the current directory before all modules; the commands of horo take none from there.
 
 Nothing is imported here but what Python has loaded before: ``typing.py`` or ``__future__.py`` may lie there, too.
 """
@@ -28,7 +28,7 @@ def leave_out_current_directory() -> None:
 
 
 def _is_command_of_horo() -> bool:
-    """Whether Python looks for one that is to be run. Until that is found, ``sys.argv`` begins with ``-m``."""
+    """Whether Python searches for one that is to be run. Until that is found, ``sys.argv`` begins with ``-m``."""
     argv = getattr(sys, "argv", [])  # an interpreter in another program may have none
     if argv[:1] != ["-m"] or len(sys.orig_argv) < len(argv):
         return False

@@ -48,6 +48,17 @@ def share(epoch: int, state: dict[str, int] | None) -> None:
     assert_type(hvd.allgather_object(epoch), list[int])
 
 
+def overlap(batch: torch.Tensor) -> None:
+    """Handles have the types of their results."""
+    assert_type(hvd.allreduce_async(batch).wait(), torch.Tensor)
+    assert_type(hvd.synchronize(hvd.broadcast_async_(batch, root_rank=0)), torch.Tensor)
+    assert_type(hvd.grouped_allgather_async([batch]).wait(), tuple[torch.Tensor, ...])
+    assert_type(hvd.alltoall_async(batch).wait(), tuple[torch.Tensor, torch.Tensor])
+    handle: int = hvd.reducescatter_async(batch)
+    assert_type(hvd.synchronize(handle), Any)
+    assert_type(hvd.Handle.done(hvd.reducescatter_async(batch)), bool)
+
+
 def start(chosen: dict[str, Any]) -> None:
     """Settings by their names, of their types."""
     hvd.init(cycle_time_ms=1, log_level="info", autotune=None)
@@ -60,7 +71,11 @@ def mistakes(model: torch.nn.Module, batch: torch.Tensor) -> None:
     hvd.init(cycle_time_ms="3")  # type: ignore[arg-type]
     hvd.allreduce(batch, opp=hvd.Sum)  # type: ignore[call-arg]
     hvd.allreduce(batch.tolist, op=hvd.Sum)  # type: ignore[arg-type]
-    hvd.synchronize(batch)  # type: ignore[arg-type]
+    hvd.synchronize(batch)  # type: ignore[call-overload]
+    hvd.allreduce_async(batch).result()  # type: ignore[attr-defined]
+    hvd.synchronize(hvd.grouped_allreduce_async([batch])).sum()  # type: ignore[attr-defined]
+    kept: hvd.Handle[torch.Tensor] = hvd.alltoall_async(batch)  # type: ignore[assignment]
+    hvd.poll(kept.wait())  # type: ignore[arg-type]
     hvd.broadcast_object("3", root_rank=0) + 1  # type: ignore[operator]
     hvd.broadcast_parameters(model, root_rank="0")  # type: ignore[arg-type]
     hvd.DistributedOptimizer(model, model.named_parameters())  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 Python calls ``sys.excepthook`` with the exception that ends the main thread. The hook that was set before prints the
 traceback first. For ``SystemExit`` Python calls no hook and only reads its ``code``: so ``sys.exit`` raises a subclass
-that detects a read by the interpreter. (``raise SystemExit(7)`` is not detected: the rank comes to the end of its
+that detects a read by the interpreter. (``raise SystemExit(7)`` is not detected: the rank ends with its
 script, and only hororun learns the code.) hororun reads messages, one line of JSON each, from a pipe that it has passed
 to the rank.
 """
@@ -113,7 +113,7 @@ def culprit_of(health: HoroError | None) -> int | None:
 
 
 def culprit_of_chain(error: BaseException, kind: type[HoroError] = HoroError) -> int | None:
-    """The rank that an exception names as the cause, or one that it came of, as an error of horo; None: none is named.
+    """The rank that an exception names as the cause, or one that it came of, as an error of horo, else None.
 
     So a rank that another one has ended is known also where it has left the job before its exception ends it, or has
     not come through ``init()``.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from horo import __version__
 from horo.bootstrap.gpu_libraries import GpuLibraries, find_gpu_libraries
 from horo.bootstrap.host.grouping import Grouping, group_ranks
 from horo.bootstrap.host.identity import Identity
@@ -21,6 +20,7 @@ from horo.bootstrap.packed import pack, unpack
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.config.table import Config
 from horo.errors import MismatchError
+from horo.version import __version__
 
 __all__ = [
     "SHARED_SETTINGS",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import horo
 from horo.bootstrap.host.grouping import Grouping
 from horo.bootstrap.launchers.variables import Launch, Place
 from horo.bootstrap.tuned_values import overlap_pays
 from horo.core.setup import Setup
+from horo.version import __version__
 
 __all__ = ["describe_gradients", "describe_job", "describe_rank"]
 
@@ -30,7 +30,7 @@ def describe_job(setup: Setup, launch: Launch, core: str, simd: str, gradients: 
         named = [f"{setup.host_name_of_rank[members[0]]}: {len(members)}" for members in hosts[:_HOSTS_MAX]]
         named += [f"{len(hosts) - _HOSTS_MAX} more"] if len(hosts) > _HOSTS_MAX else []
         ranks = f"{_count(setup.size, 'rank')} on {_count(len(hosts), 'host')} ({', '.join(named)})"
-    return f"horo {horo.__version__} (core {core}, {simd}): {ranks}, started by {launcher}; {_data(setup)}{gradients}"
+    return f"horo {__version__} (core {core}, {simd}): {ranks}, started by {launcher}; {_data(setup)}{gradients}"
 
 
 def _data(setup: Setup) -> str:

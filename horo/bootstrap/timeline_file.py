@@ -65,7 +65,7 @@ def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
 
 
 def begin_timeline(job: RunningRank, config: Config) -> None:
-    """Starts the timeline that the environment asks for. Where that fails, the job is left.
+    """Starts the timeline that the environment asks for. If that fails, the rank leaves the job.
 
     Raises:
         UsageError: the file cannot be written; names the variable.

@@ -32,7 +32,7 @@ def _source(variable: Variable, environ: Mapping[str, str], recorded: Mapping[st
 
 
 def encode_sources(variables: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which hororun tells its ranks where it has the values of some variables from."""
+    """The variable that passes the sources of some variables' values from hororun to its ranks."""
     recorded = {name: [variables[name], source] for name, source in sources.items() if name in variables}
     return {_SOURCES: json.dumps(recorded)} if recorded else {}
 

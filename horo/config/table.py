@@ -1,7 +1,7 @@
 """The table of all settings, and every other variable that horo reads; the library reads the environment only here.
 
 Each variable is a field of one of the frozen dataclasses in ``GROUPS``, with its name, kind, unit, default, range and
-meaning; a setting also has its options of hororun and its place in a file of Horovod's form. From them come
+meaning. A setting also has its options of hororun and its place in a file of Horovod's form. From them come
 ``docs/reference/environment.md``, the options in ``hororun --help`` and the keys of ``--config-file``. ``HORO_X`` takes
 precedence over ``HOROVOD_X``. An empty value counts as not set.
 """

@@ -129,7 +129,7 @@ class Context:
         self.is_alone = False
         """Whether this is the only rank in this process, so that all threads of the process belong to it."""
         self.duplicate = ""
-        """The last name that was refused since it was in use; it is told where this rank waits."""
+        """The last name that was refused since it was in use; messages about a wait of this rank have it."""
         self._given_up: threading.Thread | None = None
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
@@ -456,7 +456,7 @@ class Context:
         self._timeline.start(self._context, path, {"rank": self.rank, **(about or {})}, marks_batches=marks_batches)
 
     def stop_timeline(self) -> None:
-        """Makes the file of the timeline. Does nothing where none is written."""
+        """Makes the file of the timeline. Does nothing without one."""
         if (status := self._timeline.stop(self._context)) != _OK:
             raise error_from_status(STATUS_NAMES[status], self._message(0))
 

@@ -64,7 +64,7 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
 def use_nccl(context: Context, paths: Sequence[str]) -> None:
     """Lets NCCL execute those requests with tensors on GPUs that it can; see ``horo_use_nccl``.
 
-    Where a rank has no NCCL of use, that is logged when all ranks have told one another, at the first such request.
+    If a rank has no NCCL of use, all ranks learn that at the first such request, and log it.
 
     Raises:
         UsageError: ``use_cuda`` has not been called.

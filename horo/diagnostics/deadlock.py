@@ -115,7 +115,7 @@ def describe_blocked(
         context: the context whose calls count.
         wait: the code inside which a thread waits; it has the locals ``self`` and ``handle``.
         callers: the identifiers of all threads that have called horo, also of those that have ended.
-        duplicate: a name that was refused since it was in use. The other ranks may wait for the call, and are told.
+        duplicate: a name that was refused since it was in use. The other ranks get it: they may wait for it.
         is_alone: whether all threads of this process belong to this rank.
     """
     frames = current_frames()

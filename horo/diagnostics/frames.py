@@ -1,12 +1,12 @@
 """The frames of all threads, and their variables, read while those threads go on.
 
 Before Python 3.12, garbage may be collected wherever the interpreter makes an object, also within a function of its
-own. A finalizer, or a function in ``gc.callbacks``, then lets another thread run. Where the interpreter holds a lock
-just then, and that thread wants it, both wait for ever, and with them all others. Where it has an address of a frame,
+own. A finalizer, or a function in ``gc.callbacks``, then lets another thread run. If the interpreter holds a lock
+just then that this thread needs, both wait for ever, and with them all others. If it has an address of a frame,
 which that thread leaves, the process reads memory that is gone. So no garbage is collected meanwhile.
 
 A later Python collects none there and is left alone: a program that asks just then whether garbage is collected would
-be told that it is not.
+get a no.
 """
 
 from __future__ import annotations

@@ -6,6 +6,6 @@ Horovod is installed. ``hororun --horovod`` and ``python -m horo.horovod`` do th
 
 from __future__ import annotations
 
-from horo.horovod.names import HOROVOD_VERSION, install, is_installed
+from horo.horovod.names import install, is_installed
 
-__all__ = ["HOROVOD_VERSION", "install", "is_installed"]
+__all__ = ["install", "is_installed"]

@@ -16,11 +16,9 @@ from typing import Any
 
 from horo.config.table import environment, set_variables
 from horo.horovod.environment import with_horovod
+from horo.version import HOROVOD_VERSION
 
-__all__ = ["HOROVOD_VERSION", "install", "is_installed"]
-
-HOROVOD_VERSION = "0.28.1"
-"""The version of Horovod whose names these are, its last; scripts compare ``horovod.__version__``."""
+__all__ = ["install", "is_installed"]
 
 _MODULES = {
     "horovod.common.exceptions": "horo.horovod.exceptions",
@@ -72,9 +70,7 @@ def _lazily(name: str) -> Any:
     """The attributes of the package ``horovod`` that are not modules."""
     if name != "run":
         raise AttributeError(f"module 'horovod' has no attribute {name!r}")
-    from horo import run  # noqa: PLC0415 - it loads the launcher, which a script of Horovod's seldom needs
-
-    return run
+    return importlib.import_module(_MODULES["horovod.runner"]).run  # the launcher, which few scripts need
 
 
 def _package(name: str, doc: str) -> ModuleType:

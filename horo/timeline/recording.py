@@ -87,7 +87,7 @@ class Recording:
         self._path, self._rows = os.path.abspath(path), rows  # noqa: PTH100 - links stay as they are
 
     def finish(self) -> None:
-        """Makes the file of its rows, once the core writes no more. One that cannot be made is told in the log."""
+        """Makes the file of its rows, once the core writes no more. If that fails, the log has the reason."""
         rows, self._rows = self._rows, -1
         if rows < 0:
             return

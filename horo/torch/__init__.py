@@ -24,6 +24,7 @@ from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python h
 from horo.torch.compat.torch_version import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
 
 # isort: split
+from horo.torch.engine.handles import Handle
 from horo.torch.engine.topology import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from horo.torch.functions.broadcast_state import average_buffers, broadcast_optimizer_state, broadcast_parameters
 from horo.torch.functions.metrics import MetricAverage
@@ -89,6 +90,7 @@ __all__ = [
     "DeadlockError",
     "DistributedOptimizer",
     "GroupError",
+    "Handle",
     "HoroError",
     "HorovodInternalError",
     "InternalError",

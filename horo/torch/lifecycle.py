@@ -51,7 +51,7 @@ def _refuse_within(caller: FrameType | None) -> None:
 def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSettings]) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
-    Blocks until all ranks have come. Does nothing if the process is in a job already. Where that has ended, since
+    Blocks until all ranks have come. Does nothing if the process is in a job already. If that has ended, since
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
@@ -147,7 +147,7 @@ def shutdown() -> None:
     """Leaves the job; pending operations, here and on other ranks, fail with ``AbortedError``.
 
     Does not block: it does not wait for the other ranks. In a job that has ended, operations of other threads get their
-    errors first, which takes a moment; a GPU that still works for horo is waited for, up to about ten seconds if it
+    errors first, which takes a moment. A GPU that still works for horo is waited for, up to about ten seconds if it
     hangs. A second call does nothing; ``init()`` may follow. It happens by itself when the process ends.
 
     Raises:

@@ -16,7 +16,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     The file is empty until the timeline ends, by ``stop_timeline()`` or in any other way; ``python -m horo.timeline``
     with its path shows before what happened up to a tenth of a second ago. Does not block: each rank starts
-    with its own call. A timeline that is being written to another file ends first. Where it is the same file, the
+    with its own call. A timeline that is being written to another file ends first. If it is the same file, the
     timeline goes on, and only ``mark_cycles`` changes.
 
     Args:

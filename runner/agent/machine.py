@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horo import __version__
 from horo.config.hosts import ranges
+from horo.version import __version__
 
 __all__ = [
     "Binding",

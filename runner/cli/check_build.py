@@ -13,10 +13,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-import horo
 from horo.errors import HoroError
-from horo.horovod import HOROVOD_VERSION
 from horo.runner.stdout import show
+from horo.version import HOROVOD_VERSION, __version__
 
 if TYPE_CHECKING:
     from horo.core.libraries import Library
@@ -55,7 +54,7 @@ def check_build(for_horovod: bool = False) -> int:
     sections["Settings from the environment"] = _settings()
     failure = _init()
     lines = _horovods_table(core.present) if for_horovod else []
-    lines.append(f"horo {horo.__version__:<34} {_folder('horo')}")
+    lines.append(f"horo {__version__:<34} {_folder('horo')}")
     lines.append(f"Python {platform.python_version():<32} {sys.executable}")
     for title, parts in ((title, parts) for title, parts in sections.items() if parts):
         lines += ["", f"{title}:"]
@@ -120,13 +119,12 @@ def _program(name: str) -> _Part:
 
 def context() -> _Part:
     try:
-        from horo import _native  # noqa: PLC0415 - the launcher must run without it
         from horo.core import context  # noqa: PLC0415 - the launcher must run without it
 
         what = f"{context.version()}, SIMD {context.simd_name()}"
     except (ImportError, OSError) as error:
         return _Part(False, "cannot be loaded", str(error))
-    return _Part(True, what, str(_native.__file__))
+    return _Part(True, what, sys.modules["horo._native"].__file__ or "")
 
 
 def _memory() -> str:

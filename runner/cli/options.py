@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import horo
-from horo import __version__
+from horo import version
 from horo.config.table import Config, Option, Variable, variables_of
-from horo.horovod import HOROVOD_VERSION
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show
 
@@ -134,7 +132,7 @@ class _Show(argparse.Action):
     ) -> None:
         text = self.const or parser.format_help().rstrip("\n")
         if self.dest == "version" and isinstance(parser, _Parser) and parser.for_horovod:
-            text = HOROVOD_VERSION  # what horovod.__version__ is there
+            text = version.HOROVOD_VERSION  # what horovod.__version__ is there
         show(text)
         parser.exit()
 
@@ -145,7 +143,7 @@ def build_parser() -> _Parser:
         prog="hororun",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_EPILOG.replace("{page}", str(Path(horo.__file__).with_name("hororun.md"))),
+        epilog=_EPILOG.replace("{page}", str(Path(version.__file__).with_name("hororun.md"))),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=100),
         allow_abbrev=False,
         add_help=False,
@@ -339,7 +337,7 @@ def _text_for(variable: Variable, option: Option) -> Callable[[str], str]:
 def _add_information(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-h", "--help", action=_Show, nargs=0, help="show this text")
     group.add_argument(
-        "-v", "--version", action=_Show, nargs=0, const=f"hororun {__version__}", help="show the version"
+        "-v", "--version", action=_Show, nargs=0, const=f"hororun {version.__version__}", help="show the version"
     )
     group.add_argument(
         "--check-hosts", action="store_true", help="a line for each host: whether ranks can start there and connect"

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from horo import __version__
 from horo.runner.agent import checks
 from horo.runner.agent.protocol import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
@@ -18,6 +17,7 @@ from horo.runner.hosts import HostSpec
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import describe_process, read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
+from horo.version import __version__
 
 __all__ = ["RemoteHost", "explain_absence"]
 

@@ -315,7 +315,7 @@ BREAKS = (
     Break(
         "torch-summed-twice",
         "horo/torch/optimizer/at_backward.py",
-        "state.summed = None if grad is None else (weakref.ref(grad), self.size)",
+        "state.summed = None if grad is None else (weakref.ref(grad), self.membership.size)",
         "state.summed = None",
         "With op=Sum, a backward onto gradients that are summed already counts those of other ranks twice.",
         "tests/ranks/test_ranks_sum.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import psutil
 import pytest
 
 from horo.bootstrap.net import interfaces
@@ -73,6 +74,16 @@ def test_choice_that_matches_nothing_lists_what_there_is(wanted: str) -> None:
 def test_a_network_that_is_none_is_named_even_beside_an_interface(item: str) -> None:
     with pytest.raises(UsageError, match=f"'{item}' is not a network; a network is written like 10.1.0.0/16"):
         select_addresses(f"eth0,{item}", AVAILABLE)
+
+
+def test_interfaces_have_the_addresses_that_psutil_finds() -> None:
+    inet = {socket.AF_INET, socket.AF_INET6}
+    found = {
+        name: sorted(entry.address for entry in entries if entry.family in inet and "%" not in entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    assert {name: sorted(addresses) for name, addresses in interface_addresses().items()} == found
+    assert "127.0.0.1" in found["lo"]
 
 
 def test_choice_by_the_user_decides_alone() -> None:

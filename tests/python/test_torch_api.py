@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import IMPORT_TORCH_SILENTLY, as_users_start
+from jobs import IMPORT_TORCH_SILENTLY, as_users_start, wait_until
 
 import horo.torch as hvd
 from horo.errors import NotInitializedError, UsageError
 
 EXPORTS = (
-    "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError HoroError "
+    "AbortedError Adasum Average Compression DeadlockError DistributedOptimizer GroupError Handle HoroError "
     "HorovodInternalError InternalError LearningRateWarmup Max MetricAverage Min MismatchError NotInitializedError "
     "PeerLostError ProcessSet Product ReduceOp "
     "ResourceError StalledError Sum SyncBatchNorm UnsupportedError UsageError add_process_set allgather "
@@ -171,6 +171,15 @@ def test_horovods_object_behind_its_functions_has_them() -> None:
     assert basics._get_process_set_ids_and_ranks() == {0: [0]}
     basics.shutdown()
     assert not hvd.is_initialized()
+
+
+def test_a_handle_is_an_integer_that_can_be_waited_for(alone: None) -> None:
+    handle = hvd.allreduce_async(torch.ones(2), name="waited for", op=hvd.Sum)
+    assert isinstance(handle, int) and isinstance(handle, hvd.Handle)
+    wait_until(handle.done, "the end of the operation")
+    assert handle.wait().tolist() == [1.0, 1.0]
+    with pytest.raises(UsageError, match=f"Handle {int(handle)} was not created or has been cleared"):
+        handle.wait()
 
 
 def test_handles_that_are_not_synchronized_are_in_horovods_map(alone: None) -> None:

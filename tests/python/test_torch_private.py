@@ -51,6 +51,8 @@ def found(name: str) -> Any:
     for number, part in enumerate(parts[1:], 1):
         if part == "_dynamo":
             __import__(".".join(parts[: number + 2]))
+        if part == "_torchdynamo_disable":
+            thing = thing(lambda: None)
         thing = getattr(thing([torch.zeros(1)]) if part == "_optimizer_step_pre_hooks" else thing, part)
     return thing
 
@@ -89,6 +91,14 @@ def test_without_the_function_of_a_backward_its_code_is_unknown(monkeypatch: pyt
     assert private.code_of_function_backward() is not None
     hide(monkeypatch, torch.autograd.function, "BackwardCFunction")
     assert private.code_of_function_backward() is None
+
+
+def test_without_a_test_for_transforms_no_tensor_counts_as_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace()))
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    assert asked == [True, False]
 
 
 def test_changes_are_counted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +149,18 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
     assert private.code_of_hooked_step() is None
 
 
-def test_without_rules_and_flags_of_dynamo_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    private.add_to_dynamo_rules(SimpleNamespace(), "horo.torch.ops.allreduce")
+def test_older_torch_skips_code_by_another_function_and_one_without_any_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped: list[Any] = []
+    frames = SimpleNamespace(skip_code=skipped.append)
+    for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
+        monkeypatch.setattr(private, "torch", SimpleNamespace(_C=namespace))
+        private.code_skipper()(hide.__code__)
+    assert skipped == [hide.__code__]
+
+
+def test_without_flags_of_dynamo_compiled_autograd_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace())  # type: ignore[arg-type]
     assert private.is_autograd_compiled() is False
 

@@ -52,13 +52,13 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(leaves, lr=1.0), named, groups=groups)
     reducer = optimizer._reducer
     submitted: list[None] = []
-    submit = reducer._submit
+    submit = reducer.submitter.submit
 
     def count(*args: Any, **options: Any) -> None:
         submitted.append(None)
         submit(*args, **options)
 
-    reducer._submit = count
+    reducer.submitter.submit = count
     for leaf in leaves:
         leaf.grad = torch.ones(2)
     assert _call_at_once([lambda leaf=leaf: reducer.gradient_ready(leaf) for leaf in leaves]) == []  # type: ignore[misc]

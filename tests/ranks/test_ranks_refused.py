@@ -24,6 +24,13 @@ def _nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+def _fake() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - it takes a second
+
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
 def _cut() -> torch.Tensor:
     """A tensor whose storage has lost its end."""
     tensor = torch.ones(4)
@@ -58,11 +65,31 @@ REFUSALS: dict[str, tuple[Callable[[bool, str | None], Any], str]] = {
     ),
     "a nested tensor": (
         lambda wrong, name: hvd.allreduce(_nested() if wrong else torch.ones(2), name=name),
-        "nested tensors are not supported here",
+        "their parts may have another shape on each rank; use torch.nested.to_padded_tensor(tensor, 0.0)",
     ),
     "a nested tensor to exchange": (
         lambda wrong, name: hvd.alltoall(_nested() if wrong else torch.ones(2), name=name),
         "nested tensors are not supported here",
+    ),
+    "a tensor that vmap has wrapped": (
+        lambda wrong, name: (
+            torch.func.vmap(lambda row: hvd.allreduce(row, name=name))(torch.ones(1, 2))
+            if wrong
+            else hvd.allreduce(torch.ones(2), name=name)
+        ),
+        "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of the",
+    ),
+    "a tensor that torch.func.grad follows": (
+        lambda wrong, name: (
+            torch.func.grad(lambda x: hvd.allgather(x, name=name).sum())(torch.ones(2))
+            if wrong
+            else hvd.allgather(torch.ones(2), name=name)
+        ),
+        "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of the",
+    ),
+    "a fake tensor": (
+        lambda wrong, name: hvd.allreduce(_fake() if wrong else torch.ones(2), name=name),
+        "(FakeTensor) has no memory of its own, so there is nothing to send; call it with the tensor that it",
     ),
     "less memory than the shape needs": (
         lambda wrong, name: hvd.broadcast_(_cut() if wrong else torch.ones(3), 0, name=name),

@@ -12,7 +12,7 @@ from small_model import assert_close
 
 import horo.torch as hvd
 from horo.torch.compression import Compressor
-from horo.torch.optimizer import strategy
+from horo.torch.optimizer import gradient_reducer
 
 ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
 """Two ranks that reduce gradients while backward runs and at its end, then both in Horovod's order of calls."""
@@ -229,8 +229,8 @@ def test_an_older_torch_finds_views_that_a_later_step_makes(ranks2: RankPool) ->
             for leaf in leaves:
                 leaf.register_hook(hold_while_hooks_run)
             optimizer = _optimizer(leaves)
-            counted: Any = strategy.COUNTS_IN_HOOKS
-            strategy.COUNTS_IN_HOOKS = False
+            counted: Any = gradient_reducer.COUNTS_IN_HOOKS
+            gradient_reducer.COUNTS_IN_HOOKS = False
             try:
                 for step in range(6):
                     optimizer.zero_grad(set_to_none=step != 5)
@@ -243,7 +243,7 @@ def test_an_older_torch_finds_views_that_a_later_step_makes(ranks2: RankPool) ->
                     optimizer.step()
                     _assert_gradients(leaves, wanted, 1.5)
             finally:
-                strategy.COUNTS_IN_HOOKS = counted
+                gradient_reducer.COUNTS_IN_HOOKS = counted
 
     ranks2.run(check)
 

@@ -280,7 +280,7 @@ def test_sparse_gradients_that_a_rank_lacks_are_averaged_where_ranks_have_other_
             rows = torch.tensor([step])
             used = tables if rank == step % 2 else tables[1::2]  # a backward with no parameter of a model joins later
             (sum(table(rows).sum() for table in used) + extra.sum()).backward()
-            for optimizer in sorted(optimizers, key=lambda item: item._reducer.label):
+            for optimizer in sorted(optimizers, key=lambda item: item._reducer.membership.label):
                 optimizer.step()
                 optimizer.zero_grad()
             for number, value in enumerate(wanted):

@@ -174,7 +174,7 @@ def python_that(tmp_path: Path, code: str) -> str:
 @pytest.mark.parametrize(
     ("code", "exit_code", "fact"),
     [
-        ("import horo; horo.__version__ = '9.9'", 78, f"has horo 9.9 but this host has {__version__}"),
+        ("import horo.version; horo.version.__version__ = '9.9'", 78, f"has horo 9.9 but this host has {__version__}"),
         ("sys.modules['horo'] = None", 78, "has no module horo"),
         (
             "sys.stdout.write('\\nhororun agent 1\\nwhat?' * 9); sys.stdout.flush()",

@@ -39,7 +39,7 @@ def test_every_host_that_is_not_is_told_why(hororun: Hororun, tmp_path: Path) ->
 def test_a_version_and_a_directory_that_are_not_the_same_are_named(hororun: Hororun, tmp_path: Path) -> None:
     python = tmp_path / "python"
     run = "import runpy; runpy.run_module('horo.runner.agent', run_name='__main__', alter_sys=True)"
-    python.write_text(f"#!{sys.executable}\nimport horo; horo.__version__ = '9.9'\n{run}\n")
+    python.write_text(f"#!{sys.executable}\nimport horo.version; horo.version.__version__ = '9.9'\n{run}\n")
     python.chmod(0o755)
     done = hororun.run("--check-hosts", "--remote-python", str(python), where="localhost,one")
     assert done.returncode == 78

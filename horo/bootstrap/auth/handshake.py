@@ -7,7 +7,7 @@
 
 An acceptor that has no descriptor left answers FULL at once, an ANSWER of version 0, and hangs up.
 
-Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce, so
+Every MAC is HMAC-SHA256 under the job's secret over a label for the role, the whole HELLO and the acceptor's nonce. So
 it is valid for one connection, one direction, one purpose, team and number and one pair of ranks only. Address and port
 are those to which the dialer has connected, and must equal the acceptor's own: a process in between has another address
 and therefore cannot relay the handshake and keep the connection. The acceptor reads exactly these bytes: all that

@@ -70,7 +70,7 @@ class _Rank(NamedTuple):
     """Start time in the kernel's ticks since boot, since process ids are reused."""
     places: _Places
     socket: int
-    """Inode of the socket to an MPI's launcher, whose descriptor is in ``PMI_FD``; 0: none is open."""
+    """Inode of the socket to an MPI's launcher, whose descriptor is in ``PMI_FD``; 0 without one."""
 
 
 def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:

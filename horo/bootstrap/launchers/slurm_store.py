@@ -97,7 +97,7 @@ def open_slurm_store(launch: Launch, config: Config, epoch: int) -> tuple[StoreC
 
     Raises:
         TimeoutError: rank 0 was not found in time; the message lists the places.
-        UsageError: there is no way to agree on a secret; the message says how to set one.
+        UsageError: there is no way to agree on a secret; the message has the way to set one.
         ResourceError: rank 0 has no address or free port, or the first node's name has no address.
     """
     if launch.slurm is None:

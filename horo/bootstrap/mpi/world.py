@@ -103,7 +103,7 @@ def mpi_importable() -> bool:
 
 
 def why_no_mpi() -> str:
-    """The reason why ``mpi4py.MPI`` cannot be imported, if that is known without starting MPI; empty: none is."""
+    """The reason why ``mpi4py.MPI`` cannot be imported, if that is known without starting MPI, else empty."""
     if "mpi4py.MPI" in sys.modules:
         return ""
     if not mpi_importable():

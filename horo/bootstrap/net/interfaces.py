@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 
 from horo.bootstrap.net.addresses import socket_address
 from horo.errors import ResourceError, UsageError
@@ -22,6 +23,13 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 _DISCARD_PORT = 9
+
+_HEADER, _MESSAGE, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBI"), struct.Struct("=HH")
+"""Of ``linux/netlink.h``, ``linux/if_addr.h`` and ``linux/rtnetlink.h``; sizes are rounded up to four bytes."""
+_GET, _NEW, _ERROR, _DUMP = 22, 20, 2, 0x301
+_ADDRESS, _LOCAL, _LABEL = 1, 2, 3
+_SCOPE_LINK = 253
+_ANSWER_S = 10.0
 
 
 def is_loopback(address: str) -> bool:
@@ -81,14 +89,46 @@ def listen_addresses(
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Numeric addresses of each interface of this machine, without link-local IPv6."""
-    import psutil  # noqa: PLC0415 - only where interfaces are chosen by name
-
-    found: dict[str, list[str]] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        inet = [entry.address for entry in entries if entry.family in {socket.AF_INET, socket.AF_INET6}]
-        found[name] = [address for address in inet if "%" not in address]
+    """Numeric addresses of each interface of this machine, without link-local IPv6. Linux lists them over rtnetlink."""
+    names = dict(socket.if_nameindex())
+    found: dict[str, list[str]] = {name: [] for name in names.values()}
+    for family, scope, index, attributes in _addresses():
+        own = attributes.get(_LOCAL, attributes.get(_ADDRESS))  # the latter is the other end of a tunnel
+        if own is None or family not in {socket.AF_INET, socket.AF_INET6}:
+            continue
+        if family == socket.AF_INET or scope != _SCOPE_LINK:
+            label = attributes.get(_LABEL, b"").rstrip(b"\0").decode()  # of a second address, "eth0:1"
+            found.setdefault(label or names.get(index, str(index)), []).append(socket.inet_ntop(family, own))
     return found
+
+
+def _addresses() -> Iterator[tuple[int, int, int, dict[int, bytes]]]:
+    """Family, scope, interface and attributes of each address."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.settimeout(_ANSWER_S)
+        kernel.send(_HEADER.pack(_HEADER.size + _MESSAGE.size, _GET, _DUMP, 1, 0) + _MESSAGE.pack(0, 0, 0, 0, 0))
+        while True:
+            answer = kernel.recv(1 << 16)
+            while answer:
+                size, kind, *_ = _HEADER.unpack_from(answer)
+                if kind != _NEW:
+                    if kind == _ERROR:
+                        raise ResourceError("Linux does not list this machine's addresses (rtnetlink, RTM_GETADDR)")
+                    return
+                family, _, _, scope, index = _MESSAGE.unpack_from(answer, _HEADER.size)
+                yield family, scope, index, dict(_attributes(answer[_HEADER.size + _MESSAGE.size : size]))
+                answer = answer[_aligned(size) :]
+
+
+def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while data:
+        size, kind = _ATTRIBUTE.unpack_from(data)
+        yield kind, data[_ATTRIBUTE.size : size]
+        data = data[_aligned(size) :]
+
+
+def _aligned(size: int) -> int:
+    return (size + 3) & ~3
 
 
 def check_interfaces(wanted: str | None, told: str) -> None:

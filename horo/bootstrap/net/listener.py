@@ -132,7 +132,7 @@ class Listener:
         return len(self._half_open)
 
     def timeout_s(self, now: float) -> float | None:
-        """Seconds until the next call of ``expire`` is due; None if none is."""
+        """Seconds until the next call of ``expire`` is due; None without one."""
         times = [self._paused_until] if self._paused_until > now else []
         if self._half_open:
             oldest = next(iter(self._half_open.values()))

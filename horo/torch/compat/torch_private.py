@@ -15,11 +15,9 @@ from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 
 __all__ = [
-    "DYNAMO_RULES",
     "PRIVATE_NAMES",
     "READ_IN_PLACE",
     "BatchNorm",
-    "add_to_dynamo_rules",
     "calls_scaled_step",
     "change_counter",
     "code_of_function_backward",
@@ -27,7 +25,9 @@ __all__ = [
     "has_step_hooks",
     "is_autograd_compiled",
     "is_step_hooked",
+    "is_transformed",
     "is_unscaled",
+    "keep_from_dynamo",
     "outer_node",
     "owner_counter",
     "profiler_state",
@@ -38,6 +38,7 @@ __all__ = [
     "sparse_values",
     "storage_key",
     "tells_end_of_backward",
+    "transform_finder",
 ]
 
 PRIVATE_NAMES = {
@@ -45,6 +46,7 @@ PRIVATE_NAMES = {
     "torch._C._current_autograd_node": "likewise",
     "torch.autograd.Variable._execution_engine.queue_callback": "likewise",
     "torch.autograd.function.BackwardCFunction.apply": "a nested backward is known by torch's own entries alone",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "an operation inside torch.func is refused in other words",
     "torch._C._increment_version": "tensors are marked as changed one at a time",
     "torch._C._storage_Use_Count": "every gradient counts as shared",
     "torch.UntypedStorage._cdata": "the address of the memory stands for it",
@@ -55,7 +57,8 @@ PRIVATE_NAMES = {
     "torch.optim.Optimizer.profile_hook_step": "a step that has lost its hooks does not get them again",
     "torch.optim.SGD.step.hooked": "each optimizer counts as one with hooks",
     "torch.optim.SGD._optimizer_step_pre_hooks": "likewise",
-    "torch._dynamo.trace_rules.add": "torch.compile follows horo's functions, and warns",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "torch.compile follows horo's functions, and warns",
+    "torch._dynamo.decorators.disable._torchdynamo_disable": "likewise",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "compiled autograd is not refused",
     "torch.amp.GradScaler._maybe_opt_step": "a GradScaler is not seen; only an optimizer with a fused step shows it",
     "torch.nn.modules.batchnorm._BatchNorm": "the class that BatchNorm1d is made of",
@@ -63,9 +66,6 @@ PRIVATE_NAMES = {
 """Each name, and what is done without it."""
 
 READ_IN_PLACE = ("_version", "_is_profiler_enabled")
-
-DYNAMO_RULES = ("torch._dynamo.trace_rules", "torch._dynamo.skipfiles")
-"""The module with the rules which functions torch.compile follows, and its name in older torch."""
 
 
 # -- autograd ------------------------------------------------------------------------------------------------------
@@ -132,6 +132,16 @@ def _count_singly(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
+
+
+def transform_finder() -> Callable[[Any], bool]:
+    """The function that finds whether ``torch.func`` has put a tensor into the place of the caller's."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    finder: Callable[[Any], bool] = getattr(functorch, "is_functorch_wrapped_tensor", lambda _: False)
+    return finder
+
+
+is_transformed = transform_finder()
 
 
 def owner_counter() -> Callable[[torch.Tensor], int] | None:
@@ -213,15 +223,31 @@ def is_unscaled(optimizer: torch.optim.Optimizer) -> bool:
 # -- torch.compile and layers --------------------------------------------------------------------------------------
 
 
-def add_to_dynamo_rules(rules: Any, module: str) -> None:
-    """Has torch.compile run the functions of a module as they are.
+def keep_from_dynamo(function: Any, codes: Sequence[CodeType]) -> None:
+    """Has torch.compile run a function as it is, without loading it.
 
     Args:
-        rules: One of ``DYNAMO_RULES``, imported.
-        module: The name of the module.
+        function: Where it is called by what torch.compile traces, that ends the graph.
+        codes: Its code and that of functions inside it: torch.compile does not trace them by themselves.
     """
-    if hasattr(rules, "add"):
-        rules.add(module)
+    function._torchdynamo_disable = True
+    for code in codes:
+        _skip_code(code)
+
+
+def code_skipper() -> Callable[[CodeType], None]:
+    """The function that has torch.compile never trace some code by itself; nothing has to be loaded for it."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "skip_code"):  # an older torch
+        older: Callable[[CodeType], None] = frames.skip_code
+        return older
+    if not hasattr(frames, "_FrameExecStrategy"):
+        return lambda _: None
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    return lambda code: frames.set_code_exec_strategy(code, skip)
+
+
+_skip_code = code_skipper()
 
 
 def batch_norm() -> Any:

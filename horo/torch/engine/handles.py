@@ -1,27 +1,43 @@
-"""The integer handles of asynchronous operations, which ``poll`` and ``synchronize`` take."""
+"""The handles of asynchronous operations, which ``poll`` and ``synchronize`` take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from horo.errors import AbortedError, UsageError
 from horo.torch.compat.profiler import profiling, span
 from horo.torch.engine import runtime as _runtime
-from horo.torch.engine.request import Request
 
-__all__ = ["first_of", "poll", "publish", "synchronize"]
+__all__ = ["Handle", "first_of", "poll", "synchronize"]
+
+T = TypeVar("T")
 
 
-def publish(request: Request, shape: Callable[[Any], Any]) -> int:
-    """An integer handle for a request; ``shape`` turns its result into the one that ``synchronize`` returns."""
-    return request.publish(shape)
+class Handle(int, Generic[T]):
+    """An asynchronous operation, as an integer like Horovod's, whose ``wait()`` returns a ``T``.
+
+    As long as a variable has it, the name of the operation is taken, and its result is kept.
+
+    Example:
+        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+        total = handle.wait()  # on 2 ranks [2., 2., 2.]
+    """
+
+    __slots__ = ()
+
+    def wait(self) -> T:
+        """As ``synchronize(handle)``."""
+        return synchronize(self)
+
+    def done(self) -> bool:
+        """As ``poll(handle)``."""
+        return poll(self)
 
 
 def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The result of a request with one tensor, for ``publish``."""
+    """The result of a request with one tensor, for ``Request.publish``."""
     return results[0]
 
 
@@ -42,12 +58,16 @@ def poll(handle: int) -> bool:
         print("done" if hvd.poll(handle) else "in progress")
     """
     request = _lookup(handle)
-    done = request.done()
+    done: bool = request.done()
     if done:
         request.free_name()
     return done
 
 
+@overload
+def synchronize(handle: Handle[T]) -> T: ...
+@overload
+def synchronize(handle: int) -> Any: ...
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous operation and returns its result; the handle is gone afterwards, also if this raises.
 
@@ -84,9 +104,10 @@ def synchronize(handle: int) -> Any:
     return result
 
 
-def _lookup(handle: int) -> Request:
+def _lookup(handle: int) -> Any:
+    """The ``Request`` of a handle, whose module is above this one."""
     runtime = _runtime.current()
-    request: Request | None = runtime.requests.get(handle)
+    request = runtime.requests.get(handle)
     if request is not None and request.public:
         return request
     if isinstance(handle, int) and _runtime.FIRST_HANDLE_BASE < handle <= runtime.handle_base:

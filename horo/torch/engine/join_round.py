@@ -96,7 +96,7 @@ class Joining:
     def run(self) -> int:
         """Joins all process sets of this rank and blocks until all ranks have; the rank that joined last.
 
-        Where a call before was interrupted, or another thread is in one, this waits for the same round.
+        If a call before was interrupted, or another thread is in one, this waits for the same round.
 
         Raises:
             HoroError: As ``Context.start_join``, or the group has ended.

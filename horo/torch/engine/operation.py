@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
-from horo.torch.compat.torch_private import change_counter
+from horo.torch.compat.torch_private import change_counter, is_transformed
 from horo.torch.engine.devices import new_empty, place
 
 __all__ = [
@@ -33,6 +33,11 @@ GATHERING = ("allgather", "alltoall")
 """Operations for which the core allocates the results, because their sizes depend on the other ranks."""
 
 _REDUCING = ("allreduce", "reducescatter")
+
+_NO_MEMORY = (
+    "has no memory of its own, so there is nothing to send; call it with the tensor that it stands for, outside of "
+    "FakeTensorMode and torch.export"
+)
 
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
@@ -183,7 +188,7 @@ def _source(tensor: torch.Tensor, spec: Operation, in_place: bool) -> torch.Tens
         source = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if source.data_ptr() == 0 and source.numel() > 0:
         what = describe(spec.kind, spec.name)
-        raise UnsupportedError(f"{what}: the tensor ({type(tensor).__name__}) has no memory of its own")
+        raise UnsupportedError(f"{what}: the tensor ({type(tensor).__name__}) {_NO_MEMORY}")
     return source
 
 
@@ -208,8 +213,16 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{describe(kind, name)}: expected a torch.Tensor, not {type(tensor).__name__}")
     refuse_lazy(tensor, describe(kind, name))
-    if tensor.is_nested:
-        reason = "nested tensors are not supported here; use torch.nested.to_padded_tensor(tensor, 0.0)"
+    if is_transformed(tensor):
+        reason = (
+            "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of "
+            "the function that is transformed, on what that returns"
+        )
+    elif tensor.is_nested:
+        reason = (
+            "nested tensors are not supported here, since their parts may have another shape on each rank; use "
+            "torch.nested.to_padded_tensor(tensor, 0.0)"
+        )
     elif tensor.layout is not torch.strided:
         reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
     elif not (tensor.is_cpu or tensor.is_cuda):
@@ -222,7 +235,7 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
             "convert the tensor to another dtype"
         )
     elif (needed := _spanned_bytes(tensor)) > (there := _storage_bytes(tensor)):
-        lack = f"needs {needed} bytes, and its storage has {there}" if there else "has no memory of its own"
+        lack = f"needs {needed} bytes, and its storage has {there}" if there else _NO_MEMORY
         reason = f"the tensor ({type(tensor).__name__}) {lack}"
     else:
         return
@@ -249,7 +262,8 @@ def _spanned_bytes(tensor: torch.Tensor) -> int:
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        return 0 if storage.device.type == "meta" else storage.nbytes()  # that of a fake tensor
     except RuntimeError:  # a wrapper has none; NotImplementedError is one
         return 0
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, UsageError
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.devices import refuse_capture
+from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import StagedTensors
 
 __all__ = ["Request", "left_request", "wait_any"]
+
+T = TypeVar("T")
 
 
 class Request:
@@ -51,13 +54,14 @@ class Request:
         self._error: HoroError | None = None
         self._failed: tuple[type[HoroError], str] | None = None  # the same for good, for other threads that wait
         self.label = label
-        self.number = number = runtime.handle_base + handle
-        """The public number of the request; unique over all jobs of the process."""
+        number = runtime.handle_base + handle
+        self.number: int = number
+        """The number of the request, unique over all jobs of the process; from ``publish`` on the ``Handle``."""
         self.public = False
         """Whether ``synchronize`` may find it."""
         runtime.requests[number] = self
 
-    def publish(self, shape: Callable[[Any], Any] | None = None) -> int:
+    def publish(self, shape: Callable[[Any], T] | None = None) -> Handle[T]:
         """Lets ``synchronize`` find it; ``wait`` then returns the result of ``shape``.
 
         A name is taken from here until ``wait`` returns, ``free_name`` is called or the handle is garbage, whether the
@@ -66,17 +70,18 @@ class Request:
         Returns:
             Its public handle.
         """
-        number = self.number  # from here on it is held
+        handle: Handle[T] = Handle(self.number)
+        self.number = handle  # from here on it is held
         if shape is not None:
             finish = self._finish
-            self._finish = lambda core, handle, memory: shape(finish(core, handle, memory))
+            self._finish = lambda core, number, memory: shape(finish(core, number, memory))
         self.public = True
         runtime = self._runtime
         if self._taken_name is not None:
             runtime.taken_names[self._taken_name] = self
         if len(runtime.requests) >= runtime.requests_checked_at:
             _drop_unheld(runtime)
-        return number
+        return handle
 
     def free_name(self) -> None:
         """Lets another operation have its name, once this one is done."""
@@ -87,7 +92,7 @@ class Request:
     def is_held(self) -> bool:
         """Whether somebody else has the very object ``number``, so that ``synchronize`` may still come.
 
-        A finalizer would be told of its end, but a signal handler may raise in there, and Python drops what is raised.
+        A finalizer could note its end, but a signal handler may raise in there, and Python drops such an exception.
         """
         return _count_references(self) > _OWN_REFERENCES
 
@@ -114,7 +119,7 @@ class Request:
         """Blocks until the operation is done and returns its result.
 
         A KeyboardInterrupt (or another exception from a signal handler) leaves the request: its memory and its result
-        are kept, and ``wait`` may be called again. Where several threads wait at once, each gets the result or the
+        are kept, and ``wait`` may be called again. If several threads wait at once, each gets the result or the
         error, but of tensors on a GPU only one gets the result.
 
         Args:
@@ -239,13 +244,10 @@ def _count_references(request: Request) -> int:
 
 
 def _count_own_references() -> int:
-    """The result of ``_count_references`` where only the request and the list of requests refer to its number."""
+    """The result of ``_count_references`` where only the request refers to its handle."""
     request = Request.__new__(Request)
-    request.number = _runtime.FIRST_HANDLE_BASE + 1
-    requests = {request.number: request}
-    count = _count_references(request)
-    requests.clear()
-    return count
+    request.number = Handle(_runtime.FIRST_HANDLE_BASE + 1)
+    return _count_references(request)
 
 
 _OWN_REFERENCES = _count_own_references()

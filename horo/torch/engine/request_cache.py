@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from horo.core import context
+from horo.torch.compat.torch_private import is_transformed
 from horo.torch.engine.devices import current_stream
 from horo.torch.engine.operation import GATHERING, Operation, StagedTensors, make_outputs, pack, stage
 
@@ -46,8 +47,8 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
             and not tensor.is_neg()
         ):
             return tensor.data_ptr()
-    except RuntimeError:  # a nested tensor has no shape
-        if not tensor.is_nested:  # a signal handler's
+    except RuntimeError:  # a nested tensor has no shape, one of torch.func no address
+        if not tensor.is_nested and not is_transformed(tensor):  # a signal handler's
             raise
     return 0
 
@@ -141,7 +142,7 @@ class CachedRequest:
     def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor) -> None:
         """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
 
-        Where the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
+        If the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
         result: ``set_tensor`` succeeds from then on.
         """
         seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]

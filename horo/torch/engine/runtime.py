@@ -17,7 +17,6 @@ import torch
 from horo.core.signal_safe_call import ThreadCall
 from horo.diagnostics.frames import is_within
 from horo.errors import AbortedError, NotInitializedError, UsageError
-from horo.torch.compat.dynamo import let_dynamo_go
 from horo.torch.engine.course import SHUT_DOWN, Course
 from horo.torch.engine.devices import let_go
 from horo.torch.engine.join_round import Joining
@@ -221,7 +220,7 @@ class Runtime:
                 self.abandoned.pop(handle, None)
 
     def close(self, end: str) -> int:
-        """Leaves the job. Other ranks that wait for this one are told of that ``end``.
+        """Leaves the job. Other ranks that wait for this one get ``end`` as the reason.
 
         Returns:
             The highest number that a request had.
@@ -241,7 +240,6 @@ class Runtime:
         self.course.warn()
         self.course.stop()
         self.job.close(self.course.words(end))
-        let_dynamo_go()
         self.requests.clear()
         self.abandoned.clear()
         self.request_cache.clear()
@@ -303,7 +301,7 @@ def current() -> Runtime:
     """The runtime of this process.
 
     Raises:
-        NotInitializedError: There is none.
+        NotInitializedError: Without one.
     """
     runtime = process.runtime
     if runtime is None:

@@ -15,6 +15,7 @@ from horo.errors import NotInitializedError, ResourceError, UsageError
 from horo.torch.compat.profiler import begin_span, end_span, profiling
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.devices import use_gpus
+from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, StagedTensors, count_change, describe, list_tensors
 from horo.torch.engine.request import Request, left_request
 from horo.torch.engine.request_cache import CachedRequest
@@ -125,12 +126,10 @@ def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Reque
         cached.idle.append(None)
 
 
-def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> int | None:
+def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Handle[torch.Tensor] | None:
     """As ``repeat``, but begins it and returns a public handle."""
     request = start_again(key, tensor, in_place=in_place)
-    if request is None:
-        return None
-    return request.publish()
+    return None if request is None else request.publish()
 
 
 def start_allreduce(

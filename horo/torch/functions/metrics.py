@@ -104,7 +104,7 @@ class MetricAverage:
 
 
 def _number(value: object) -> float | None:
-    """None: it is none. A text is none, also one that Python would read as a number."""
+    """A number, or None for anything else: a text, too, even if Python could read it as a number."""
     if isinstance(value, (str, bytes, bytearray)):
         return None
     try:

@@ -1,9 +1,9 @@
 """Proof that pickled bytes come from a rank of this job, checked before they are unpickled.
 
 To unpickle is to run code. Links between hosts are authenticated when they are made, but carry no MAC afterwards: a
-process between two hosts that can change packets could change an object. So objects carry HMAC-SHA256 under a key that
-is derived from the job's secret, the operation, its name and the headers that all ranks exchange at the begin of the
-call; it covers the rank that sends, and the bytes. Each header has a fresh nonce: a MAC of another call is not valid in
+process between two hosts that can change packets could change an object. So objects carry HMAC-SHA256 over the
+sending rank and the bytes. Its key is derived from the job's secret, the operation, its name and the headers that all
+ranks exchange at the begin of the call. Each header has a fresh nonce: a MAC of another call is not valid in
 this one, and no rank has to count calls.
 """
 

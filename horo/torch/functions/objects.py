@@ -107,12 +107,12 @@ def gather_objects(obj: Any, name: str | None, process_set: ProcessSet) -> dict[
 
 
 def first_operation(what: str, team: int) -> Operation:
-    """The first operation of a call, by which the other ranks hear that this one has refused it."""
+    """The first operation of a call, by which the other ranks learn that this one has refused it."""
     return Operation(what, None, collective="allgather", team=team)
 
 
 def share_object(produce: Callable[[], Any], root_rank: int, what: str, name: str | None, team: int) -> Any:
-    """The root's ``produce()`` on all ranks. What fails at the root fails everywhere, with no rank left waiting."""
+    """The root's ``produce()`` on all ranks. An error at the root is one everywhere; no rank is left waiting."""
     is_root = topology.rank() == root_rank
     result = None
     failure: Exception | None = None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from horo.torch.engine.handles import publish
+from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.submit import (
     expect_again,
@@ -59,7 +59,9 @@ def allgather(
     return result
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[torch.Tensor]:
     """Starts an ``allgather`` and returns at once, with a handle; not differentiable.
 
     Args:
@@ -78,7 +80,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
         everyone = hvd.synchronize(handle)  # on 2 ranks [[0, 0], [1, 1]]
     """
     request = start_allgather([tensor], "allgather", name, team=resolve_process_set(process_set, "allgather"))
-    return publish(request, lambda gathered: gathered[0].tensor)
+    return request.publish(lambda gathered: gathered[0].tensor)
 
 
 def grouped_allgather(
@@ -109,7 +111,7 @@ def grouped_allgather(
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> Handle[tuple[torch.Tensor, ...]]:
     """Starts a ``grouped_allgather`` and returns at once, with a handle; not differentiable.
 
     Args:
@@ -129,7 +131,7 @@ def grouped_allgather_async(
     """
     spec = _gathering(name, process_set)
     request = start_allgather(list_group(tensors, spec), spec.kind, name, team=spec.team)
-    return publish(request, lambda gathered: tuple(item.tensor for item in gathered))
+    return request.publish(lambda gathered: tuple(item.tensor for item in gathered))
 
 
 def _gathering(name: str | None, process_set: ProcessSet) -> Operation:

@@ -1,23 +1,23 @@
 # ruff: noqa: PLR0917  (the order of arguments is Horovod's)
 """Reductions over all ranks: a tensor of each rank becomes one result, which all ranks get.
 
-What they have in common:
+Rules for all of them:
 
-- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides, and of a dtype that the core knows
-  (uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex). Ranks may have them on
+- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides. Their dtype is one that the core knows:
+  uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex. Ranks may have them on
   different devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in
-  its turn; they travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
+  its turn. They travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
   Operations cannot be captured into CUDA graphs.
 - ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
   them, for each kind of operation. A name can be in use once at a time.
-- Forms that end in ``_async`` return an integer for ``poll`` and ``synchronize``; until then the tensor must not be
-  changed. Keep the very integer: once an operation is done whose integer is garbage, its result may go, and a copy of
-  the number is of no use. Forms with a trailing ``_`` write into their input and are not differentiable; the
-  synchronous others are.
+- Forms that end in ``_async`` return a ``Handle``, an integer as Horovod's, with ``wait()`` and ``done()``; until then
+  the tensor must not be changed. Keep the handle itself: once an operation is done whose handle is garbage, its result
+  may go, and a copy of the number is of no use. Forms with a trailing ``_`` write into their input and are not
+  differentiable; the synchronous others are.
 - Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for tensors that the core cannot
-  take, ``UsageError`` (a ValueError) for other bad arguments, ``MismatchError`` when ranks disagree about a tensor, and
-  another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last two
-  in ``synchronize``.
+  take, ``UsageError`` (a ValueError) for other bad arguments. ``MismatchError`` comes when ranks disagree about a
+  tensor, another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last
+  two in ``synchronize``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from horo.torch.engine.handles import first_of, poll, publish, synchronize
+from horo.torch.engine.handles import Handle, first_of, poll, synchronize
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.submit import list_group, repeat, repeat_async, run_allreduce, start_allreduce, telling
 from horo.torch.ops.autograd import allreduce_all
@@ -159,7 +159,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Starts an ``allreduce`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
@@ -189,7 +189,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Starts an ``allreduce_`` and returns at once, with a handle.
 
     Args:
@@ -285,7 +285,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[tuple[torch.Tensor, ...]]:
     """Starts a ``grouped_allreduce`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
@@ -303,7 +303,7 @@ def grouped_allreduce_async(
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2., 2.] and [0., 0., 0.]
     """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(list_group(tensors, spec), spec), tuple)
+    return start_allreduce(list_group(tensors, spec), spec).publish(tuple)
 
 
 def grouped_allreduce_async_(
@@ -314,7 +314,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[tuple[torch.Tensor, ...]]:
     """Starts a ``grouped_allreduce_`` and returns at once, with a handle.
 
     Args:
@@ -332,7 +332,7 @@ def grouped_allreduce_async_(
         hvd.synchronize(hvd.grouped_allreduce_async_([x]))  # on 2 ranks x is [0.5, 0.5] now
     """
     spec = _spec("grouped_allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return publish(start_allreduce(list_group(tensors, spec), spec, in_place=True), tuple)
+    return start_allreduce(list_group(tensors, spec), spec, in_place=True).publish(tuple)
 
 
 def _cache_key(
@@ -363,13 +363,13 @@ def _begin_allreduce(
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-) -> int:
+) -> Handle[torch.Tensor]:
     key = _cache_key(function, average, op, prescale_factor, postscale_factor, name, process_set)
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set, stacklevel=5)
-    return publish(start_allreduce([tensor], spec, in_place=in_place, key=key), first_of)
+    return start_allreduce([tensor], spec, in_place=in_place, key=key).publish(first_of)
 
 
 def _spec(

@@ -10,7 +10,7 @@ import torch
 
 from horo.errors import UsageError
 from horo.torch.engine import runtime
-from horo.torch.engine.handles import publish
+from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, check_tensor, describe
 from horo.torch.engine.results import Gathered
 from horo.torch.engine.submit import expect_again, repeat_gathered, start_alltoall, telling
@@ -72,7 +72,7 @@ def alltoall_async(
     splits: torch.Tensor | Iterable[SupportsIndex] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
     """Starts an ``alltoall`` and returns at once, with a handle; not differentiable.
 
     Args:
@@ -91,7 +91,7 @@ def alltoall_async(
         handle = hvd.alltoall_async(torch.tensor([0, 1]))
         mine, counts = hvd.synchronize(handle)  # on 2 ranks [0, 0] on rank 0, [1, 1] on rank 1
     """
-    return publish(start_alltoall(*_call(tensor, splits, name, process_set)), _pair)
+    return start_alltoall(*_call(tensor, splits, name, process_set)).publish(_pair)
 
 
 def _pair(gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
 """Collectives that autograd can follow.
 
 Every rank has a loss of its own. In the backward pass all ranks communicate again, so all run it, for the same results
-in the same order. What the input of a rank then gets, of the gradients that the ranks have for their results, is
-Horovod's:
+in the same order. The input of a rank then gets, of the gradients that the ranks have for their results, what
+Horovod gives it:
 
 - ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean; with ``Min`` and ``Max`` their sum where this rank
   holds the value, in equal parts if several do; with ``Product`` their sum times the other ranks' values. ``alltoall``:
-  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. Where
+  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. If
   ``DistributedOptimizer`` averages the gradients of parameters, they are those of the mean loss.
 - ``allgather``: for this rank's rows, the *mean* over ranks. ``broadcast``: at the root the mean, else zeros. That is
   1/N of the gradient of the summed losses, so parameters whose gradients ``DistributedOptimizer`` averages get 1/N of
@@ -28,10 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from horo.core import context
 from horo.errors import UnsupportedError
+from horo.torch.compat.torch_private import is_transformed
 from horo.torch.engine import runtime, topology
 from horo.torch.engine.operation import Operation, describe
 from horo.torch.engine.results import Gathered
-from horo.torch.engine.submit import run_allreduce, run_broadcast, start_allgather, start_alltoall
+from horo.torch.engine.submit import run_allreduce, run_broadcast, run_reducescatter, start_allgather, start_alltoall
 from horo.torch.ops.compression import narrow
 
 __all__ = [
@@ -39,9 +40,8 @@ __all__ = [
     "allreduce_all",
     "alltoall_one",
     "broadcast_one",
-    "floating",
     "needs_graph",
-    "product_weight",
+    "reducescatter_all",
 ]
 
 _ADASUM = context.REDUCE_OPS["adasum"]
@@ -99,6 +99,28 @@ def broadcast_one(
     return result
 
 
+def reducescatter_all(
+    tensors: Sequence[torch.Tensor], spec: Operation, key: Hashable = None
+) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors in one request and returns this rank's rows; differentiable where an input requires grad.
+
+    ``key``: for a later ``repeat`` of a tensor that needs no graph.
+    """
+    if not needs_graph(tensors):
+        return run_reducescatter(tensors, spec, key)
+    if spec.reduce_op in (_AVERAGE, _SUM):
+        return _returned(_apply(_LinearReducescatter, spec, *tensors))
+    if spec.wire is not None:  # rounded values are compared and divided
+        rounded = [narrow(tensor, spec.wire)[0] for tensor in tensors]
+        results = reducescatter_all(rounded, spec._replace(wire=None))
+        return tuple(result.to(tensor.dtype) for result, tensor in zip(results, tensors, strict=True))
+    # The factors stay outside, so that exactly what was reduced is compared and divided.
+    plain = spec._replace(prescale=1.0, postscale=1.0)
+    scaled = [tensor if spec.prescale == 1.0 else tensor * spec.prescale for tensor in tensors]
+    results = _returned(_apply(_OtherReducescatter, plain, *scaled))
+    return tuple(result if spec.postscale == 1.0 else result * spec.postscale for result in results)
+
+
 def alltoall_one(tensor: torch.Tensor, spec: Operation) -> Gathered:
     """Gives each rank its rows of the tensor; differentiable where the input requires grad."""
     if not needs_graph([tensor]):
@@ -108,8 +130,10 @@ def alltoall_one(tensor: torch.Tensor, spec: Operation) -> Gathered:
 
 
 def needs_graph(tensors: Sequence[Any]) -> bool:
-    """Whether autograd is to follow an operation on these."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    """Whether autograd is to follow an operation on these. Tensors of ``torch.func`` are refused later."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad and not is_transformed(t) for t in tensors
+    )
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -129,12 +153,12 @@ def _derived(spec: Operation, suffix: str, reduce_op: int) -> Operation:
     return Operation(spec.kind, _derive(spec.name, suffix), reduce_op, team=spec.team)
 
 
-def floating(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _floating(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The indices of those that can have a gradient: floats and complex numbers."""
     return [index for index, tensor in enumerate(tensors) if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def product_weight(product: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _product_weight(product: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Factor of the gradient of ``product``, for its factor ``value``, which is 0 nowhere."""
     dtype = torch.complex64 if product.dtype is torch.complex32 else product.dtype  # torch divides no complex32
     return (product.to(dtype) / value.to(dtype)).conj().to(product.dtype)
@@ -146,7 +170,7 @@ class _LinearAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Operation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
-        ctx.floating = floating(tensors)
+        ctx.floating = _floating(tensors)
         return run_allreduce(tensors, spec)
 
     @staticmethod
@@ -167,7 +191,7 @@ class _ExtremeAllreduce(torch.autograd.Function):
     def forward(ctx: Any, spec: Operation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = run_allreduce(tensors, spec)
         ctx.spec = spec
-        ctx.floating = floating(tensors)
+        ctx.floating = _floating(tensors)
         ctx.save_for_backward(*(tensors[index] == results[index] for index in ctx.floating))
         return results
 
@@ -195,7 +219,7 @@ class _ProductAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Operation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.spec = spec
-        ctx.floating = floating(tensors)
+        ctx.floating = _floating(tensors)
         ctx.save_for_backward(*(tensors[index] for index in ctx.floating))
         return run_allreduce(tensors, spec)
 
@@ -211,7 +235,7 @@ class _ProductAllreduce(torch.autograd.Function):
         results: list[torch.Tensor | None] = [None] * len(grads)
         for position, index in enumerate(ctx.floating):
             others_zero = sums[len(used) + position] - zeros[position]
-            gradient = sums[position] * product_weight(products[position], nonzero[position])
+            gradient = sums[position] * _product_weight(products[position], nonzero[position])
             results[index] = torch.where(others_zero == 0, gradient, torch.zeros_like(gradient))
         return (None, *results)
 
@@ -222,7 +246,7 @@ class _Allgather(torch.autograd.Function):
         gathered = start_allgather(tensors, kind, name, sync=True, team=team).wait()
         rank = runtime.current().teams.find(team).rank
         ctx.name, ctx.team = name, team
-        ctx.floating = floating(tensors)
+        ctx.floating = _floating(tensors)
         ctx.rows = [(sum(item.rows[:rank]), item.rows[rank]) for item in gathered]
         return tuple(item.tensor for item in gathered)
 
@@ -263,3 +287,76 @@ class _Broadcast(torch.autograd.Function):
         spec = Operation("broadcast", _derive(ctx.name, "grad"), _AVERAGE, team=ctx.team)
         averaged = allreduce_all(grads, spec)[0]
         return (averaged if topology.rank() == ctx.root_rank else torch.zeros_like(averaged)), None, None, None
+
+
+def _gather(ctx: Any, tensors: Sequence[torch.Tensor], suffix: str) -> tuple[torch.Tensor, ...]:
+    """The rows of all ranks."""
+    return allgather_all(tensors, ctx.spec.kind, _derive(ctx.spec.name, suffix), ctx.spec.team)
+
+
+def _spread(ctx: Any, gradients: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as backward returns them, with None for the spec and for inputs that are not differentiated."""
+    results: list[torch.Tensor | None] = [None] * count
+    for index, gradient in zip(ctx.floating, gradients, strict=True):
+        results[index] = gradient
+    return (None, *results)
+
+
+class _LinearReducescatter(torch.autograd.Function):
+    """Sum and Average."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Operation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.spec = spec
+        ctx.floating = _floating(tensors)
+        return run_reducescatter(tensors, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        spec = ctx.spec
+        factor = spec.prescale * spec.postscale * (1 if spec.reduce_op == _AVERAGE else spec.place[1])
+        gathered = _gather(ctx, [grads[index] for index in ctx.floating], "grad")
+        return _spread(ctx, [grad if factor == 1.0 else grad * factor for grad in gathered], len(grads))
+
+
+class _OtherReducescatter(torch.autograd.Function):
+    """Min and Max: the gradient goes to the ranks that hold the extreme value, in equal parts if several do.
+
+    Product: it is multiplied by the product of the other ranks' values, of complex numbers conjugated, which comes from
+    the product of the values that are not zero and their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: Operation, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = run_reducescatter(tensors, spec)
+        ctx.spec = spec
+        ctx.floating = _floating(tensors)
+        chosen = [(tensors[index], results[index]) for index in ctx.floating]
+        ctx.save_for_backward(*(tensor for tensor, _ in chosen), *(result for _, result in chosen))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = ctx.saved_tensors[: len(ctx.floating)]
+        gathered = [grad * ctx.spec.place[1] for grad in _gather(ctx, [grads[index] for index in ctx.floating], "grad")]
+        weights = _product_weights(ctx, own) if ctx.spec.reduce_op == _PRODUCT else _extreme_weights(ctx, own)
+        return _spread(ctx, [grad * weight for grad, weight in zip(gathered, weights, strict=True)], len(grads))
+
+
+def _extreme_weights(ctx: Any, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    results = _gather(ctx, ctx.saved_tensors[len(ctx.floating) :], "result")
+    masks = [(mine == result).to(mine.dtype) for mine, result in zip(own, results, strict=True)]
+    counts = run_allreduce(masks, _derived(ctx.spec, "count", _SUM))
+    return [torch.where(mask != 0, mask / count, mask) for mask, count in zip(masks, counts, strict=True)]
+
+
+def _product_weights(ctx: Any, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    nonzero = [torch.where(value == 0, torch.ones_like(value), value) for value in own]
+    zeros = [(value == 0).to(value.dtype) for value in own]
+    products = run_allreduce(nonzero, _derived(ctx.spec, "product", _PRODUCT))
+    counts = run_allreduce(zeros, _derived(ctx.spec, "count", _SUM))
+    return [
+        torch.where(count - zero == 0, _product_weight(product, value), torch.zeros_like(product))
+        for count, zero, product, value in zip(counts, zeros, products, nonzero, strict=True)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from horo.torch.engine.handles import first_of, publish
+from horo.torch.engine.handles import Handle, first_of
 from horo.torch.engine.submit import (
     repeat,
     repeat_async,
@@ -85,7 +85,7 @@ def broadcast_(
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> Handle[torch.Tensor]:
     """Starts a ``broadcast`` and returns at once, with a handle; not differentiable.
 
     Args:
@@ -109,7 +109,7 @@ def broadcast_async(
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> Handle[torch.Tensor]:
     """Starts a ``broadcast_`` and returns at once, with a handle.
 
     Args:
@@ -133,11 +133,11 @@ def broadcast_async_(
 
 def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
     function: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
-) -> int:
+) -> Handle[torch.Tensor]:
     key = (function, name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle
     team = resolve_process_set(process_set, "broadcast")
     request = start_broadcast([tensor], root_rank, "broadcast", name, in_place=in_place, key=key, team=team)
-    return publish(request, first_of)
+    return request.publish(first_of)

@@ -220,9 +220,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     set is added all the same when the other ranks come: another call with its ranks then returns it. Horovod needs
     ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` for this function; horo does not.
 
-    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets. What the
-    members of a set have begun goes on as long as it moves; one that is agreed on at that very moment may end well on
-    some members and with an ``AbortedError`` on others.
+    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets.
+    Operations that the members of a set have begun go on as long as they move. One that is agreed on at that very
+    moment may end well on some members and with an ``AbortedError`` on others.
 
     Args:
         process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.

@@ -76,7 +76,7 @@ def resolve_op(op: int | None, average: bool | None = None, stacklevel: int = 4)
 
 
 def _name_in_torch(op: Any) -> str | None:
-    """The name of a reduction of ``torch.distributed``, which not every torch has; None: it is none."""
+    """The name of a reduction of ``torch.distributed``, which not every torch has; None for anything else."""
     family: Any = getattr(torch.distributed, "ReduceOp", None)
     if not hasattr(family, "RedOpType") or not isinstance(op, (family, family.RedOpType)):
         return None

@@ -9,11 +9,11 @@ import torch
 
 from horo.errors import GroupError, UnsupportedError
 from horo.torch.engine import runtime
-from horo.torch.engine.handles import first_of, publish
+from horo.torch.engine.handles import Handle, first_of
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.submit import list_group, repeat, start_reducescatter, telling
 from horo.torch.ops.allreduce import Adasum, Average, split_for
-from horo.torch.ops.autograd_scatter import reducescatter_all
+from horo.torch.ops.autograd import reducescatter_all
 from horo.torch.ops.compression import Compression, Compressor
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
 from horo.torch.ops.reduce_op import ReduceOp, factor_of, resolve_op
@@ -85,7 +85,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Starts a ``reducescatter`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
@@ -104,7 +104,7 @@ def reducescatter_async(
         mine = hvd.synchronize(handle)  # on 2 ranks [0.5, 0.5]
     """
     spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
-    return publish(start_reducescatter([tensor], spec), first_of)
+    return start_reducescatter([tensor], spec).publish(first_of)
 
 
 def grouped_reducescatter(
@@ -148,7 +148,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
+) -> Handle[tuple[torch.Tensor, ...]]:
     """Starts a ``grouped_reducescatter`` and returns at once, with a handle; without compression, not differentiable.
 
     Args:
@@ -167,7 +167,7 @@ def grouped_reducescatter_async(
         ones, zeros = hvd.synchronize(handle)  # on 2 ranks [2.] and [0., 0.]
     """
     spec = _spec("grouped_reducescatter", name, op, process_set, prescale_factor, postscale_factor)
-    return publish(start_reducescatter(list_group(tensors, spec), spec), tuple)
+    return start_reducescatter(list_group(tensors, spec), spec).publish(tuple)
 
 
 def _spec(

@@ -9,7 +9,6 @@ import torch
 
 from horo.errors import MismatchError, UnsupportedError, UsageError
 from horo.torch.compat.torch_private import sparse_indices, sparse_values
-from horo.torch.engine.handles import publish, synchronize
 from horo.torch.engine.operation import Operation, describe
 from horo.torch.engine.results import Gathered
 from horo.torch.engine.submit import start_allgather, telling
@@ -61,7 +60,7 @@ def sparse_allreduce_async(
     rows = [indices.t().contiguous(), sparse_values(tensor), shape]
     request = start_allgather(rows, _KIND, name, team=team)
     members = process_set.ranks or [0]
-    return partial(synchronize, publish(request, partial(_combined, what, list(tensor.shape), members, scale)))
+    return request.publish(partial(_combined, what, list(tensor.shape), members, scale)).wait
 
 
 def _check(tensor: torch.Tensor, op: int | None, what: str) -> int:

@@ -5,17 +5,17 @@ change of each parameter with the changes on the other ranks, and the result is 
 like are each rank's own, and parameters are equal on all ranks after each step.
 
 A step that raises leaves the parameters as they were before it, and it has not taken place: the next call of ``step()``
-does it. Where other ranks may have got its result already, since an exception of a signal handler has ended the wait
+does it. If other ranks may have got its result already, since an exception of a signal handler has ended the wait
 for it, that call ends the exchange in progress with that result. Momentum and the like keep their new values.
-Where parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
+If parameters have other values by then, loaded from a checkpoint on all ranks, that result is dropped instead.
 """
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,29 +24,21 @@ from horo.torch.compat.profiler import span
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
 from horo.torch.engine.submit import find_left, start_allreduce
-from horo.torch.optimizer.consistency import check_first
+from horo.torch.optimizer.consistency import check_first, refuse_ddp
 from horo.torch.optimizer.finite import FiniteCheck, checks_finite
-from horo.torch.optimizer.first_checks import refuse_ddp
-from horo.torch.optimizer.membership import Member
-from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
+from horo.torch.optimizer.membership import Membership
+from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.step_hooks import scaler_has_looked
 
 __all__ = ["DeltaReducer"]
 
 
-class DeltaReducer(Member):
+class DeltaReducer:
     """Combines the steps that ranks take, and hooks no parameter. It has no use for groups of gradients."""
 
-    advice: ClassVar[str] = ""  # no gradient is refused
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: ReductionOptions,
-        names: dict[torch.Tensor, str],
-        groups: Sequence[Sequence[torch.Tensor]] = (),
-    ) -> None:
-        super().__init__(optimizer, options, names)
+    def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]] = ()) -> None:
+        self.membership = membership
+        self.options = membership.options
         self.handles: dict[torch.Tensor, Any] = {}
         self._starts: dict[ParameterState, torch.Tensor] = {}
         """The parameters before the step in progress, or before one that has not come to its end."""
@@ -60,11 +52,10 @@ class DeltaReducer(Member):
         """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
         self._is_undone = False
         """Whether a step has raised while it was exchanged, and parameters were put back where they were before it."""
-        self._is_nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
-        """Whether a ``step()`` may call that of its base class, around which these hooks are as well."""
         self._depth = 0
         """The number of such calls that are in progress, each inside the one before."""
-        self.adopt()
+        membership.follower = weakref.ref(self)
+        membership.adopt()
 
     # -- called by the user ----------------------------------------------------------------------------------------
 
@@ -83,6 +74,10 @@ class DeltaReducer(Member):
         """A context that changes nothing: backward accumulates locally here, whether inside or not."""
         return nullcontext()
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As ``Membership`` does; the number has no effect: each ``step()`` takes the gradients as they are."""
+        self.membership.set_backward_passes_per_step(passes)
+
     # -- around step() ---------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,15 +88,16 @@ class DeltaReducer(Member):
             UsageError: Parameters are not equal on all ranks before the first step, or an optimizer that was made
                 later has some of them.
         """
-        if self._depth and self._is_nested:
+        if self._depth and self.membership.nests_steps:
             self._depth += 1
             return
-        self.newer.refuse(self, "optimizer.step()")
-        self.settle_join()
-        self.follow_runtime()
-        if self.size == 1:
+        membership = self.membership
+        membership.newer.refuse(membership, "optimizer.step()")
+        membership.settle_join()
+        membership.follow_runtime()
+        if membership.size == 1:
             return
-        self.begin_step()
+        membership.begin_step()
         if scaler_has_looked(optimizer):
             raise UnsupportedError(
                 "optimizer.step(): a GradScaler skips the steps of one rank alone, for which the others would wait "
@@ -125,10 +121,10 @@ class DeltaReducer(Member):
         if not self._is_undone:
             self._move_back()
         self.drain()
-        states = [state for state in self.adopt() if _takes_part(state.parameter)]
+        states = [state for state in self.membership.adopt() if _takes_part(state.parameter)]
         self._compare(states)
         if checks_finite():
-            FiniteCheck(self.label, self.team, states, self.steps + 1).finish()
+            FiniteCheck(self.membership.label, self.membership.team, states, self.membership.steps + 1).finish()
         with torch.no_grad():
             self._starts = {state: state.parameter.detach().clone() for state in states}
 
@@ -167,7 +163,7 @@ class DeltaReducer(Member):
                 self.drain()
             raise
         self._forget()
-        self.end_step()
+        self.membership.end_step()
 
     def _combined(self) -> list[torch.Tensor]:
         """The combined changes of the parameters on all ranks; goes on where an earlier call was interrupted."""
@@ -187,9 +183,10 @@ class DeltaReducer(Member):
 
     def _submit(self) -> None:
         """Submits the tensors that are left, also those behind a refused one, as the other ranks do."""
+        team = self.membership.team
         for state, (sent, _) in list(zip(self._starts, self._sent, strict=True))[len(self._requests) :]:
             spec = Operation(
-                state.kind or "", f"{state.name}.delta", self.options.op, wire=self.options.wire, team=self.team
+                state.kind or "", f"{state.name}.delta", self.options.op, wire=self.options.wire, team=team
             )
             try:
                 self._requests.append(start_allreduce([sent], spec, in_place=True))
@@ -203,7 +200,7 @@ class DeltaReducer(Member):
                 self._requests.append(error)
 
     def _finish(self) -> None:
-        """Waits for all requests. What it does may be done twice, since a signal handler may raise anywhere in it."""
+        """Waits for all requests. Each part may be done twice, since a signal handler may raise anywhere in it."""
         if len(self._failures) < len(self._requests) and isinstance(self._requests[-1], Request):
             self._requests[-1].failure()  # one wait instead of many
         while len(self._failures) < len(self._requests):
@@ -228,15 +225,16 @@ class DeltaReducer(Member):
         self._has_failed = self._is_undone = False
 
     def _compare(self, states: list[ParameterState]) -> None:
-        self.name_gradients()
-        if not self.has_unchecked or self.optimizer() is None:
+        membership = self.membership
+        membership.name_gradients()
+        if not membership.has_unchecked or membership.optimizer() is None:
             return
         refuse_ddp(states)
-        check = check_first(self, has_own_state=True)
+        check = check_first(membership, has_own_state=True)
         if check is not None:
             check.wait()
             check.refuse_different_values()
-        self.note_checked()
+        membership.note_checked()
 
     # -- called by the optimizer's hooks ------------------------------------------------------------------------------
 
@@ -248,13 +246,19 @@ class DeltaReducer(Member):
         self._finish()
         self._forget()
 
-    def reset(self) -> None:
+    def hook(self, parameter: Any) -> None:
+        """Hooks no parameter."""
+
+    def leave_job(self) -> None:
         """Begins anew in another job: the requests of the one before have ended with it."""
         self._forget()
 
+    def begin_job(self) -> None:
+        """There is nothing that ranks know of each other."""
+
     def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> DeltaReducer:
         """A reducer with these options for a copy of the optimizer; ``twins``: its parameters by those of this one."""
-        return type(self)(optimizer, copy.copy(self.options), self.names_for(twins))
+        return type(self)(self.membership.copy_for(optimizer, twins))
 
 
 def _takes_part(parameter: torch.Tensor) -> bool:

@@ -14,11 +14,11 @@ from horo.torch.engine import runtime
 from horo.torch.engine.request import Request
 from horo.torch.ops.allreduce import Sum
 from horo.torch.optimizer.backward_hooks import call_at_end, current_run, is_nested
-from horo.torch.optimizer.membership import HOOK_LOCK
-from horo.torch.optimizer.parameter_state import PackedGradient, ParameterState, ReductionOptions
+from horo.torch.optimizer.gradient_reducer import GradientReducer
+from horo.torch.optimizer.membership import HOOK_LOCK, Membership
+from horo.torch.optimizer.parameter_state import PackedGradient, ParameterState
 from horo.torch.optimizer.shared_gradients import writable
 from horo.torch.optimizer.step_hooks import scaler_has_looked
-from horo.torch.optimizer.strategy import GradientReducer
 from horo.torch.optimizer.together import reduce_together
 
 __all__ = ["BackwardReducer"]
@@ -35,13 +35,7 @@ class BackwardReducer(GradientReducer):
     leaves_unused = True
     advice = "register hooks that change gradients before DistributedOptimizer, or set HORO_OVERLAP=never"
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: ReductionOptions,
-        names: dict[torch.Tensor, str],
-        groups: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
+    def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         if not tells_end_of_backward():
             raise UnsupportedError(
                 f"DistributedOptimizer: torch {torch.__version__} does not tell when a backward ends; use "
@@ -51,7 +45,7 @@ class BackwardReducer(GradientReducer):
         self._accumulators: dict[torch.Tensor, tuple[torch.dtype, Any]] = {}
         """By parameter, autograd's node that has a hook, and for which dtype it was made. A node goes with its hooks
         when nobody refers to it, and a parameter that gets another dtype gets another node."""
-        super().__init__(optimizer, options, names, groups)
+        super().__init__(membership, groups)
         self._run = -1
         """Autograd's number of the run that called a hook last; -1 outside backward."""
         self._first_run: int | None = None
@@ -68,8 +62,8 @@ class BackwardReducer(GradientReducer):
             MismatchError: Ranks sent different things for one parameter; the others are reduced.
             GroupError: A rank is lost or horo was shut down.
         """
-        self.newer.refuse(self, "optimizer.synchronize()")
-        self.follow_runtime()
+        self.membership.newer.refuse(self.membership, "optimizer.synchronize()")
+        self.membership.follow_runtime()
         if not self.is_reduced or self._first_run is not None:
             self._reduce()
 
@@ -109,7 +103,7 @@ class BackwardReducer(GradientReducer):
 
     def submit_all(self) -> Request | None:
         """As in the base class."""
-        if self.options.op == Sum and self.size > 1:
+        if self.options.op == Sum and self.membership.size > 1:
             for state in self._active():
                 if state.pending is None:
                     _divide_sum(state)
@@ -123,7 +117,7 @@ class BackwardReducer(GradientReducer):
                 if state.parameter in self._accumulators:
                     self._watch_accumulation(state.parameter)
                 grad = state.parameter.grad
-                state.summed = None if grad is None else (weakref.ref(grad), self.size)
+                state.summed = None if grad is None else (weakref.ref(grad), self.membership.size)
 
     def refuse_while_pending(self, what: str) -> None:
         """Called before gradients are cleared.
@@ -131,7 +125,7 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: A backward is in progress.
         """
-        self.follow_runtime(forget=True)
+        self.membership.follow_runtime(forget=True)
         _refuse_in_backward(what)
         for state in self.states.values() if self._first_run is not None else ():
             for item in () if state.pending is None else state.pending.packed:
@@ -141,12 +135,12 @@ class BackwardReducer(GradientReducer):
         self.is_reduced = self.is_local = False
         for state in self.states.values():
             state.summed = None
-        if len(self.hooked) < len(self.states):
-            self.adopt()  # a parameter that was thawed needs its hook before the next backward
+        if len(self.membership.hooked) < len(self.states):
+            self.membership.adopt()  # a parameter that was thawed needs its hook before the next backward
 
     def drain(self) -> None:
         """As in the base class. Between backward passes nothing is in progress; averaged gradients stay averaged."""
-        self.follow_runtime(forget=True)
+        self.membership.follow_runtime(forget=True)
         self._end_broken()
 
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -191,10 +185,10 @@ class BackwardReducer(GradientReducer):
                 "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
             )
         runtime.current()  # raises before a backward is noted as in progress
-        self.follow_runtime()
-        self.keep_step_hooks()
-        self.progress.begin()
-        self.begin_step()
+        self.membership.follow_runtime()
+        self.membership.keep_step_hooks()
+        self.submitter.progress.begin()
+        self.membership.begin_step()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
             self._go_on_after_broken(self.states[parameter])
@@ -225,15 +219,16 @@ class BackwardReducer(GradientReducer):
         """
         if self._first_run is None:
             return
-        if self.size == 1:
+        if self.membership.size == 1:
             self.reset()
             return
         cleared = self._bring_back()
-        self.progress.is_broken = True
+        progress = self.submitter.progress
+        progress.is_broken = True
         try:
             reduce_together([self])
         finally:
-            self.progress.is_broken = self.is_reduced = False
+            progress.is_broken = self.is_reduced = False
             for state, grad in cleared:
                 state.parameter.grad = grad
 
@@ -257,14 +252,15 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: The gradient of ``state`` is still being reduced, and autograd has just added to it.
         """
-        if self.size > 1 and state.pending is not None and state.parameter.grad is _sent_for(state):
+        if self.membership.size > 1 and state.pending is not None and state.parameter.grad is _sent_for(state):
             self._refuse_unfinished("backward()")
         self._end_broken()
         self.is_local = True
         _divide_sum(state)  # autograd has accumulated into it already
 
-    def _hook(self, parameter: Any) -> None:
-        super()._hook(parameter)
+    def hook(self, parameter: Any) -> None:
+        """As in the base class."""
+        super().hook(parameter)
         if self.options.op == Sum:
             self._watch_accumulation(parameter)
 

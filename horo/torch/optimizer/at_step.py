@@ -10,11 +10,11 @@ import torch
 
 from horo.errors import UsageError
 from horo.torch.engine import runtime
-from horo.torch.optimizer.membership import HOOK_LOCK
-from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions, refuse_sparse
+from horo.torch.optimizer.gradient_reducer import GradientReducer
+from horo.torch.optimizer.membership import HOOK_LOCK, Membership
+from horo.torch.optimizer.parameter_state import ParameterState, refuse_sparse
 from horo.torch.optimizer.shared_gradients import note_version
 from horo.torch.optimizer.step_hooks import scaler_has_looked
-from horo.torch.optimizer.strategy import GradientReducer
 
 __all__ = ["StepReducer"]
 
@@ -35,15 +35,9 @@ class StepReducer(GradientReducer):
         "optimizer.skip_synchronize()"
     )
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: ReductionOptions,
-        names: dict[torch.Tensor, str],
-        groups: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
-        super().__init__(optimizer, options, names, groups)
-        self._nested = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
+    def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+        super().__init__(membership, groups)
+        self._nested = membership.nests_steps
         self._stamp: list[tuple[torch.Tensor, int]] | None = None
 
     def synchronize(self) -> None:
@@ -54,8 +48,8 @@ class StepReducer(GradientReducer):
             UsageError: A gradient was changed while it was being reduced.
             GroupError: A rank is lost or horo was shut down.
         """
-        self.newer.refuse(self, "optimizer.synchronize()")
-        self.follow_runtime()
+        self.membership.newer.refuse(self.membership, "optimizer.synchronize()")
+        self.membership.follow_runtime()
         self._reduce()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -65,7 +59,7 @@ class StepReducer(GradientReducer):
             AssertionError: One backward pass too many.
             NotInitializedError: There is no job.
         """
-        self.follow_runtime()
+        self.membership.follow_runtime()
         state = self.states[parameter]
         if state.pending or state.held or (state.passes >= self.options.passes and not self._paused):
             raise AssertionError(
@@ -82,7 +76,7 @@ class StepReducer(GradientReducer):
             return
         if not self.handles:
             with HOOK_LOCK:
-                self.keep_step_hooks()
+                self.membership.keep_step_hooks()
                 # the number of torch's threads may have changed since the last step
                 self._overlaps = self._may_overlap(parameter)
         if not self._overlaps:
@@ -112,7 +106,7 @@ class StepReducer(GradientReducer):
         Raises:
             AssertionError: A reduction is in progress.
         """
-        self.follow_runtime(forget=True)
+        self.membership.follow_runtime(forget=True)
         if self.handles:
             raise AssertionError(
                 f"{what} was called after backward() but before optimizer.step() or optimizer.synchronize(), "

@@ -30,8 +30,6 @@ current_run = torch_private.run_number()
 class ReducesAtEnd(Reduces, Protocol):
     """A reducer whose gradients are due at the end of a backward."""
 
-    order: int
-
     def end_pass(self) -> bool:
         """Called at the end of the outermost backward; whether gradients are due."""
 
@@ -58,7 +56,7 @@ def is_nested() -> bool:
 def call_at_end(reducer: ReducesAtEnd) -> None:
     """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
 
-    It is called in a hook of autograd. What the end raises comes out of ``backward()``.
+    It is called in a hook of autograd. An exception of the end comes out of ``backward()``.
     """
     run = current_run()
     with HOOK_LOCK:
@@ -73,7 +71,7 @@ def _run_ended(run: int) -> None:
     reducers = _runs.pop(run)
     node = torch_private.outer_node()
     if node is None or not _call_after(node, reducers):
-        due = [reducer for reducer in sorted(reducers, key=lambda item: item.order) if reducer.end_pass()]
+        due = [reducer for reducer in sorted(reducers, key=lambda item: item.membership.order) if reducer.end_pass()]
         reduce_together(due)
 
 

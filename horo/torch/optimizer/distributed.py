@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,13 +23,15 @@ from horo.torch.optimizer.adasum import DeltaReducer
 from horo.torch.optimizer.at_backward import BackwardReducer
 from horo.torch.optimizer.at_step import StepReducer
 from horo.torch.optimizer.attach import attach, find_duplicates
-from horo.torch.optimizer.first_checks import refuse_ddp_model
+from horo.torch.optimizer.consistency import refuse_ddp_model
+from horo.torch.optimizer.membership import Membership
 from horo.torch.optimizer.parameter_state import ReductionOptions
+from horo.torch.optimizer.strategy import Strategy
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
 _ADASUM = "adasum"
-STRATEGIES: dict[str, type[BackwardReducer] | type[StepReducer] | type[DeltaReducer]] = {
+STRATEGIES: dict[str, Callable[[Membership, Sequence[Sequence[torch.Tensor]]], Strategy]] = {
     "backward": BackwardReducer,
     "step": StepReducer,
     _ADASUM: DeltaReducer,
@@ -86,9 +88,9 @@ def DistributedOptimizer(
 
     The optimizer itself is returned: its class, state, options and ``state_dict()`` stay what they are. It gains
 
-    - ``no_sync()``, a context in which backward only accumulates locally; the next backward outside averages the sum;
+    - ``no_sync()``, a context in which backward only accumulates locally. The next backward outside averages the sum;
     - ``set_backward_passes_per_step(n)``;
-    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``; else it does nothing;
+    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``. Else it does nothing;
     - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are. If they are not averaged, that
       is an error; inside ``no_sync()`` as well, it is not: for steps of one rank alone.
 
@@ -96,9 +98,9 @@ def DistributedOptimizer(
     ``shutdown()`` and ``init()``. Of several over one parameter, the newest averages its gradient.
 
     ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
-    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. Where
+    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If
     no rank did, ``p.grad`` stays None (zeros with ``gradients_ready="step"``, as in Horovod). If a backward uses no
-    parameter of the optimizer at all, or none is called, this rank takes part at ``step()``. There, gradients that no
+    parameter of the optimizer at all, or is not called, this rank takes part at ``step()``. There, gradients that no
     backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks have changed theirs
     by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before gradients are used, takes
     part in time. Parameters frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)``
@@ -168,17 +170,15 @@ def DistributedOptimizer(
     if op == Adasum:
         _check_adasum(optimizer, groups, gradients_ready)
         chosen = _ADASUM
-    strategy = STRATEGIES[chosen]
     options = ReductionOptions(
         op,
         compression,
         float(gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         passes=backward_passes_per_step,
-        advice=strategy.advice,
         process_set=process_set,
     )
-    attach(optimizer, strategy(optimizer, options, names, grouped), process_set)
+    attach(optimizer, STRATEGIES[chosen](Membership(optimizer, options, names), grouped))
     return cast("Distributed", optimizer)
 
 

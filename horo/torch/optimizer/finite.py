@@ -65,7 +65,7 @@ class FiniteCheck:
 
 
 def finish_checks(checks: Sequence[FiniteCheck]) -> None:
-    """Waits for all of them, so that none is in progress when the next ones begin.
+    """Waits for all of them, so that the next ones begin when all are done.
 
     Raises:
         HoroError: That of the first check that has one.

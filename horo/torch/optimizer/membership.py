@@ -1,14 +1,14 @@
-"""A reducer's relation to the job and to the other reducers: names that ranks share, common parameters."""
+"""An optimizer's relation to the job and to the other optimizers: names that ranks share, common parameters."""
 
 from __future__ import annotations
 
-import abc
+import copy
 import gc
 import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,18 +18,30 @@ from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.operation import refuse_lazy
 from horo.torch.ops.process_set import refuse_unregistered
 from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
-from horo.torch.optimizer.phase import StepProgress
 
-__all__ = ["HOOK_LOCK", "Member", "states_of_all"]
+__all__ = ["HOOK_LOCK", "Membership", "Newer", "states_of_all"]
 
 HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
 """Held for what the first hook of a backward does: autograd has a thread for each device that gradients are on."""
 
 
-class Member(abc.ABC):
-    """A reducer's place among the others, and in the job, which may be another one later.
+class Follower(Protocol):
+    """The strategy of an optimizer, as its membership needs it."""
 
-    Names are given when gradients are reduced for the first time in a job, and all ranks do that, so an optimizer that
+    def hook(self, parameter: Any) -> None:
+        """Called once for each parameter that is found to require grad."""
+
+    def leave_job(self) -> None:
+        """Called when the job has ended, or the process set was removed: nothing is in progress any more."""
+
+    def begin_job(self) -> None:
+        """Called at the beginning of a job, and when all ranks have joined: ranks know nothing of each other."""
+
+
+class Membership:
+    """An optimizer's place among the others, and in the job, which may be another one later.
+
+    Names are given when gradients are reduced for the first time in a job, and all ranks do that. So an optimizer that
     only one rank has made or copied or kept from an earlier job does not shift them.
     """
 
@@ -37,6 +49,10 @@ class Member(abc.ABC):
         self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
     ) -> None:
         self.options = options
+        self.nests_steps = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
+        """Whether a ``step()`` of the optimizer may call that of its base class, which torch's hooks are around too."""
+        self.follower: weakref.ref[Follower] | None = None
+        """The strategy, which owns this object; None before that takes it over."""
         self.names = names
         """By parameter, equal on all ranks; those that the user has not named get one from their place."""
         self.hooked: set[torch.Tensor] = set()
@@ -49,11 +65,8 @@ class Member(abc.ABC):
         self.states: dict[torch.Tensor, ParameterState] = {}
         """By parameter."""
         self.order = next(_orders)
-        """Its place among all reducers of this process."""
+        """Its place among all optimizers of this process."""
         self.newer = Newer()
-        self.is_reduced = False
-        """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
-        self.progress = StepProgress()
         self.steps = 0
         """The number of steps of the optimizer after gradients were reduced."""
         self._is_in_step = False
@@ -68,12 +81,8 @@ class Member(abc.ABC):
         """The number of times that all ranks of that job had joined then."""
         self._are_named = False
         """Whether the gradients of all parameters have their names in this job."""
-        self._checked = 0
+        self.checked = 0
         """The number of parameters, counted from the first, that have been compared over all ranks in this job."""
-
-    @abc.abstractmethod
-    def reset(self) -> None:
-        """Begins anew: nothing is in progress."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes accumulate locally, from the next one on.
@@ -115,19 +124,21 @@ class Member(abc.ABC):
                     state = self.states[parameter] = ParameterState(parameter, name)
                     self._are_named, is_larger = False, True
                 if parameter.requires_grad and parameter not in self.hooked:
-                    self._hook(parameter)
+                    self.hooked.add(parameter)
+                    if (follower := self._follower()) is not None:
+                        follower.hook(parameter)
                 states.append(state)
         if is_larger:
             self.claim_parameters()
         return states
 
-    def _hook(self, parameter: torch.Tensor) -> None:
-        """Called once for each parameter that is found to require grad."""
-        self.hooked.add(parameter)
+    def _follower(self) -> Follower | None:
+        return None if self.follower is None else self.follower()
 
-    def names_for(self, twins: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, str]:
-        """The names for a copy of the optimizer; ``twins``: its parameters by those of this one."""
-        return {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
+    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> Membership:
+        """A membership for a copy of the optimizer; ``twins``: its parameters by those of this one."""
+        names = {twins[parameter]: name for parameter, name in self.names.items() if parameter in twins}
+        return Membership(optimizer, copy.copy(self.options), names)
 
     def follow_runtime(self, *, forget: bool = False) -> None:
         """Begins anew if the job is another one than before, or the process set was removed and added again: nobody
@@ -156,9 +167,8 @@ class Member(abc.ABC):
             if rounds != self._rounds and not was_pending:  # pending reductions were begun before, and are done
                 self._begin_anew(rounds)
             return
-        if self._runtime is not None:
-            self.reset()
-            self.is_reduced = False
+        if self._runtime is not None and (follower := self._follower()) is not None:
+            follower.leave_job()
         self._begin_anew(rounds)
         self._runtime, self._team = runtime, team
         if was_pending and not forget:
@@ -203,26 +213,27 @@ class Member(abc.ABC):
 
     def _begin_anew(self, rounds: int) -> None:
         """Forgets what ranks have told each other, since some of them may have been in another job, or joined."""
-        self.progress = StepProgress()
-        self._checked = 0
+        self.checked = 0
         self._are_named = False
         for state in self.states.values():
             state.kind = None
             state.varies = False
         self._rounds = rounds
+        if (follower := self._follower()) is not None:
+            follower.begin_job()
 
     @property
     def has_unchecked(self) -> bool:
         """Whether it has parameters that have not been compared over all ranks in this job."""
-        return self._checked < len(self.states)
+        return self.checked < len(self.states)
 
     def unchecked(self) -> list[ParameterState]:
         """The parameters that have not been compared."""
-        return list(self.states.values())[self._checked :]
+        return list(self.states.values())[self.checked :]
 
     def note_checked(self) -> None:
         """Notes that all parameters are being compared."""
-        self._checked = len(self.states)
+        self.checked = len(self.states)
 
     @property
     def has_joined(self) -> bool:
@@ -283,7 +294,7 @@ class Member(abc.ABC):
         return True
 
     def claim_parameters(self) -> None:
-        """Tells the older of each two reducers with a common parameter about the newer."""
+        """Adds this one to the newer ones of each older one that has a common parameter, or the other way round."""
         own = self.states.keys()
         for other in list(_members):
             if other is not self and not own.isdisjoint(other.states):
@@ -303,7 +314,7 @@ class Member(abc.ABC):
         return f"{first.kind}.{first.name}"
 
     def _is_ambiguous(self, runtime: _runtime.Runtime) -> bool:
-        """Whether another reducer has no names yet in this job, but will have some that this one has.
+        """Whether another optimizer has no names yet in this job, but will have some that this one has.
 
         Then the order of the first hook calls must not decide which gets which: ranks may differ in it.
         """
@@ -313,24 +324,24 @@ class Member(abc.ABC):
 
 
 class Newer:
-    """The reducers that have come after another one and have a parameter in common with it.
+    """The optimizers that have come after another one and have a parameter in common with it.
 
     Only one can average a gradient, and it is the newest, so that a script may make its optimizer again while the
     variable still holds the last one. The older ones come back when the newer are gone.
     """
 
     def __init__(self) -> None:
-        self._found: list[weakref.ref[Member]] = []
+        self._found: list[weakref.ref[Membership]] = []
         self._is_swept = True
 
-    def add(self, reducer: Member) -> None:
+    def add(self, member: Membership) -> None:
         """Adds one, unless it is there."""
-        if all(reference() is not reducer for reference in self._found):
-            self._found.append(weakref.ref(reducer))
+        if all(reference() is not member for reference in self._found):
+            self._found.append(weakref.ref(member))
             self._is_swept = False
 
     def any(self) -> bool:
-        """Whether one is alive. What only garbage refers to is collected first."""
+        """Whether one is alive. Garbage is collected first, once."""
         if not self._found:
             return False
         if not self._is_swept:
@@ -339,7 +350,7 @@ class Newer:
         self._found = [reference for reference in self._found if reference() is not None]
         return bool(self._found)
 
-    def refuse(self, own: Member, what: str) -> None:
+    def refuse(self, own: Membership, what: str) -> None:
         """Refuses a call of the optimizer that has a newer one beside it.
 
         Raises:
@@ -365,5 +376,5 @@ def states_of_all() -> Iterator[ParameterState]:
         yield from member.states.values()
 
 
-_members: weakref.WeakSet[Member] = weakref.WeakSet()
+_members: weakref.WeakSet[Membership] = weakref.WeakSet()
 _orders = itertools.count()

@@ -43,7 +43,6 @@ class ReductionOptions:
         *,
         sparse_as_dense: bool,
         passes: int,
-        advice: str,
         process_set: ProcessSet,
     ) -> None:
         self.op = op
@@ -52,8 +51,8 @@ class ReductionOptions:
         self.postscale = predivide_factor
         self.sparse_as_dense = sparse_as_dense
         self.passes = passes
-        self.advice = advice
-        """The advice in the error about a gradient that was changed while it was being reduced."""
+        self.advice = ""
+        """The strategy's advice in the error about a gradient that was changed while it was being reduced."""
         self.process_set = process_set
         """The ranks that take part. A rank that is no member uses its gradients as they are."""
 
@@ -215,7 +214,7 @@ class PendingReduction:
 
 
 class UnsentReduction(PendingReduction):
-    """A gradient that a job of one rank sends to nobody. What is an error with more ranks is one here too."""
+    """A gradient that a job of one rank sends to nobody. Errors are the same as with more ranks."""
 
     __slots__ = ("watched",)
 

@@ -17,7 +17,6 @@ import torch
 from horo.errors import UsageError
 from horo.torch.optimizer.comparison import Comparison, checksum, options_of
 from horo.torch.optimizer.parameter_state import ParameterState
-from horo.torch.optimizer.step_inputs import StepInputs
 
 __all__ = ["StepProgress", "refuse_different_steps"]
 
@@ -25,8 +24,6 @@ _LATER = 1
 """The reduction is not the first since the last step."""
 _AT_STEP = 2
 """The reduction began in ``step()``."""
-_MOST_BETWEEN = 128
-"""The most steps from one whose inputs are looked at to the next."""
 _BROKEN = 4
 """An exception has ended the backward, so not all gradients are there."""
 
@@ -39,10 +36,6 @@ class StepProgress:
         self.is_at_step = False
         self.trained: list[ParameterState] = []
         """The parameters that required grad in the last reduction."""
-        self.inputs: StepInputs | None = None
-        """The inputs of the last step, where the next reduction compares them over all ranks."""
-        self.steps = 0
-        self._next_look = 1
         self.is_broken = False
         self.late: list[int] = []
         """The ranks that took part in the last reduction from ``step()``, if others did not."""
@@ -52,14 +45,6 @@ class StepProgress:
         """The number of dimensions that the first gradient has in front of its shape; 0 in an ordinary step."""
         later = _LATER if self.reductions else 0
         return later + (_AT_STEP if self.is_at_step else 0) + (_BROKEN if self.is_broken else 0)
-
-    def is_look_due(self) -> bool:
-        """Called before a step. Whether its inputs are looked at: those of the 1st, 2nd, 4th, ..., then each 128th."""
-        self.steps += 1
-        if self.steps < self._next_look:
-            return False
-        self._next_look += min(self.steps, _MOST_BETWEEN)
-        return True
 
     def begin(self) -> None:
         """Called when a backward or a reduction begins.

@@ -1,68 +1,18 @@
-"""The surroundings of a call of an optimizer's ``step``: its closure, and a GradScaler that calls it."""
+"""The surroundings of a call of an optimizer's ``step``: its arguments, an undo, a GradScaler that calls it."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from horo.torch.compat.torch_private import calls_scaled_step, is_unscaled
-from horo.torch.engine.operation import Operation
-from horo.torch.engine.submit import run_allreduce
-from horo.torch.ops.allreduce import Average
 from horo.torch.optimizer.step_inputs import callers
 
-__all__ = ["ReducingClosure", "UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
-
-
-class ReducesInClosure(Protocol):
-    """A reducer, as the closure of a step needs it."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks that take part."""
-
-    @property
-    def team(self) -> int:
-        """Their team."""
-
-    @property
-    def label(self) -> str:
-        """The prefix of the names of its operations."""
-
-    def begin_closure(self) -> None:
-        """Called before the closure."""
-
-    def end_closure(self) -> None:
-        """Called after it: reduces the gradients."""
-
-
-class ReducingClosure:
-    """Reduces gradients after each evaluation and returns the mean loss, so that all ranks do the same step.
-
-    An optimizer such as LBFGS chooses its next step by the loss. With a different loss on each rank, the models would
-    differ.
-    """
-
-    def __init__(self, closure: Callable[[], Any], reducer: ReducesInClosure) -> None:
-        self._closure = closure
-        self._reducer = reducer
-
-    def __call__(self) -> Any:
-        self._reducer.begin_closure()
-        loss = self._closure()
-        self._reducer.end_closure()
-        if self._reducer.size == 1:
-            return loss
-        spec = Operation("closure", f"{self._reducer.label}.loss", Average, team=self._reducer.team)
-        if isinstance(loss, torch.Tensor) and loss.is_floating_point():
-            return run_allreduce([loss.detach()], spec)[0]
-        if isinstance(loss, float):
-            return run_allreduce([torch.tensor([loss], dtype=torch.float64, device="cpu")], spec)[0].item()
-        return loss
+__all__ = ["UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
 
 
 class UndoingStep:

@@ -1,374 +1,53 @@
-"""Reduces the gradients of one optimizer, while backward still runs or right after it.
-
-Steps for a gradient: autograd accumulates it and calls our hook on the parameter. The hook submits the gradient to the
-core (in place where its memory allows), if no more is expected for it. When all gradients are due, those without a hook
-call (of unused or thawed parameters) are submitted too, as unused or as they are. Then all are waited for, and the
-results are in ``p.grad``. A subclass decides what is expected, and when gradients are due.
-
-Where one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
-away, and each exchange has two switches of threads and a wait for the slower rank. There the hook submits nothing; all
-gradients are submitted together when they are due, and the calling thread does the exchange itself.
-"""
+"""The protocol of a strategy: how the ranks of an optimizer do the same step."""
 
 from __future__ import annotations
 
-import abc
-import copy
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from horo.bootstrap.tuned_values import overlap_pays
-from horo.errors import UsageError
-from horo.torch.engine import runtime
-from horo.torch.engine.request import Request
-from horo.torch.optimizer.finite import FiniteCheck
-from horo.torch.optimizer.first_checks import refuse_ddp
-from horo.torch.optimizer.membership import HOOK_LOCK
-from horo.torch.optimizer.parameter_state import Group, ParameterState, ReductionOptions
-from horo.torch.optimizer.phase import refuse_different_steps
-from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice, is_shared
-from horo.torch.optimizer.step_hooks import ReducingClosure, closure_of, with_closure
-from horo.torch.optimizer.submission import Exchange
-from horo.torch.optimizer.together import reduce_together, wait_last
+from horo.torch.optimizer.membership import Membership
 
-__all__ = ["GradientReducer"]
+__all__ = ["Strategy"]
 
 
-class GradientReducer(Exchange):
-    """Owns the hooks on an optimizer's parameters and the reductions in progress.
+class Strategy(Protocol):
+    """A way to have all ranks do the same step: what an optimizer calls of it, and what it shows its users of it."""
 
-    Only the optimizer refers to its reducer, and the hooks refer to it weakly: when the optimizer goes, so do they.
-    """
+    membership: Membership
+    """The optimizer's place in the job."""
+    handles: dict[torch.Tensor, Any]
+    """The requests in progress, by parameter."""
 
-    advice: ClassVar[str]
-    undo_step: Callable[[], None] | None = None
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: ReductionOptions,
-        names: dict[torch.Tensor, str],
-        groups: Sequence[Sequence[torch.Tensor]],
-    ) -> None:
-        super().__init__(optimizer, options, names)
-        self._hooks: list[RemovableHandle] = []
-        self._paused = False
-        self._skip = False
-        self.is_local = False
-        """Whether a backward has made gradients that are not averaged."""
-        self._overlaps = True
-        self._due: Sequence[ParameterState] = ()
-        """The parameters of the reduction in progress."""
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        self.adopt()
-        self._groups = [self._make_group(index, members) for index, members in enumerate(groups)]
-
-    # -- called by the user ----------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Makes sure that gradients are reduced: all ranks have equal ``p.grad`` then."""
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Inside, ``step()`` takes gradients as they are: for use after ``synchronize()``.
-
-        Gradients that are not averaged are an error there, unless ``no_sync()`` is around it as well.
-        """
-        self._skip, before = True, self._skip
-        try:
-            yield
-        finally:
-            self._skip = before
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates locally; the next backward outside, or ``step()``, reduces the sum."""
-        self._paused, before = True, self._paused
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes after how many backward passes gradients are reduced, from the next pass on.
-
-        Raises:
-            UsageError: ``passes`` is not positive.
-        """
-        super().set_backward_passes_per_step(passes)
-        self._reset_counts()
-
-    def drain(self) -> None:
-        """Finishes all reductions that are in progress or held, and starts no others."""
-        self.follow_runtime(forget=True)
-        states = list(self.states.values())
-        try:
-            if self.handles:
-                self.name_gradients()
-            with torch.no_grad():
-                wait_last(self._submit_rest([state for state in states if state.held is not None]))
-                for _ in self._finish(states):
-                    pass
-        finally:
-            self.reset()
-            self.is_reduced = False
-
-    # -- the reduction of all gradients ----------------------------------------------------------------------------
-
-    def _reduce(self, is_at_step: bool = False) -> None:
-        """Reduces every gradient that is not yet in progress and waits for all.
-
-        A parameter without a gradient takes part too, because other ranks may have used it.
-
-        Args:
-            is_at_step: ``step()`` calls, so this rank has had no time to change the result before.
-
-        Raises:
-            MismatchError: Ranks sent different things for one parameter; the others are reduced.
-            UsageError: A gradient was changed while it was being reduced.
-            GroupError: A rank is lost or horo was shut down.
-        """
-        self.progress.is_at_step = is_at_step
-        try:
-            reduce_together([self])
-        finally:
-            self.progress.is_at_step = False
-
-    def submit_all(self) -> Request | None:
-        """Submits all gradients that are not in progress; returns the last request. Autograd is off."""
-        self.settle_join()
-        self.follow_runtime()
-        self.progress.begin()
-        self.begin_step()
-        self._due = self._active()
-        if self._due != self.progress.trained:
-            self.progress.trained = [state for state in self._due if state.parameter.requires_grad]
-        self.name_gradients()
-        if self.has_unchecked:
-            refuse_ddp(self._due)
-        last = self._submit_rest(self._due)
-        last = self.checks.begin(self, self._due) or last
-        self.progress.reductions += 1
-        return last
-
-    def finish_all(self) -> Iterator[Request]:
-        """Waits for all gradients; then raises the first failure. Autograd is off.
-
-        Yields:
-            Each request before it waits for it.
-
-        Raises:
-            UsageError: Ranks train different parameters. Gradients that only some have would never come.
-        """
-        yield from self.checks.finish(self, self._finish(self._due))
-
-    def check_finite(self) -> FiniteCheck:
-        """Begins to look for gradients that are not finite, before any is submitted."""
-        self.settle_join()
-        self.follow_runtime()
-        return FiniteCheck(self.label, self.team, self._active(), self.steps + 1)
-
-    def _begin_anew(self, rounds: int) -> None:
-        super()._begin_anew(rounds)
-        self.checks.begin_job()
-
-    def reset(self) -> None:
-        """Begins anew: nothing is in progress."""
-        self._reset_counts()
-        for state in self.states.values():
-            state.pending = None
-            state.held = None
-        self.handles.clear()
-        self._due, self._marked = (), None
-        self.checks.forget()
-
-    # -- differs with the time at which gradients are due ----------------------------------------------------------
-
-    @abc.abstractmethod
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has accumulated into ``parameter.grad``."""
-
-    @abc.abstractmethod
-    def refuse_while_pending(self, what: str) -> None:
-        """Raises if a call would remove gradients that the core still uses."""
-
-    @abc.abstractmethod
-    def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before a step without a closure: reduces the gradients that are not reduced."""
-
-    # -- around step() ---------------------------------------------------------------------------------------------
+    @property
+    def undo_step(self) -> Callable[[], None] | None:
+        """Called when a step has raised; None: it leaves what it has changed."""
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch step pre-hook: gradients are reduced before the step, or after each evaluation of its closure.
-
-        Raises:
-            UsageError: Inside ``skip_synchronize()`` gradients are not averaged, or an optimizer that was made later
-                averages some of them.
-        """
-        if self._skip and self._paused:
-            return None
-        self.newer.refuse(self, "optimizer.step()")
-        self.follow_runtime()
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            if self._skip:
-                self.refuse_local()
-            else:
-                self.reduce_for_step(optimizer)
-            self._refuse_different_steps()
-            if self.progress.is_look_due():
-                self.checks.look_at_step(self.progress, optimizer)
-            return None
-        if isinstance(closure, ReducingClosure):
-            return None  # a step() that calls the step() of its base class
-        return with_closure(args, kwargs, ReducingClosure(closure, self))
+        """A torch step pre-hook: it may return other arguments, with another closure."""
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
-        self.is_reduced = False
-        if not (self._skip and self._paused):  # else it is a step of this rank alone
-            self.progress.reductions = 0
-            self.end_step()
 
-    def begin_closure(self) -> None:
-        """Called before a step's closure: its gradients count as not reduced, unless it calls ``synchronize()``."""
-        self.is_reduced = False
+    def synchronize(self) -> None:
+        """Called by the user: ranks come to the same gradients, if it is gradients that they reduce."""
 
-    def end_closure(self) -> None:
-        """Called after the closure of a step."""
-        if self._skip:
-            self.refuse_local()
-        elif not self.is_reduced:
-            self._reduce(is_at_step=True)
-        self._refuse_different_steps()
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Called by the user: inside, ``step()`` takes gradients as they are."""
 
-    def _refuse_different_steps(self) -> None:
-        """Compares gradients, if ranks were not at the same place when they were reduced.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Called by the user: inside, backward only accumulates locally."""
 
-        Raises:
-            UsageError: They are not equal any more.
-        """
-        optimizer = self.optimizer()
-        if self.progress.late and optimizer is not None:
-            late, self.progress.late = self.progress.late, []
-            as_dense = self.options.sparse_as_dense
-            refuse_different_steps(
-                self.label, self._active(), optimizer.param_groups, late, team=self.team, as_dense=as_dense
-            )
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Called by the user: how many backward passes accumulate locally."""
 
-    def refuse_local(self) -> None:
-        """Refuses gradients that are not averaged.
+    def refuse_while_pending(self, what: str) -> None:
+        """Called before gradients are cleared: raises if the core still uses them."""
 
-        Raises:
-            UsageError: There are some.
-        """
-        if self.is_local:
-            raise UsageError(
-                "optimizer.step() inside skip_synchronize(), but gradients are not averaged: ranks would part; call "
-                "optimizer.synchronize() first, or leave skip_synchronize() out (for a step on the gradients of this "
-                "rank alone, put backward() and step() inside no_sync() too)"
-            )
+    def drain(self) -> None:
+        """Called before a state is loaded: ends what is in progress."""
 
-    # -- parameters ------------------------------------------------------------------------------------------------
-
-    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> GradientReducer:
-        """A reducer of the same kind, with the same options, for a copy of the optimizer.
-
-        Args:
-            optimizer: The copy.
-            twins: The parameters of the copy by those of this one's.
-        """
-        groups = [[twins[state.parameter] for state in group.states] for group in self._groups]
-        return type(self)(optimizer, copy.copy(self.options), self.names_for(twins), groups)
-
-    def _hook(self, parameter: Any) -> None:
-        super()._hook(parameter)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook_of(weakref.ref(self))))
-
-    def _active(self) -> list[ParameterState]:
-        """The parameters that take part in this step, in an order that all ranks share.
-
-        One that was frozen since the last reduction takes part once more, with what it has accumulated until then.
-        """
-        active = [state for state in self.adopt() if state.parameter.requires_grad or state.pending or state.held]
-        before = self.progress.trained
-        if active == before or not self.leaves_unused:
-            return active
-        frozen = {state for state in before if not state.parameter.requires_grad}
-        frozen.update(active)
-        return [state for state in self.states.values() if state in frozen]
-
-    def _make_group(self, index: int, members: Sequence[torch.Tensor]) -> Group:
-        states = [self.states[parameter] for parameter in self.states if any(parameter is member for member in members)]
-        group = Group(f"group{index}.{states[0].name}", states)
-        for state in states:
-            state.group = group
-            if state.parameter.requires_grad:
-                group.waiting.add(state)
-        return group
-
-    # -- expected before the next reduction ------------------------------------------------------------------------
-
-    def _completes(self, group: Group, state: ParameterState, passes: int) -> bool:
-        """Whether the gradient of ``state`` was the last missing one of its group, with ``passes`` of each expected."""
-        with HOOK_LOCK:
-            group.waiting.discard(state)
-            # A member thawed since the last step is not in `waiting`, but autograd may still write to it.
-            return not group.waiting and all(
-                member.passes >= passes for member in group.states if member.parameter.requires_grad
-            )
-
-    def _may_overlap(self, parameter: torch.Tensor) -> bool:
-        """Whether gradients of this device are reduced while backward still runs. Ranks may decide differently."""
-        job = runtime.current().job
-        threads = job.size * torch.get_num_threads() if parameter.is_cpu else 0
-        return overlap_pays(job.overlap_now(), len(job.hosts), threads, job.cores) and self.may_submit()
-
-    def _submit_early(self, state: ParameterState) -> bool:
-        """Submits a gradient, or those of its group, while backward runs.
-
-        Returns:
-            False, and nothing is submitted, if autograd may have other gradients in that memory that it will look at.
-        """
-        members = [state] if state.group is None else state.group.states
-        shared = [self._may_share(member) for member in members]
-        if any(shared):
-            return False
-        with torch.no_grad():
-            self._submit(state)
-        return True
-
-    def _may_share(self, state: ParameterState) -> bool:
-        """Whether other tensors may have the memory of a gradient. Called by a hook."""
-        grad = state.parameter.grad
-        if COUNTS_IN_HOOKS:
-            state.shares = grad is not None and is_shared(grad)
-            return state.shares
-        # what the last reduction has found, or this backward has made
-        return state.shares or not self._checked or (grad is not None and is_counted_twice(grad))
-
-    def _reset_counts(self) -> None:
-        for state in self.states.values():
-            state.passes = 0
-        for group in self._groups:
-            group.waiting = {state for state in group.states if state.parameter.requires_grad}
-
-
-def _hook_of(reducer: weakref.ref[GradientReducer]) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        target = reducer()
-        if target is not None and not target.newer.any():
-            target.gradient_ready(parameter)
-
-    return hook
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+    def copy_for(self, optimizer: torch.optim.Optimizer, twins: dict[torch.Tensor, torch.Tensor]) -> Strategy:
+        """The same for a copy of the optimizer; ``twins``: its parameters by those of this one."""

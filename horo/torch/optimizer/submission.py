@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -15,40 +14,57 @@ from horo.torch.engine.results import Gathered
 from horo.torch.engine.submit import start_again, start_allgather, start_allreduce
 from horo.torch.ops.allreduce import Average
 from horo.torch.optimizer.consistency import Consistency
-from horo.torch.optimizer.membership import Member, states_of_all
+from horo.torch.optimizer.membership import Membership, states_of_all
 from horo.torch.optimizer.parameter_state import (
     Group,
     PackedGradient,
     ParameterState,
     PendingReduction,
     PendingSparseReduction,
-    ReductionOptions,
     UnsentReduction,
     UnusedGradient,
     separate_overlapping,
 )
+from horo.torch.optimizer.phase import StepProgress
 from horo.torch.optimizer.shared_gradients import is_shared
 
-__all__ = ["Exchange"]
+__all__ = ["GradientSubmitter"]
 
 
-class Exchange(Member):
-    """The reductions of a reducer that are in progress."""
+class GradientSubmitter:
+    """The reductions of an optimizer that are in progress.
 
-    leaves_unused: ClassVar[bool]
-    """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
+    Args:
+        membership: The optimizer's.
+        leaves_unused: The gradient of a parameter that no rank has used stays None; else it becomes zeros.
+    """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
-    ) -> None:
-        super().__init__(optimizer, options, names)
+    def __init__(self, membership: Membership, *, leaves_unused: bool) -> None:
+        self.membership = membership
+        self.options = membership.options
+        self.leaves_unused = leaves_unused
+        self.progress = StepProgress()
         self.handles: dict[torch.Tensor, Request | None] = {}
         """The request of each gradient that is in progress; None: it is held for ``synchronize``."""
         self.checks = Consistency()
         self._marked: ParameterState | None = None
         """The parameter whose gradient has the mark of the reduction in progress, if there is one."""
 
-    def _submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
+    def begin_job(self) -> None:
+        """Called at the beginning of a job, and when all ranks have joined."""
+        self.progress = StepProgress()
+        self.checks.begin_job(self.membership.steps)
+
+    def reset(self) -> None:
+        """Begins anew: nothing is in progress."""
+        for state in self.membership.states.values():
+            state.pending = None
+            state.held = None
+        self.handles.clear()
+        self._marked = None
+        self.checks.forget()
+
+    def submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
         """Submits all gradients that are not in progress; returns the last request, which is to be waited for at once.
 
         The caller drives them: no thread is woken.
@@ -57,7 +73,7 @@ class Exchange(Member):
         self._note_sharing(states)
         for state in states:
             if state.pending is None:
-                self._submit(state, sync=True)
+                self.submit(state, sync=True)
                 last = state
         return None if last is None or last.pending is None else last.pending.request
 
@@ -69,12 +85,12 @@ class Exchange(Member):
                 grad = state.parameter.grad
                 state.shares = shares = grad is not None and is_shared(grad)
                 is_any = is_any or shares
-        if is_any and self.size > 1:
+        if is_any and self.membership.size > 1:
             separate_overlapping(states_of_all())
 
-    def _submit(self, state: ParameterState, sync: bool = False) -> None:
+    def submit(self, state: ParameterState, sync: bool = False) -> None:
         """Submits the request of the state, or of its group. Autograd is off."""
-        if self.size == 1:
+        if self.membership.size == 1:
             for member in [state] if state.group is None else state.group.states:
                 grad = member.parameter.grad if member.held is None else member.held[0]
                 if grad is not None:
@@ -100,7 +116,7 @@ class Exchange(Member):
         if not mark:
             return 0
         if self._marked is None:  # by name, since the optimizers of ranks may have other orders
-            trained = [other for other in self.states.values() if other.parameter.requires_grad]
+            trained = [other for other in self.membership.states.values() if other.parameter.requires_grad]
             self._marked = min(trained or [state], key=lambda item: item.name)
         first = self._marked
         group = _group_of(state)
@@ -126,11 +142,12 @@ class Exchange(Member):
         if mark:
             sent[0] = sent[0][(None,) * mark]
         # The options too: another optimizer may have had the name in an earlier job.
-        key = self.team, options, name, sync, mark
+        team = self.membership.team
+        key = team, options, name, sync, mark
         request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
         if request is None:
             kind = _kind(packed[0].state)
-            spec = Operation(kind, name, options.op, options.prescale, options.postscale, options.wire, team=self.team)
+            spec = Operation(kind, name, options.op, options.prescale, options.postscale, options.wire, team=team)
             request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
         return PendingReduction(request, packed, mark)
 
@@ -139,10 +156,11 @@ class Exchange(Member):
         if self.checks.first_gradients is not None:
             self.checks.first_gradients.note(f"{state.name} rows", own.indices())
             self.checks.first_gradients.note(state.name, own.values())
-        scale = self.options.prescale * self.options.postscale / (self.size if self.options.op == Average else 1)
+        options, membership = self.options, self.membership
+        scale = options.prescale * options.postscale / (membership.size if options.op == Average else 1)
         indices = own.indices().t().contiguous()[(slice(None),) + (None,) * mark]
         # The name is that of the dense form: another rank may send zeros for an unused parameter under that name.
-        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync, team=self.team)
+        request = start_allgather([indices, own.values()], _kind(state), state.name, sync=sync, team=membership.team)
         return self._set_pending([state], PendingSparseReduction(request, state, scale, mark))
 
     def _set_pending(self, states: Sequence[ParameterState], pending: PendingReduction) -> PendingReduction:
@@ -151,7 +169,7 @@ class Exchange(Member):
             self.handles[state.parameter] = pending.request
         return pending
 
-    def _finish(self, states: Sequence[ParameterState]) -> Iterator[Request]:
+    def finish(self, states: Sequence[ParameterState]) -> Iterator[Request]:
         """Waits for every pending reduction; then raises the first failure.
 
         Yields:
@@ -186,7 +204,7 @@ class Exchange(Member):
         orders.
 
         Yields:
-            As ``_finish``.
+            As ``finish``.
 
         Returns:
             What has failed.
@@ -219,7 +237,8 @@ class Exchange(Member):
         states = [item.state for item in pending.packed] or [state]
         forms = [[0 if item.was_unused else 1, self._sparse_dims(item), pending.mark] for item in states]
         name = f"{_request_name(state)}.form"
-        return start_allgather([torch.tensor(forms, device="cpu")], _kind(state), name, sync=True, team=self.team)
+        own = torch.tensor(forms, device="cpu")
+        return start_allgather([own], _kind(state), name, sync=True, team=self.membership.team)
 
     def _start_again(
         self, state: ParameterState, pending: PendingReduction, forms: Gathered
@@ -232,7 +251,7 @@ class Exchange(Member):
         Raises:
             UsageError: Ranks are in different steps.
         """
-        ranks = forms.present(runtime.current().teams.find(self.team).ranks)
+        ranks = forms.present(runtime.current().teams.find(self.membership.team).ranks)
         if len(set(forms.rows) - {0}) != 1:
             return None  # groups of different lengths
         everyone = forms.tensor.view(len(ranks), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark

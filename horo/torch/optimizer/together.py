@@ -11,6 +11,7 @@ from horo.errors import HoroError
 from horo.torch.compat.profiler import span
 from horo.torch.engine.request import Request, wait_any
 from horo.torch.optimizer.finite import FiniteCheck, checks_finite, finish_checks
+from horo.torch.optimizer.membership import Membership
 
 __all__ = ["Reduces", "reduce_together", "wait_last"]
 
@@ -22,8 +23,8 @@ class Reduces(Protocol):
     is_local: bool
 
     @property
-    def is_registered(self) -> bool:
-        """Whether its process set was registered when it was used last."""
+    def membership(self) -> Membership:
+        """The optimizer's place in the job."""
 
     def check_finite(self) -> FiniteCheck:
         """Begins to look for gradients that are not finite, before any is submitted."""
@@ -62,7 +63,8 @@ def reduce_together(reducers: Sequence[Reduces]) -> None:
                 if len(reducers) == 1:
                     wait_last(last)
                 # Those that are not registered have submitted nothing.
-                taking_part = reducers if len(reducers) == 1 else [item for item in reducers if item.is_registered]
+                is_alone = len(reducers) == 1
+                taking_part = [item for item in reducers if is_alone or item.membership.is_registered]
                 _finish_together({reducer: reducer.finish_all() for reducer in taking_part}, failures)
     finally:
         for reducer in reducers:

@@ -59,19 +59,24 @@ struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t i
     return entry != NULL && entry->id == id ? entry : NULL;
 }
 
-void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry) {
+static void unlink_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
     struct hr_agree_list *list = &agree->lists[entry->state];
     *(entry->previous == NULL ? &list->first : &entry->previous->next) = entry->next;
     *(entry->next == NULL ? &list->last : &entry->next->previous) = entry->previous;
 }
 
-void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
+static void link_entry(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
     struct hr_agree_list *list = &agree->lists[state];
     entry->state = state;
     entry->previous = list->last;
     entry->next = NULL;
     *(list->last == NULL ? &list->first : &list->last->next) = entry;
     list->last = entry;
+}
+
+void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
+    unlink_entry(agree, entry);
+    link_entry(agree, entry, state);
 }
 
 struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name) {
@@ -98,7 +103,7 @@ struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr
         free_entry(agree, entry);
         return NULL;
     }
-    hr_agree_link(agree, entry, HR_AGREE_IDLE);
+    link_entry(agree, entry, HR_AGREE_IDLE);
     return entry;
 }
 
@@ -128,7 +133,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     }
     become_idle(agree, entry);
     if (entry->id == 0) {
-        hr_agree_unlink(agree, entry);
+        unlink_entry(agree, entry);
         (void)hr_map_remove(&agree->entries, entry->name_hash, entry->name, entry->name_bytes);
         free_entry(agree, entry);
     }

@@ -73,14 +73,8 @@ static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
                             const struct hr_agree_copy *two, char *out, size_t out_bytes);
 
-/* entry.c. Takes it out of its list. */
-void hr_agree_unlink(struct hr_agree *agree, struct hr_agree_entry *entry);
-/* Puts one that is in no list at the end of that of a state, which becomes its own. */
-void hr_agree_link(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state);
-static inline void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state) {
-    hr_agree_unlink(agree, entry);
-    hr_agree_link(agree, entry, state);
-}
+/* entry.c. Puts it at the end of the list of a state, which becomes its own. */
+void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state);
 /* Ends the round: forgets announcements; drops the entry if it has no id. */
 void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
 /* The entry of a name or id, NULL if there is none; of a name a new one if needed, NULL: no memory. */
