@@ -124,7 +124,7 @@ def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> N
 def test_more_names_than_the_cache_holds_leave_the_hits_of_those_it_holds(
     hosts: list[int], at_once: bool, count: int
 ) -> None:
-    capacity, steps = 64, 8 if native_build.FLAVOUR else 12
+    capacity, steps = 64, 8 if native_build.FLAVOUR else 24
 
     def body(rank: Rank) -> int:
         before = 0
@@ -144,6 +144,13 @@ def test_more_names_than_the_cache_holds_leave_the_hits_of_those_it_holds(
     lost_to_newcomers = (count - capacity) / 32
     for hits in run_ranks(body, hosts, cache_capacity=capacity):
         assert hits > steps * (capacity - 2 * lost_to_newcomers - 2)
+
+
+@on_ranks([3], [1, 1], cache_capacity=5000)
+def test_as_many_names_are_cached_as_the_capacity_says(rank: Rank) -> None:
+    for step in range(3):
+        rank.finish(*[rank.submit("barrier", f"n{i}", []) for i in range(5000)])
+        assert rank.context.counters()["cache_hits"] == step * 5000
 
 
 def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show() -> None:
