@@ -1,7 +1,6 @@
 """Builds the core together with the shims of tests/native/shim into one cffi module for tests.
 
-The shims expose single parts (kernels, wire, transports, agreement) that the public header rightly hides. The other
-files beside them, the loopback transport among them, are for the shims alone.
+The shims expose single parts (kernels, wire, transports) that the public header rightly hides.
 HORO_SANITIZE=address|thread chooses the flavour; each has a folder of its own below build/.
 """
 
@@ -53,12 +52,6 @@ def inputs() -> list[Path]:
     folders = [ROOT / "native", SHIM]
     found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
     return [Path(__file__), *found]
-
-
-def core_objects() -> list[Path]:
-    """The core's object files in the module, compiled if anything has changed: for other programs of this flavour."""
-    folder = build().parent
-    return [folder / (ROOT / source).relative_to("/").with_suffix(".o") for source in native_build.sources()]
 
 
 def is_built() -> bool:

@@ -32,8 +32,8 @@ OPTIONS = {
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
 carry closing contention deadlock device_captured device_failures device_mpi device_staged driving end engine events
-interrupt join large_moves leave link log lone many_local nccl nccl_connect nccl_failures recorder run sanitize single_copy stalls
-stress teams timeline transport two_threads wait_any
+interrupt join large_moves leave link log lone many_local nccl nccl_connect nccl_failures parts recorder run sanitize
+single_copy stalls stress teams timeline transport two_threads wait_any
 """
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
