@@ -145,10 +145,8 @@ def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_c
 
 @on_ranks((2,))
 def test_results_that_are_asked_for_too_early_are_refused_while_nccl_is(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
-    """Both ranks are on one GPU, so what they have submitted for NCCL is staged, by another thread than the one that
-    asks for results all the time. It begins when the gate is open.
-    """
-    own = on_gpu(rank, gpu, nccl, device=0)
+    """Another thread launches, when the gate is open, than the one that asks for results all the time."""
+    own = on_gpu(rank, gpu, nccl)
     gate = gpu.hold(own.stream)
     handles = [own.submit("allreduce", f"x{number}", THOUSAND, reduce_op=SUM)[0] for number in range(100)]
     gpu.open(gate)
