@@ -7,7 +7,6 @@ Prints one JSON object: microseconds of a float32 allreduce by size, on rank 0, 
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -21,7 +20,7 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is measured
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-_core: Any = importlib.import_module("horo.core.context" if (TREE / "horo/core").is_dir() else "horo._core")
+_core = forks.core_of(TREE)
 DTYPES, OPS, REDUCE_OPS = _core.DTYPES, _core.OPS, _core.REDUCE_OPS
 
 STRETCHES = 5

@@ -112,16 +112,17 @@ def trace(native: Any, path: str, calls: int) -> list[int]:
     import numpy as np  # noqa: PLC0415
     from fabric import close_setup, make_setups  # noqa: PLC0415  (tests/fabric.py of the tree)
 
-    from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, RequestBuffer, Tensor  # noqa: PLC0415
-
+    core = forks.core_of(TREE)
     hosts = [1, 1] if path == "carried" else [2]
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     rank = forks.fork_ranks(setups, close_setup)
-    context = Context(setups[rank])
+    context = core.Context(setups[rank])
     data = np.ones(1, np.float32)
-    tensor = Tensor(data.ctypes.data, data.ctypes.data, data.shape, DTYPES["float32"])
+    tensor = core.Tensor(data.ctypes.data, data.ctypes.data, data.shape, core.DTYPES["float32"])
     is_sync = path != "leader" or rank == 0
-    call = RequestBuffer.of(OPS["allreduce"], "data", [tensor], reduce_op=REDUCE_OPS["max"], sync=is_sync)
+    call = core.RequestBuffer.of(
+        core.OPS["allreduce"], "data", [tensor], reduce_op=core.REDUCE_OPS["max"], sync=is_sync
+    )
     entered = native.ffi.new("void *[]", CAPACITY)
     shortest: list[int] = []
     for index in range(WARM_CALLS + calls):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["end_ranks", "fork_ranks", "segment_bytes"]
+__all__ = ["core_of", "end_ranks", "fork_ranks", "segment_bytes"]
+
+
+def core_of(tree: Path) -> Any:
+    """The module of a tree that binds the core: ``horo._core`` in trees from before the rooms."""
+    return importlib.import_module("horo.core.context" if (tree / "horo/core").is_dir() else "horo._core")
 
 
 def fork_ranks(setups: Sequence[Any], close_setup: Callable[[Any], None]) -> int:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import horo
-from horo.config.table import Config, variables_of
-from horo.core import context
 
 ROOT = Path(__file__).resolve().parent.parent
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -67,6 +65,9 @@ def document(
         versions: of the contestants, as Contest.versions() gives them.
         more: further top-level entries, such as ``probe_us``.
     """
+    from horo.config.table import Config, variables_of  # noqa: PLC0415  (ranks of an older tree take no document)
+    from horo.core import context  # noqa: PLC0415
+
     tunable = {name for variable in variables_of(Config).values() for name in variable.names}
     knobs = {
         name: value for name, value in sorted(os.environ.items()) if name in tunable or name.startswith(KNOB_PREFIXES)
@@ -91,6 +92,8 @@ def document(
 
 
 def machine() -> dict[str, Any]:
+    from horo.core import context  # noqa: PLC0415
+
     return {
         "cpu": _first_line("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": os.cpu_count(),

@@ -25,10 +25,8 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is looked at
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-from horo.core import context as _core  # noqa: E402
-from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, Tensor  # noqa: E402
-
-REQUEST: Any = getattr(_core, "RequestBuffer", None) or _core.Slip  # type: ignore[attr-defined]  # in older trees
+_core = forks.core_of(TREE)
+DTYPES, OPS, REDUCE_OPS = _core.DTYPES, _core.OPS, _core.REDUCE_OPS
 
 WARM_CALLS = 200
 ASYNC_NAMES = 8
@@ -52,14 +50,14 @@ def _of_thread(number: int) -> Activity:
     return activity_of([os.getpid()], threads={number})
 
 
-def make_calls(context: Context, kind: str) -> Callable[[int], None]:
+def make_calls(context: Any, kind: str) -> Callable[[int], None]:
     """What makes so many calls of this kind; all ranks make the same."""
     data = np.ones((ASYNC_NAMES, 1), np.float32)
 
     def request(index: int) -> Any:
         address = data[index].ctypes.data
-        tensor = Tensor(address, address, (1,), DTYPES["float32"])
-        return REQUEST.of(
+        tensor = _core.Tensor(address, address, (1,), DTYPES["float32"])
+        return _core.RequestBuffer.of(
             OPS["allreduce"], f"data {index}", [tensor], reduce_op=REDUCE_OPS["max"], sync=kind != "async"
         )
 
@@ -82,7 +80,7 @@ def measure(hosts: list[int], kind: str, amount: int) -> dict[str, Any]:
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     answers, tell = os.pipe()
     rank = forks.fork_ranks(setups, close_setup)
-    context = Context(setups[rank])
+    context = _core.Context(setups[rank])
     call = make_calls(context, kind)
     call(WARM_CALLS)
     if kind == "idle":
