@@ -15,8 +15,8 @@ from doubles import CUDA, NCCL, build_double
 from skips import no_compiler
 
 if native_build.FLAVOUR or not no_compiler():
-    # With the checks of native_build.CHECK_FLAGS; and a sanitizer reports what it cannot see, which the installed module
-    # would be, as races.
+    # With the checks of native_build.CHECK_FLAGS; and a sanitizer reports what it cannot see, of the installed module,
+    # as races.
     sys.modules["horo._native"] = native_build.load()
 
 from device_group import Gpu, Nccl
