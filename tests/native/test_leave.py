@@ -21,6 +21,8 @@ from horo.errors import AbortedError
 SUM = _core.REDUCE_OPS["sum"]
 ROUNDS = 40 if native_build.FLAVOUR else 100
 TOLD_WITHIN_S = 15
+GRACE_S = 2
+"""LEAVE_GRACE_MS of the core."""
 LEAVERS = [(hosts, leaver) for hosts in ([2], [1, 1], [2, 2]) for leaver in range(sum(hosts))]
 
 
@@ -113,6 +115,19 @@ def test_waiting_ranks_are_told_of_a_leaver_while_rank_0_computes(hosts: list[in
 
     with Group(hosts) as group:
         group.run(body, TOLD_WITHIN_S)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [2, 2]], ids=str)
+def test_a_leaver_does_not_wait_for_an_idle_rank_0(hosts: list[int]) -> None:
+    """Its leader's program computes, and its thread is parked: the call wakes it, long before the grace is over."""
+    took_s = []
+    for _ in range(3):
+        with Group(hosts) as group:
+            group.run(lambda rank: rank.barrier())
+            begin_s = time.monotonic()
+            group.leave(1)
+            took_s.append(time.monotonic() - begin_s)
+    assert min(took_s) < GRACE_S
 
 
 @pytest.mark.parametrize(("hosts", "leaver"), [*LEAVERS, ([1, 2], 2), ([1, 1, 1, 1], 2)], ids=str)

@@ -6,8 +6,9 @@
  *     FREE   | nobody              |                                          |
  *     CALLER | a thread that waits | FREE or WATCH, under the lock that it    | its request is done, its time is up, or
  *            | for a request       | has anyway                               | a signal came
- *     THREAD | the background      | FREE, when it is kicked and needed, or   | nothing needs it; between hosts, a
- *            | thread              | after STREAM_NS; WATCH, by an event      | caller wants it and nothing moves
+ *     THREAD | the background      | FREE, when it is kicked and needed, a    | nothing needs it; between hosts, a
+ *            | thread              | life line tells of a leaver, or after    | caller wants it and nothing moves
+ *            |                     | STREAM_NS; WATCH, by an event            |
  *     WATCH  | nobody: the thread  | THREAD, between hosts, when nothing      | an event (THREAD), or a caller, who
  *            | sleeps for whoever  | needs it                                 | clears the mark that this rank sleeps
  *            | comes, on all that  |                                          | and wakes nobody
@@ -122,7 +123,7 @@ static void drive(struct hr_engine *engine) {
     (void)pthread_mutex_lock(&engine->submission.lock);
     set_free(engine);
     driver->since_ns = hr_now_ns();
-    if (atomic_exchange(&driver->wanted, 0) && engine->submission.waiters > 0) {
+    if (atomic_exchange(&driver->wanted, 0) && engine->submission.waiters > 0 && atomic_load(&driver->serves_hosts)) {
         return; /* it is left to that caller for a while */
     }
     driver->owner = watches ? HR_TOKEN_WATCH : HR_TOKEN_FREE;
@@ -148,7 +149,7 @@ static void rest(struct hr_engine *engine) {
     driver->looks_soon = 0;
 }
 
-/* Whether it is to take the token: when it has been kicked, or the token has been free for a while. */
+/* Whether it is to take the token: when it has been kicked, a rank here leaves, or it has been free for a while. */
 static int may_drive(struct hr_engine *engine) {
     struct hr_driver *driver = &engine->driver;
     const int was_kicked = driver->is_kicked;
@@ -157,7 +158,8 @@ static int may_drive(struct hr_engine *engine) {
         return 0;
     }
     const int serves_hosts = atomic_load(&driver->serves_hosts);
-    return (was_kicked && hr_drive_needs(engine)) || (serves_hosts && hr_now_ns() - driver->since_ns >= STREAM_NS);
+    return (was_kicked && hr_drive_needs(engine)) || hr_part_end.needs(&driver->end) ||
+           (serves_hosts && hr_now_ns() - driver->since_ns >= STREAM_NS);
 }
 
 void *hr_engine_main(void *arg) {
