@@ -128,11 +128,12 @@ def _check_device(wanted: int | None, device: int | None) -> None:
 
 
 def _number_of(device: torch.device | str | int | None) -> int | None:
+    text = f"cuda:{device}" if isinstance(device, int) else str(device or "cuda")
     try:
-        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        given = torch.device(text)
     except RuntimeError:
         given = torch.device("cpu")
-    if given.type != "cuda":
+    if given.type != "cuda" or str(given) != text:  # torch keeps eight bits of a number
         raise UsageError(f"init(device={device!r}): expected a GPU, such as 'cuda:1' or 1")
     return given.index
 

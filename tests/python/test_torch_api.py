@@ -487,3 +487,10 @@ def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
 def test_the_global_set_is_empty_handed_before_init() -> None:
     found = hvd.global_process_set
     assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu 1", "cuda:256", -1, 128, 1 << 40, 1.5, True, ["cuda"]], ids=str)
+def test_a_device_that_is_no_gpu_or_has_a_number_that_torch_would_cut(device: Any) -> None:
+    with pytest.raises(UsageError, match=r"^init\(device=.*\): expected a GPU, such as 'cuda:1' or 1$"):
+        hvd.init(device=device)
+    assert not hvd.is_initialized()
