@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import signal
 import time
 import warnings
@@ -216,6 +217,25 @@ def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(
         assert len(optimizers) == 2
 
     ranks2.run(check)
+
+
+def test_an_optimizer_that_is_garbage_keeps_no_gradient_from_an_early_reduction(ranks2_always: RankPool) -> None:
+    def check() -> None:
+        gc.disable()
+        forgotten = vars(sgd(make_model()))  # has the same names, and none of them in the core
+        forgotten["itself"] = forgotten
+        model = make_model()
+        optimizer = sgd(model)
+        early = []
+        model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(_requests()))
+        del forgotten
+        before = _requests()
+        make_loss(model, hvd.rank()).backward()
+        gc.enable()
+        assert early[0] > before
+        optimizer.step()
+
+    ranks2_always.run(check)
 
 
 def test_optimizers_of_one_loss_whose_order_differs_between_ranks_do_not_wait_in_a_circle(ranks2: RankPool) -> None:
