@@ -188,7 +188,7 @@ breaks: build ## mistakes made on purpose, each of which a test must notice; BRE
 
 .PHONY: stress
 stress: build ## random schedules over the whole core for STRESS_SECONDS; STRESS_ARGS='--seed 7 --schedules 1'
-	@$(PY) tests/native/stress_build.py $(or $(STRESS_ARGS),--seconds $(STRESS_SECONDS))
+	@PYTHONPATH=tests $(PY) tests/native/stress.py $(or $(STRESS_ARGS),--seconds $(STRESS_SECONDS))
 
 # ---- dependencies -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Prints one JSON object: microseconds of a float32 allreduce by size, on rank 0, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -20,10 +21,8 @@ TREE = Path(sys.argv[1])
 sys.path[:0] = [str(TREE / "tests"), str(TREE)]  # before what is installed: the tree's own core is what is measured
 from fabric import close_setup, make_setups  # noqa: E402  (tests/fabric.py of the tree)
 
-from horo.core import context as _core  # noqa: E402
-from horo.core.context import DTYPES, OPS, REDUCE_OPS, Context, Tensor  # noqa: E402
-
-REQUEST: Any = getattr(_core, "RequestBuffer", None) or _core.Slip  # type: ignore[attr-defined]  # in older trees
+_core: Any = importlib.import_module("horo.core.context" if (TREE / "horo/core").is_dir() else "horo._core")
+DTYPES, OPS, REDUCE_OPS = _core.DTYPES, _core.OPS, _core.REDUCE_OPS
 
 STRETCHES = 5
 WARM_SHARE = 4
@@ -32,7 +31,7 @@ WARM_SHARE = 4
 def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, float]:
     setups = make_setups(hosts, tcp=True, segment_bytes=forks.segment_bytes(hosts), spin_us=1000)
     rank = forks.fork_ranks(setups, close_setup)
-    context = Context(setups[rank])
+    context = _core.Context(setups[rank])
     found = {}
     for size in sizes:
         data = np.zeros(max(1, size // 4), np.float32)
@@ -40,8 +39,8 @@ def measure(hosts: list[int], sizes: list[int], turn_s: float) -> dict[int, floa
 
         def request(name: str, array: np.ndarray) -> Any:
             kind = DTYPES[str(array.dtype)]
-            tensor = Tensor(array.ctypes.data, array.ctypes.data, array.shape, kind)
-            return REQUEST.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
+            tensor = _core.Tensor(array.ctypes.data, array.ctypes.data, array.shape, kind)
+            return _core.RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"], sync=True)
 
         call, agree = request(f"data {size}", data), request(f"clock {size}", clock)
         calls = 1

@@ -21,11 +21,9 @@ SEEDS_UNDER_A_SANITIZER = 4
 
 
 def some_of(cases: Sequence[tuple[str, Mapping[str, object]]], sanitizer: str = "") -> set[str]:
-    """Names of the cases of one test that a run takes.
+    """Names of the cases of one test that a run takes; ``sanitizer``: ``address``, ``thread`` or empty.
 
-    Args:
-        cases: The name and the parameters of each. Values are equal if they are the same object.
-        sanitizer: ``address`` or ``thread``; empty: the run is for numbers.
+    ``cases``: the name and the parameters of each. Values are equal if they are the same object.
     """
     if not sanitizer:
         return pairwise([(name, {n: id(v) for n, v in params.items()}) for name, params in cases])
@@ -55,10 +53,9 @@ def alike(sanitizer: str) -> set[str]:
 
 
 def same_layout(name: str, value: object) -> Hashable:
-    """What a sanitizer's run takes layouts of ranks over hosts to be alike by; None: it is no layout.
+    """What a sanitizer takes layouts to be alike by: other hosts? shared ones? as many ranks on each?
 
-    Whether there are other hosts, whether ranks share one, and whether hosts have as many: what more hosts or more
-    ranks would find is wrong numbers.
+    What more hosts or more ranks would find is wrong numbers. None: it is no layout.
     """
     if name not in {"hosts", "host_of_rank"} or not isinstance(value, list | tuple):
         return None
@@ -73,11 +70,6 @@ def spread(cases: Sequence[tuple[str, set[Hashable]]], most: int, of: str = "") 
 
     The same ones each time: those first that have most traits which no other has; among equals drawn by the hash of
     their names, and by what they are drawn for.
-
-    Args:
-        cases: The name and the traits of each case.
-        most: How many.
-        of: Which run they are for; another one gets other cases.
     """
     if len(cases) <= most:
         return {name for name, _ in cases}

@@ -10,10 +10,9 @@ __all__ = ["open_descriptors"]
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """The number of each open descriptor and what it refers to.
+    """The number of each open descriptor and what it refers to; what only garbage holds is closed first.
 
-    Nothing has been left open where ``open_descriptors() <= before``. What only garbage holds is closed first. Fewer
-    may be open than before, since threads of earlier tests may have closed more.
+    Nothing is left open where ``open_descriptors() <= before``: threads of earlier tests may have closed more.
     """
     gc.collect()
     found = set()

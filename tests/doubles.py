@@ -21,17 +21,10 @@ _ROOM = 512
 
 
 def build_double(library: str, folder: Path, *, soname: str | None = None, **defines: int | str) -> Path:
-    """Compiles a double; without a compiler the test is skipped.
+    """Compiles the double of ``CUDA`` or ``NCCL`` into a folder; without a compiler the test is skipped.
 
-    Args:
-        library: ``CUDA`` or ``NCCL``, which is also the name of the file.
-        folder: where the file goes; made if it is not there.
-        soname: the name by which the loader knows it once it is loaded; None: that of the library. Only the first
-            library of a name is found in a process, so tests in one process give each double another.
-        defines: what it is to do, see its source.
-
-    Returns:
-        The path of the file.
+    ``soname``: the name by which the loader knows it. Only the first library of a name is found in a process.
+    ``defines``: what it is to do, see its source.
     """
     texts = {"SONAME": soname or library}
     if "CUDA_DOUBLE" in defines:

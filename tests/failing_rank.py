@@ -1,4 +1,7 @@
-"""One rank of a job in which one rank fails: ``failing_rank.py SEED``. ``Plan`` says what comes of a seed."""
+"""Jobs in which one rank fails, and others answer to its end in one way or another.
+
+``find_wrong`` looks at hororun's report about one; ``failing_rank.py SEED`` is a rank of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import array
 import atexit
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ from horo.bootstrap import job as bootstrap
 from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HorovodInternalError
 
-__all__ = ["CODES", "EXCEPTIONS", "Plan"]
+__all__ = ["find_wrong"]
 
 CODES = {"raise": 1, "late": 1, "wrapped": 1, "exit": 7, "vanish": 9, "kill": 137, "fault": 139}
 """How the rank fails, and what hororun exits with then."""
@@ -32,15 +37,9 @@ ANSWERS = ("uncaught", "uncaught", "exit", "wrapped", "slow", "deaf", "leave")
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in the job of a seed.
+    """What happens in the job of a seed: after so many steps the culprit fails in a way of ``CODES``.
 
-    Attributes:
-        size: its ranks, the first half on one host, the others on another if ``hosts`` is 2.
-        hosts: 1 or 2, as far as horo can see.
-        culprit: the rank that fails.
-        way: one of ``CODES``.
-        steps: collectives before it does.
-        answers: of all ranks, one of ``ANSWERS`` each.
+    The first half of the ranks is on one host, the others on another if ``hosts`` is 2. Each has one of ``ANSWERS``.
     """
 
     size: int
@@ -65,6 +64,28 @@ class Plan:
         """For ``-H``."""
         first = self.size - self.size // 2
         return f"one:{first},two:{self.size - first}" if self.hosts == 2 else f"localhost:{self.size}"
+
+
+def find_wrong(seed: int, remote_shell: str) -> str:
+    """What is wrong with hororun's report about the job of a seed; empty: nothing."""
+    plan = Plan.of(seed)
+    words = ["-np", str(plan.size), "-H", plan.where, "--grace-seconds", "2", "--remote-shell", remote_shell]
+    done = subprocess.run(
+        [sys.executable, "-m", "horo.runner", *words, __file__, str(seed)],
+        env={**os.environ, "HORO_LOG_LEVEL": "off"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    named = re.findall(r"^hororun: rank (\d+) on .*; the job was ended$", done.stderr, re.MULTILINE)
+    told = [line for line in done.stdout.splitlines() if f"rank {plan.culprit} (" not in line]
+    if plan.way in EXCEPTIONS:
+        told = [line for line in done.stdout.splitlines() if EXCEPTIONS[plan.way] not in line]
+    if (named, done.returncode, told) == ([str(plan.culprit)], CODES[plan.way], []):
+        return ""
+    return f"seed {seed}: {plan}: ranks {named}, code {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
 def allreduce(job: bootstrap.Job, name: str) -> None:

@@ -19,14 +19,10 @@ __all__ = ["interrupt", "interrupt_at_random"]
 def interrupt(
     call: Callable[[], Any], error: type[BaseException], is_there: Callable[[], bool], every_s: float = 0.05
 ) -> None:
-    """Does ``call()``, which a signal handler must end by ``error``.
+    """Does ``call()``, which a signal handler must end by ``error``, however slow the machine is.
 
-    Args:
-        call: What waits for other ranks.
-        error: What the handler raises, and ``call()`` with it.
-        is_there: Looked at every ``every_s`` seconds, in the handler: whether the call has come to where it may end.
-            However slow the machine is, it does not end before.
-        every_s: Long enough that a call that is there is also where it waits.
+    The handler raises once ``is_there()``: the call has come to where it may end. It looks every ``every_s``
+    seconds, so long that a call that is there is also where it waits.
     """
     has_raised = False
 

@@ -1,16 +1,19 @@
-"""Where ranks are: what ``place_rank.py`` has written, and what it must have."""
+"""Where ranks are: what ``rank_program.py`` has written, and what it must have."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from namespaces import Cluster
 
-__all__ = ["PROGRAM", "expected", "written"]
+__all__ = ["LOSE", "PLACE", "PROGRAM", "expected", "written"]
 
-PROGRAM = Path(__file__).with_name("place_rank.py")
+PROGRAM = [str(Path(__file__).with_name("rank_program.py")), "place"]
+LOSE = [sys.executable, PROGRAM[0], "lose"]
+PLACE = [sys.executable, *PROGRAM]
 Place = dict[str, Any]
 
 
@@ -20,12 +23,9 @@ def written(folder: Path) -> dict[int, Place]:
 
 
 def expected(layout: str, cluster: Cluster, mpi: str = "") -> dict[int, Place]:
-    """What they must have written.
+    """What they must have written; ``layout``: a letter per rank for its host, ``a`` for the first of the cluster.
 
-    Args:
-        layout: a letter per rank for its host, ``a`` for the first of the cluster.
-        cluster: the hosts.
-        mpi: the first word of the version of the MPI through which they have started.
+    ``mpi``: the first word of the version of the MPI through which they have started.
     """
     size = len(layout)
     places = {}

@@ -43,12 +43,8 @@ def _as_it_is(argv: Sequence[str]) -> list[str]:
 class PlainRanks:
     """The ranks of one job; used as a context that ends whatever is left of them.
 
-    Args:
-        folder: for what they write to stderr.
-        hosts: a label per rank; ranks with the same label share memory. All of it is one machine unless ``enter``.
-        environment: of all ranks, besides what a launcher tells them.
-        enter: how a command is run on the host of a label, where hosts have networks of their own.
-        serve_at: address of the host of rank 0, then.
+    ``hosts``: a label per rank; ranks with the same label share memory. ``enter``: how a command is run on a host,
+    where hosts have networks of their own; ``serve_at``: address of the host of rank 0, then.
     """
 
     folder: Path

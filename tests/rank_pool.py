@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -22,7 +24,7 @@ from rank_worker import STACKS_END, serve
 
 from horo.bootstrap.store.server import StoreServer
 
-__all__ = ["RankError", "RankPool", "one_of"]
+__all__ = ["RankError", "RankPool", "on", "on_own", "one_of"]
 
 # Ranks are forked from a process that has imported torch once and nothing else has happened in. torch._dynamo is what
 # the first optimizer of a process imports, as long as all of torch again, and compile_fx what the first torch.compile
@@ -49,32 +51,34 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes on this host, each in the same job.
+    """``size`` processes on this host, each in the same job; ``init``: they call ``hvd.init()`` before the first check.
 
     A check that fails on a rank spoils the pool (the ranks are out of step); it is replaced at the next ``run``.
-
-    Args:
-        size: number of ranks.
-        init: whether the ranks call ``hvd.init()`` before the first check.
-        environment: added to the ranks' environment.
+    ``ranks_per_host``: on hosts as far as horo can see; 0: all on one.
     """
 
-    def __init__(self, size: int, *, init: bool = True, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, *, init: bool = True, environment: dict[str, str] | None = None, ranks_per_host: int = 0
+    ) -> None:
         self.size = size
         self.processes: list[ForkServerProcess] = []
         self._init = init
         self._environment = environment or {}
+        self._ranks_per_host = ranks_per_host
         self._channels: list[Connection[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._server: StoreServer | None = None
 
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
-        """Runs ``function(*args)`` on every rank and returns the results in rank order.
+        """Runs ``function(*args)`` on every rank; results in rank order, or ``RankError`` if it failed or hung on one.
 
         The function travels by value with what it uses of its module, so the module is not imported there.
-
-        Raises:
-            RankError: it failed or hung on a rank.
         """
         return self.run_each(function, [args] * self.size, deadline_s=deadline_s)
 
@@ -127,6 +131,7 @@ class RankPool:
         for rank in range(self.size):
             environment = {
                 "HORO_DEADLOCK_TIME_SECONDS": "30",  # tests wait for signals and others, for long on a busy machine
+                **({"HORO_HOST_ID": f"host {rank // self._ranks_per_host}"} if self._ranks_per_host else {}),
                 **self._environment,
                 "HOROVOD_SIZE": str(self.size),
                 "HOROVOD_RANK": str(rank),
@@ -192,6 +197,43 @@ class RankPool:
 
     def _log(self, rank: int) -> str:
         return self._log_path(rank).read_text(errors="replace")
+
+
+def on(fixture: str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The body of a test runs on every rank of the pool of a fixture, with the test's other arguments."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            pool: RankPool = given.pop(fixture)
+            pool.run(body, *given.values(), **options)
+
+        return _as_test(test, body, fixture)
+
+    return decorate
+
+
+def on_own(
+    size: int, *, init: bool = True, ranks_per_host: int = 0, deadline_s: float = 60.0, **environment: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``on``, in a job of the test's own, with ``environment``."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            with RankPool(size, init=init, environment=environment, ranks_per_host=ranks_per_host) as pool:
+                pool.run(body, *given.values(), deadline_s=deadline_s)
+
+        return _as_test(test, body)
+
+    return decorate
+
+
+def _as_test(test: Callable[..., None], body: Callable[..., None], *fixtures: str) -> Callable[..., None]:
+    """``test``, of which pytest sees the name of ``body``, and its parameters besides the fixtures."""
+    functools.update_wrapper(test, body)
+    names = [*fixtures, *inspect.signature(body).parameters]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return test
 
 
 def one_of(*names: str) -> Any:

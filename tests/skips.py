@@ -17,12 +17,7 @@ _NOT_HERE = "not on this machine, or not in this kind of run: the reasons are ab
 
 
 def apt_install(programs: Mapping[str, str], path: str | None = None) -> str:
-    """Which programs are missing and the command that installs them; empty: all are there.
-
-    Args:
-        programs: the Debian package of each program.
-        path: where to look, instead of PATH.
-    """
+    """Which programs are missing in PATH, or ``path``, and the command that installs them; empty: all are there."""
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     packages = sorted({programs[program] for program in missing})
     is_are = "is" if len(missing) == 1 else "are"
@@ -30,11 +25,7 @@ def apt_install(programs: Mapping[str, str], path: str | None = None) -> str:
 
 
 def no_compiler(path: str | None = None) -> str:
-    """Why no test can compile anything, and the command that changes it; empty: there is a compiler.
-
-    Args:
-        path: where to look, instead of PATH.
-    """
+    """Why no test can compile anything, and the command that changes it; empty: there is a compiler."""
     return apt_install({os.environ.get("CC", "cc").split()[0]: "gcc libc6-dev"}, path)
 
 

@@ -22,12 +22,7 @@ __all__ = ["CPUS", "BatchJob", "Slurm", "make_slurm", "why_no_slurm"]
 CPUS = 4
 """Of each host."""
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
-_PROGRAMS = {
-    "slurmctld": "slurmctld",
-    "slurmd": "slurmd",
-    "srun": "slurm-client",
-    "munged": "munge",
-}
+_PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 # No accounting, no control groups, no waiting between the end of one job and the start of the next.
 _CONFIG = """
 ClusterName=horo

@@ -14,13 +14,16 @@ from horo.torch.optimizer import Distributed
 __all__ = [
     "FailingSgd",
     "assert_close",
+    "backward_averages",
     "gradients_of",
+    "made",
     "make_batch",
     "make_loss",
     "make_model",
     "mean_gradients",
     "needs_cpu_scaler",
     "sgd",
+    "take_step",
     "train",
 ]
 
@@ -65,11 +68,29 @@ def sgd(model: torch.nn.Module, **options: Any) -> Distributed:
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
 
 
+def made(**options: Any) -> tuple[torch.nn.Sequential, Distributed]:
+    """A model and its optimizer, with the options of ``DistributedOptimizer``."""
+    model = make_model()
+    return model, sgd(model, **options)
+
+
+def take_step(model: torch.nn.Module, optimizer: Any, step: int = 0) -> None:
+    """``backward()`` with the loss of this rank, and ``step()``."""
+    make_loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+def backward_averages(model: torch.nn.Module, step: int = 0) -> None:
+    """``backward()``, after which each gradient is the one of a process that has the batches of all ranks."""
+    wanted = mean_gradients(model, hvd.size(), step)
+    make_loss(model, hvd.rank(), step).backward()
+    assert_close(gradients_of(model), wanted)
+
+
 def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
     """One step, compared with the gradients of one process that has the batches of all ranks."""
     wanted = mean_gradients(model, hvd.size(), step)
-    make_loss(model, hvd.rank(), step).backward()
-    optimizer.step()
+    take_step(model, optimizer, step)
     assert_close(gradients_of(model), wanted)
     optimizer.zero_grad()
 

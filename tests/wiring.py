@@ -17,11 +17,7 @@ POWERS = {1 << bit for bit in range(20)}
 
 
 def check_wiring(setups: Sequence[Setup]) -> None:
-    """Sends a byte over every stream, wakes every eventfd and writes to every arena.
-
-    Args:
-        setups: one per rank, in rank order, all in this process.
-    """
+    """Sends a byte over every stream, wakes every eventfd and writes to every arena; ``setups`` in rank order."""
     grouping = Grouping(tuple(setups[0].host_of_rank))
     for setup in setups:
         assert tuple(setup.host_of_rank) == grouping.host_of_rank
@@ -38,13 +34,9 @@ def check_wiring(setups: Sequence[Setup]) -> None:
 def check_links(
     grouping: Grouping, control: Sequence[Sequence[int]], data: Sequence[Sequence[int]], sockets: int
 ) -> None:
-    """Sends a byte over every stream between hosts, and sees that there is no other.
+    """Sends a byte over every stream between hosts, and sees that there is no other; all ranks are in this process.
 
-    Args:
-        grouping: of the ranks, which are all in this process.
-        control: by rank, descriptors by host.
-        data: by rank, ``sockets`` descriptors by host.
-        sockets: streams per link for data.
+    ``control``: by rank, descriptors by host; ``data``: by rank, ``sockets`` descriptors by host.
     """
     for rank in range(grouping.size):
         _check_link_shape(grouping, rank, control[rank], data[rank], sockets)

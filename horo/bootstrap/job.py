@@ -15,7 +15,6 @@ from typing import Any
 from horo.bootstrap.core_setup import setup_of
 from horo.bootstrap.directory import Directory, PeerAddress
 from horo.bootstrap.ending import EndReporter
-from horo.bootstrap.gpu_libraries import tell_difference
 from horo.bootstrap.host.arena import Arena, join_arena
 from horo.bootstrap.host.grouping import Grouping, Link, group_ranks
 from horo.bootstrap.host.identity import read_identity
@@ -67,6 +66,7 @@ def start(
     comm: Any = None,
     arguments: Mapping[str, Any] | None = None,
     threads: int | None = None,
+    device: int | None = None,
 ) -> RunningRank:
     """Joins the job that the environment describes; without a launcher, a job of one rank.
 
@@ -75,12 +75,13 @@ def start(
         comm: the processes that form the job, see ``detect.detect_launch``.
         arguments: settings that come before those of the environment.
         threads: those with which this rank computes gradients, for the line at the start; None: it computes none.
+        device: the number of the GPU for NCCL, if the program has chosen one.
 
     Raises:
         UsageError: a variable or an argument is wrong, the launcher's environment incomplete, or ``comm`` unfit.
         MismatchError: ranks differ in version or in settings that must be equal.
         GroupError: a rank is missing, failed, or cannot be reached; the message names it.
-        ResourceError: no memory, descriptor or address.
+        ResourceError: no memory, descriptor or address; no GPU or NCCL for a job that is to use it.
     """
     is_own = environ is None
     environ = environment() if environ is None else environ
@@ -109,6 +110,14 @@ def start(
         close_setup(connection.setup)
         raise
     job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, is_own
+    if config.gpu_operations == "nccl":
+        try:
+            job.connect_nccl(device)
+            if launch.rank == 0:
+                logging.getLogger("horo").info("NCCL does what it can of tensors on cuda:%d", job.nccl_device)
+        except BaseException as error:
+            job.close(f"init() has failed: {error}")
+            raise
     _say_start(launch, connection, time.monotonic() - began, threads)
     begin_timeline(job, config)
     return job
@@ -213,7 +222,6 @@ def _join(start: _Start, secret: bytes) -> Connection:
     identity = read_identity(config.host_id)
     infos = exchange_peer_info(rendezvous, PeerInfo.of(launch, config, identity, start.address, version()))
     start.forget_earlier()  # not before: until now a slower rank may have read keys of the last start
-    gpu_warning = tell_difference(launch.rank, [(info.host, info.gpu) for info in infos])
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = slot_bytes(config, machine_count(infos))
     arena, grouping = join_arena(
@@ -243,7 +251,6 @@ def _join(start: _Start, secret: bytes) -> Connection:
         start.config.gradients_ready_default,
         directory,
         launch.mpi,
-        gpu_warning,
         search_of(config, setup, machine_count(infos)),
     )
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from horo.bootstrap.gpu_libraries import GpuLibraries, find_gpu_libraries
 from horo.bootstrap.host.grouping import Grouping, group_ranks
 from horo.bootstrap.host.identity import Identity
 from horo.bootstrap.launchers.variables import Launch, Place
@@ -77,8 +76,6 @@ class PeerInfo:
     """Number of the host from the launcher."""
     mpi_threads: bool
     """Whether this rank has an MPI with ``MPI_THREAD_MULTIPLE``."""
-    gpu: GpuLibraries
-    """The libraries for GPUs that this process can use."""
 
     @classmethod
     def of(cls, launch: Launch, config: Config, identity: Identity, address: str | None, core: str) -> PeerInfo:
@@ -100,7 +97,6 @@ class PeerInfo:
             local=launch.local,
             node=launch.node,
             mpi_threads=launch.mpi is not None and launch.mpi.threads_multiple,
-            gpu=find_gpu_libraries(),
         )
 
     def encode(self) -> bytes:
@@ -127,7 +123,6 @@ def _as_it_is(value: Any) -> Any:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "identity": lambda parts: Identity(**parts),
     "cpus": lambda mask: int(mask, 16),
-    "gpu": lambda parts: GpuLibraries(*parts),
     "local": lambda pair: None if pair is None else (int(pair[0]), int(pair[1])),
 }
 """Make the values of fields from those of JSON."""

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from horo.autotune import Search, Tuner
 from horo.bootstrap import ending
@@ -16,7 +17,8 @@ from horo.bootstrap.ending import EndReporter, culprit_of, culprit_of_chain
 from horo.bootstrap.launchers.variables import Place
 from horo.bootstrap.mpi.exit import note_status, watch_end, watch_loss
 from horo.bootstrap.mpi.world import MpiWorld
-from horo.bootstrap.teams import add_team
+from horo.bootstrap.nccl import Nccl
+from horo.bootstrap.teams import add_team, exchange_bytes
 from horo.bootstrap.tuned_values import tuned_overlap, tuned_settings
 from horo.config.settings import Settings
 from horo.core.context import Context
@@ -54,8 +56,6 @@ class Connection:
     directory: Directory = field(repr=False)
     mpi: MpiWorld | None = None
     """The MPI world of the job; None if the ranks did not start through MPI."""
-    gpu_warning: str = ""
-    """As ``RunningRank.gpu_warning``."""
     search: Search | None = None
     """Rank 0's, in a job that is autotuned."""
 
@@ -79,7 +79,7 @@ class RunningRank:
         timelines: files that ranks of this host have been asked for, each with its rank.
         settings: those in force at the start; see ``settings_now``.
         thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
-        gpu_warning: to be logged when this rank uses a GPU for the first time; empty: nothing.
+        nccl_device: the number of the GPU that NCCL was set up for; None: the job does not use NCCL.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class RunningRank:
         self._tuner = None if connection.search is None else Tuner(self.context, connection.search)
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
-        self.mpi, self.gpu_warning = connection.mpi, connection.gpu_warning
+        self.mpi = connection.mpi
+        self.nccl_device: int | None = None
+        self._nccl: Nccl | None = None
         if self.mpi is not None:
             if self.mpi.size == self.mpi.mpi.COMM_WORLD.Get_size():
                 _losses.clear()  # all ranks of MPI have come again: what an earlier job has lost was only late
@@ -172,7 +174,22 @@ class RunningRank:
 
     def add_team(self, ranks: Sequence[int]) -> int:
         """Adds a team of ranks that do collectives among themselves; all ranks of the job call it, see ``teams``."""
-        return add_team(self.context, self.directory, self._teams_begun + 1, ranks, self._begin_team)
+        return add_team(self.context, self.directory, self._teams_begun + 1, ranks, self._begin_team, nccl=self._nccl)
+
+    def connect_nccl(self, device: int | None) -> None:
+        """Connects all ranks by NCCL; all ranks call it, before anything else. Blocks until all are connected.
+
+        Args:
+            device: the number of this rank's GPU; None: that of its local rank, where it sees several.
+
+        Raises:
+            HoroError: as ``Nccl.connect_world``, on all ranks.
+        """
+        directory = self.directory
+        names = [directory.name(rank) for rank in range(self.size)]
+        self._nccl = Nccl(self.context, self.rank, names, directory.timeout_s)
+        exchange = partial(exchange_bytes, self.context, "init of NCCL", within_s=directory.timeout_s)
+        self.nccl_device = self._nccl.connect_world(device, self.local_rank, exchange)
 
     def _begin_team(self) -> None:
         self._teams_begun += 1

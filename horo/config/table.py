@@ -279,8 +279,8 @@ class Config:
         "GPU_OPERATIONS",
         "staged",
         "How tensors on GPUs travel: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
-        "`nccl`, which moves them from GPU to GPU where each rank has one of its own and the same NCCL; what it cannot "
-        "do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
+        "`nccl`, which moves them from GPU to GPU: each rank needs one of its own and the same NCCL, else `init()` "
+        "fails; what NCCL cannot do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
         choices=("staged", "mpi", "nccl"),
     )

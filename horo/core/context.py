@@ -265,30 +265,29 @@ class Context:
             raise error_from_status(STATUS_NAMES[status], self._message(handle))
         return bool(status != lib.HORO_IN_PROGRESS)
 
-    def wait(self, handle: int) -> None:
+    def wait(self, handle: int, within_s: float = threading.TIMEOUT_MAX) -> None:
         """Blocks, with the GIL released, until the request is finished; a signal handler may run meanwhile.
 
         The handle stays valid (``release`` it), also when this raises. Several threads may wait for one handle: each
         gets what has become of the request, also where another one releases it meanwhile.
 
         Raises:
-            HoroError: the error of the request; UsageError if its handle has been released.
+            HoroError: the error of the request; UsageError: it has been released; AbortedError: it is late.
             BaseException: the exception of a signal handler (KeyboardInterrupt after Ctrl-C). The request continues in
                 the background, and its memory must stay valid until it is done.
         """
-        words = _words.chars
-        status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS, words, _MESSAGE_MAX)
+        status = lib.horo_wait(self._context, handle, _SIGNAL_CHECK_MS, _words.chars, _MESSAGE_MAX)
         if status == lib.HORO_IN_PROGRESS:
-            status = self._wait_long(handle)
+            status = self._wait_long(handle, end_s=time.monotonic() + within_s)
         if status != _OK:
-            self.log_lines.check(status, words)
+            self.log_lines.check(status, _words.chars)
 
     def wait_any(self, handles: Sequence[int]) -> None:
         """Blocks, as ``wait``, until one of several requests is finished, successfully or not."""
         self._wait_long(handles[0], handles[1:])
         lib.horo_report_blocked(self._context, _NULL, 0, 0, b"")  # no report of this wait is true any longer
 
-    def _wait_long(self, handle: int, others: Sequence[int] = ()) -> int:
+    def _wait_long(self, handle: int, others: Sequence[int] = (), *, end_s: float = threading.TIMEOUT_MAX) -> int:
         """Continues a wait, for one request or for any of several, and reports it to the core at intervals.
 
         ``describe_blocked`` recognizes a waiting thread by the frame of this function.
@@ -299,6 +298,8 @@ class Context:
             while (status := self._wait_once(handles)) == lib.HORO_IN_PROGRESS:
                 if threading.current_thread() is self._given_up:
                     raise AbortedError("horo was shut down")
+                if time.monotonic() >= end_s:
+                    raise AbortedError("not all ranks have come in time")
                 if lib.horo_blocked_question(self._context) or time.monotonic() >= look_s:
                     with contextlib.suppress(RecursionError):  # a wait must not fail because of its report
                         self._report_blocked()
@@ -336,14 +337,13 @@ class Context:
 
     def finish_or_keep(self, handle: int) -> None:
         """As ``finish``, but the handle of a request that has failed stays valid."""
-        words = _words.chars
-        status = _finish(self._context, handle, _SIGNAL_CHECK_MS, words, _MESSAGE_MAX)
+        status = _finish(self._context, handle, _SIGNAL_CHECK_MS, _words.chars, _MESSAGE_MAX)
         if status == lib.HORO_IN_PROGRESS:
             status = self._wait_long(handle)
             if status == _OK:
                 lib.horo_release(self._context, handle)  # unless another thread has
         if status != _OK:
-            self.log_lines.check(status, words)
+            self.log_lines.check(status, _words.chars)
 
     def callers(self) -> list[int]:
         """The threads that have called the core, at most HORO_CALLERS_MAX of them."""

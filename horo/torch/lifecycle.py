@@ -48,7 +48,13 @@ def _refuse_within(caller: FrameType | None) -> None:
         caller = caller.f_back
 
 
-def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSettings]) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Any = None,
+    *,
+    device: torch.device | str | int | None = None,
+    **settings: Unpack[InitSettings],
+) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
     Blocks until all ranks have come. Does nothing if the process is in a job already. If that has ended, since
@@ -61,23 +67,26 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSett
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
             of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
             may always come.
+        device: The GPU for NCCL, with ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank``
+            if this process sees several GPUs, and ``cuda:0`` if it sees one. Others have no use for it.
         settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
             names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
 
     Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``,
-            ``process_sets`` or a setting does not fit, this is a forked child of a rank, ``process_sets`` or another
-            value of a setting came after the first ``init()``, or a signal handler that has interrupted ``init()`` or
-            ``shutdown()`` calls it.
-        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there.
-        GroupError: Not all ranks came, or they do not fit together.
+        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``, ``device``,
+            ``process_sets`` or a setting does not fit, NCCL has been asked for and two ranks have one GPU, this is a
+            forked child of a rank, ``process_sets``, another device or another value of a setting came after the first
+            ``init()``, or a signal handler that has interrupted ``init()`` or ``shutdown()`` calls it.
+        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there; NCCL has been asked for, but
+            this rank has none, or no GPU.
+        GroupError: Not all ranks came, they do not fit together, or another one has failed in ``init``.
 
     Example:
         hvd.init()
         print(f"rank {hvd.rank()} of {hvd.size()}")
     """
     _refuse_within(sys._getframe(1))
-    added = _listed(process_sets)
+    added, number = _listed(process_sets), _number_of(device)
     keep_from_dynamo()
     with process.lock:
         if process.runtime is not None and process.runtime.forked:
@@ -87,10 +96,12 @@ def init(comm: Any = None, process_sets: Any = None, **settings: Unpack[InitSett
             if added:
                 raise UsageError("init(process_sets=...): horo is initialized already; use hvd.add_process_set()")
             _check_unchanged(settings, process.runtime.job.settings)
+            _check_device(number, process.runtime.job.nccl_device)
             return
         from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        process.runtime = Runtime(start(None, comm, settings, torch.get_num_threads()), process.handle_base)
+        job = start(None, comm, settings, torch.get_num_threads(), number)
+        process.runtime = Runtime(job, process.handle_base)
         if not process.registered:
             process.registered = True
             atexit.register(_at_exit)
@@ -107,6 +118,23 @@ def _check_unchanged(wanted: Mapping[str, Any], settings: Settings) -> None:
     for name, value in check_arguments(wanted).items():
         if value != settings[name]:
             raise UsageError(f"init({name}={wanted[name]!r}): horo is initialized already; call hvd.shutdown() before")
+
+
+def _check_device(wanted: int | None, device: int | None) -> None:
+    if wanted is not None and device is not None and wanted != device:
+        raise UsageError(
+            f"init(device='cuda:{wanted}'): horo is initialized already, with cuda:{device}; call hvd.shutdown() before"
+        )
+
+
+def _number_of(device: torch.device | str | int | None) -> int | None:
+    try:
+        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except RuntimeError:
+        given = torch.device("cpu")
+    if given.type != "cuda":
+        raise UsageError(f"init(device={device!r}): expected a GPU, such as 'cuda:1' or 1")
+    return given.index
 
 
 def _listed(process_sets: Any) -> list[ProcessSet]:

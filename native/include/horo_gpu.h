@@ -6,8 +6,8 @@
 #include "horo.h"
 /* cffi: end */
 
-/* Besides enum horo_submit_flags; horo sets it by itself: the tensors are on GPUs, and NCCL does it on all ranks. */
-enum { HORO_SUBMIT_BY_NCCL = 256 };
+/* Besides enum horo_submit_flags; horo sets it by itself: the tensors stay on GPUs, since NCCL does it on all ranks. */
+enum { HORO_SUBMIT_ON_GPU = 256 };
 
 /* Libraries for GPUs, which horo finds where it runs: none is needed to build it. */
 enum horo_library_kind {
@@ -41,17 +41,40 @@ HORO_API int horo_find_library(int kind, const char *const *paths, int32_t path_
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes);
 
+/* A GPU of this process that NCCL is to use. */
+typedef struct {
+    int32_t nccl_version;
+    char uuid[16]; /* of the GPU: no two ranks of a communicator may have one */
+} horo_gpu;
+
+enum { HORO_NCCL_ID_BYTES = 128 };
+
 /*
- * Lets NCCL do what it can of requests of all ranks with tensors on GPUs: allreduce, broadcast and reduce-scatter of
- * its dtypes, as they are, also averages and scaled sums of floats. Behind horo_use_cuda, on all ranks or on none; does
- * nothing where that has been done. No rank may join then. The first such request of each rank chooses its GPU. The
- * first one that all ranks have submitted makes them tell one another what they have: where one of them cannot use
- * NCCL, these requests are as after horo_use_cuda alone, and rank 0 logs why. Else a request is done once it is on a
- * stream of the GPU; horo_copy_back makes the caller's stream wait for its end. Either way it fails where another rank
- * has its tensors elsewhere. HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a sentence; a lack of NCCL is none.
+ * NCCL in four steps, of which the first is once in a context, behind horo_use_cuda, and the others are once for all
+ * ranks and once for each team, in front of their first request. Each of them may fail on one rank alone: callers tell
+ * one another between them, so that all ranks go on or none. One thread at a time.
+ *
+ * 1. Loads NCCL, and opens the device on which all communicators of this rank are. Connects nothing.
+ * 2. Where the ranks of a communicator meet: one of them makes the id, and gives it to the others. HORO_NCCL_ID_BYTES.
+ * 3. Begins to connect `size` ranks, of which this one is number `rank`. What was being connected before is given up.
+ * 4. Waits until they are connected, up to timeout_ms: HORO_IN_PROGRESS until then. What is connected is that of all
+ *    ranks, at once, or, if not is_world, of the team that horo_add_team adds next.
+ *
+ * Where all ranks of a team have come through, NCCL does what it can of their requests with tensors on GPUs: allreduce,
+ * broadcast and reduce-scatter of its dtypes, as they are, also averages and scaled sums of floats. Which requests
+ * these are follows from the operation, its factors and its dtypes, so it is the same on all ranks; the others are
+ * staged, as after horo_use_cuda alone. A request that is NCCL's is done once it is on a stream of the GPU;
+ * horo_copy_back makes the caller's stream wait for its end. It is refused (HORO_ERR_USAGE) if its tensors are on
+ * another device, and fails where another rank has its tensors in host memory. No rank of a job of several may join.
+ * HORO_OK, or HORO_ERR_USAGE or HORO_ERR_RESOURCE with a sentence.
  */
-HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
-                           size_t error_bytes);
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t device,
+                           horo_gpu *found, char *error, size_t error_bytes);
+HORO_API int horo_nccl_id(horo_context *context, char *id, char *error, size_t error_bytes);
+HORO_API int horo_connect_nccl(horo_context *context, const char *id, int32_t size, int32_t rank, char *error,
+                               size_t error_bytes);
+HORO_API int horo_await_nccl(horo_context *context, int32_t is_world, int32_t timeout_ms, char *error,
+                             size_t error_bytes);
 /*
  * Begins to copy the results of a request that is done well to their outputs on the GPU, and makes `stream` of that GPU
  * wait for them. Before horo_release; a second call only makes its stream wait, too. Does not wait itself. Those of an

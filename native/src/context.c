@@ -11,6 +11,7 @@
 #include "base/owner.h"
 #include "base/timeline.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 #include "node/node_setup.h"
 
 struct horo_context {
@@ -23,7 +24,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi31";
+    return "0.1.0+abi32";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -233,9 +234,7 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_remove_team(&context->engine, team, handle, &failure);
-    }
+    status = status != HORO_OK ? status : hr_engine_remove_team(&context->engine, team, handle, &failure);
     if (status != HORO_OK) {
         copy_error(&failure, error, error_bytes);
     }
@@ -299,23 +298,45 @@ HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms
 HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int32_t path_count, char *error,
                            size_t error_bytes) {
     struct hr_error failure = {0};
+    const size_t count = path_count < 0 ? 0 : (size_t)path_count;
     int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        const size_t count = path_count < 0 ? 0 : (size_t)path_count;
-        status = hr_engine_use_cuda(&context->engine, paths, count, &failure);
-    }
+    status = status != HORO_OK ? status : hr_engine_use_cuda(&context->engine, paths, count, &failure);
     copy_error(&failure, error, error_bytes);
     return status;
 }
 
-HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, char *error,
-                           size_t error_bytes) {
+HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t device,
+                           horo_gpu *found, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    const size_t count = path_count < 0 ? 0 : (size_t)path_count;
+    int status = check_process(context, &failure);
+    status = status != HORO_OK ? status : hr_engine_use_nccl(&context->engine, paths, count, device, found, &failure);
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_nccl_id(horo_context *context, char *id, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        const size_t count = path_count < 0 ? 0 : (size_t)path_count;
-        status = hr_engine_use_nccl(&context->engine, paths, count, &failure);
-    }
+    status = status != HORO_OK ? status : hr_engine_nccl_id(&context->engine, id, &failure);
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_connect_nccl(horo_context *context, const char *id, int32_t size, int32_t rank, char *error,
+                               size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    status = status != HORO_OK ? status : hr_engine_connect_nccl(&context->engine, id, size, rank, &failure);
+    copy_error(&failure, error, error_bytes);
+    return status;
+}
+
+HORO_API int horo_await_nccl(horo_context *context, int32_t is_world, int32_t timeout_ms, char *error,
+                             size_t error_bytes) {
+    struct hr_error failure = {0};
+    int status = check_process(context, &failure);
+    status = status != HORO_OK ? status : hr_engine_await_nccl(&context->engine, is_world, timeout_ms, &failure);
     copy_error(&failure, error, error_bytes);
     return status;
 }
@@ -323,9 +344,7 @@ HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int3
 HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_copy_back(&context->engine, handle, stream, &failure);
-    }
+    status = status != HORO_OK ? status : hr_engine_copy_back(&context->engine, handle, stream, &failure);
     copy_error(&failure, error, error_bytes);
     return status;
 }

@@ -20,7 +20,7 @@ VENV = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 @pytest.mark.parametrize("start", ["srun", "hororun"])
 def test_slurm_without_mpi(slurm: Slurm, tmp_path: Path, start: str) -> None:
-    words = [str(BATCH / "slurm.sbatch"), str(PROGRAM), str(tmp_path)]
+    words = [str(BATCH / "slurm.sbatch"), *PROGRAM, str(tmp_path)]
     job = slurm.batch(tmp_path, *words, environment={"PATH": VENV, "START": start})
     assert (job.state, job.exit_code, job.output) == ("COMPLETED", "0:0", "")
     assert written(tmp_path) == expected("aabb", slurm.cluster)
@@ -29,7 +29,7 @@ def test_slurm_without_mpi(slurm: Slurm, tmp_path: Path, start: str) -> None:
 @pytest.mark.parametrize("start", ["srun", "mpirun"])
 def test_slurm_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, start: str) -> None:
     told = {**mpi.environment, "START": f"srun --mpi={mpi.under_srun}" if start == "srun" else start}
-    words = [str(BATCH / "slurm-mpi.sbatch"), str(PROGRAM), str(tmp_path)]
+    words = [str(BATCH / "slurm-mpi.sbatch"), *PROGRAM, str(tmp_path)]
     job = slurm.batch(tmp_path, *words, environment=told)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
     assert written(tmp_path) == expected("aabb", slurm.cluster, mpi.library)
@@ -88,8 +88,9 @@ def test_other_systems_by_what_they_set(cluster: Cluster, tmp_path: Path, name: 
         "sge": {"JOB_ID": "7", "PE_HOSTFILE": str(file), "NSLOTS": "3", "NHOSTS": "2"},
     }[name]
     shutil.copy(BATCH / f"{name}.sh", tmp_path / "job")
-    train = f"import runpy, sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\nsys.argv.append({str(tmp_path)!r})\n"
-    (tmp_path / "train.py").write_text(f"{train}runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n")
+    head = f"import runpy, sys\nsys.path.insert(0, {str(Path(PROGRAM[0]).parent)!r})\n"
+    words = f"sys.argv += {[*PROGRAM[1:], str(tmp_path)]!r}\n"
+    (tmp_path / "train.py").write_text(f"{head}{words}runpy.run_path({PROGRAM[0]!r}, run_name='__main__')\n")
     job = cluster.start_on(cluster.hosts[0], ["bash", "job"], cwd=tmp_path, environment={"PATH": VENV, **told})
     done = job.finish()
     assert (done.returncode, done.stderr) == (0, ""), done

@@ -11,10 +11,8 @@ import pytest
 from jobs import TORCH_S
 from mpis import Mpi
 from namespaces import Cluster
-from places import PROGRAM, expected, written
+from places import LOSE, PLACE, expected, written
 
-PLACES = [sys.executable, str(PROGRAM)]
-LOST = [sys.executable, str(PROGRAM.with_name("lost_rank.py"))]
 TORCH = """
 import pathlib, sys
 import torch
@@ -38,7 +36,7 @@ def where(cluster: Cluster, layout: str) -> str:
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab", "abab"])
 def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
-    words = [*command(mpi, cluster, layout), *PLACES, str(tmp_path)]
+    words = [*command(mpi, cluster, layout), *PLACE, str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected(layout, cluster, mpi.library)
@@ -54,7 +52,7 @@ def test_a_script_with_torch_needs_no_word_about_mpi(cluster: Cluster, mpi: Mpi,
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
 def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
-    words = ["--mpi", "-np", "4", "--oversubscribe", *PLACES, str(tmp_path)]
+    words = ["--mpi", "-np", "4", "--oversubscribe", *PLACE, str(tmp_path)]
     done = cluster.run(*words, where=where(cluster, layout), environment=mpi.environment)
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected(layout, cluster, mpi.library)
@@ -64,7 +62,7 @@ def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(
     cluster: Cluster, mpi: Mpi, tmp_path: Path, victim: int
 ) -> None:
-    words = [*command(mpi, cluster, "aabb"), *mpi.spare, *LOST, str(victim), str(tmp_path)]
+    words = [*command(mpi, cluster, "aabb"), *mpi.spare, *LOSE, str(victim), str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
     assert done.returncode != 0
     host = cluster.hosts[victim // 2].name

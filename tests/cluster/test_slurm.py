@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 from jobs import Flags, wait_until
 from mpis import Mpi
-from places import PROGRAM, expected, written
+from places import LOSE, PLACE, expected, written
 from slurm import Slurm
 
 TASK = "echo $SLURM_PROCID $(hostname) $SLURM_LOCALID $SLURM_STEP_NODELIST $SLURM_STEP_TASKS_PER_NODE"
-PLACES = [sys.executable, str(PROGRAM)]
-LOST = [sys.executable, str(PROGRAM.with_name("lost_rank.py"))]
 HORORUN = [sys.executable, "-m", "horo.runner"]
 LAYOUTS = {
     "aabb": ["--ntasks=4", "--ntasks-per-node=2"],
@@ -41,7 +39,7 @@ def test_srun_starts_tasks_on_both_hosts(slurm: Slurm) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_srun_without_mpi(slurm: Slurm, tmp_path: Path, layout: str) -> None:
-    done = slurm.run("srun", *LAYOUTS[layout], *PLACES, str(tmp_path))
+    done = slurm.run("srun", *LAYOUTS[layout], *PLACE, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert written(tmp_path) == expected(layout, slurm.cluster)
 
@@ -49,21 +47,21 @@ def test_srun_without_mpi(slurm: Slurm, tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("variable", ["HORO_SECRET", "HOME"])
 def test_ranks_start_without_munge(slurm: Slurm, tmp_path: Path, variable: str) -> None:
     value = {"HORO_SECRET": "5a" * 32, "HOME": str(tmp_path)}[variable]
-    done = slurm.run("srun", *LAYOUTS["ab"], "env", "PATH=/nowhere", f"{variable}={value}", *PLACES, str(tmp_path))
+    done = slurm.run("srun", *LAYOUTS["ab"], "env", "PATH=/nowhere", f"{variable}={value}", *PLACE, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert written(tmp_path) == expected("ab", slurm.cluster)
 
 
 @pytest.mark.parametrize("layout", ["aabb", "abaa"])
 def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, layout: str) -> None:
-    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS[layout], *PLACES, str(tmp_path)]
+    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS[layout], *PLACE, str(tmp_path)]
     done = slurm.run(*command, environment=mpi.environment)
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected(layout, slurm.cluster, mpi.library)
 
 
 def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
-    done = slurm.run("salloc", *LAYOUTS["aaab"], mpi.starter, *PLACES, str(tmp_path), environment=mpi.environment)
+    done = slurm.run("salloc", *LAYOUTS["aaab"], mpi.starter, *PLACE, str(tmp_path), environment=mpi.environment)
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
 
@@ -72,19 +70,19 @@ def test_a_process_that_trains_alone_in_a_batch_job_of_several_tasks_is_told_wha
     slurm: Slurm, tmp_path: Path
 ) -> None:
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\n{' '.join(PLACES)} {tmp_path}\n")
+    script.write_text(f"#!/bin/sh\n{' '.join(PLACE)} {tmp_path}\n")
     done = slurm.batch(tmp_path, *LAYOUTS["aabb"], str(script))
     assert done.state == "COMPLETED"
     assert done.output.startswith("horo [0] warning: this process is alone (size 1), but the Slurm job has 4 tasks")
     assert done.output.count("\n") == 1
-    script.write_text(f"#!/bin/sh\nsrun --ntasks=1 --nodes=1 {' '.join(PLACES)} {tmp_path}\n")
+    script.write_text(f"#!/bin/sh\nsrun --ntasks=1 --nodes=1 {' '.join(PLACE)} {tmp_path}\n")
     assert slurm.batch(tmp_path, *LAYOUTS["aabb"], str(script)).output == ""
-    assert "warning" not in slurm.run("salloc", *LAYOUTS["aabb"], *PLACES, str(tmp_path)).stderr
+    assert "warning" not in slurm.run("salloc", *LAYOUTS["aabb"], *PLACE, str(tmp_path)).stderr
 
 
 @pytest.mark.parametrize("layout", ["aabb", "aaab"])
 def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_path: Path, layout: str) -> None:
-    command = ["salloc", *LAYOUTS[layout], *HORORUN, "--verbose", *PLACES, str(tmp_path)]
+    command = ["salloc", *LAYOUTS[layout], *HORORUN, "--verbose", *PLACE, str(tmp_path)]
     done = slurm.run(*command)
     assert done.returncode == 0, done.stderr
     assert f"{slurm.cluster.hosts[1].name}: srun " in done.stderr
@@ -99,7 +97,7 @@ def test_hosts_of_a_slurm_job_can_be_checked(slurm: Slurm) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_step_and_is_named(slurm: Slurm) -> None:
-    done = slurm.run("srun", *LAYOUTS["aabb"], *LOST, "3")
+    done = slurm.run("srun", *LAYOUTS["aabb"], *LOSE, "3")
     assert done.returncode == 137
     b = slurm.cluster.hosts[1].name
     assert done.stderr.count(f"PeerLostError: rank 3 ({b}) is gone") == 3, done.stderr
@@ -107,7 +105,7 @@ def test_a_rank_that_is_killed_ends_the_step_and_is_named(slurm: Slurm) -> None:
 
 
 def test_a_rank_that_is_killed_ends_a_step_with_mpi_and_is_named(slurm: Slurm, mpi: Mpi) -> None:
-    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS["aabb"], *LOST, "3"]
+    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS["aabb"], *LOSE, "3"]
     done = slurm.run(*command, environment=mpi.environment)
     assert done.returncode != 0
     b = slurm.cluster.hosts[1].name
@@ -115,7 +113,7 @@ def test_a_rank_that_is_killed_ends_a_step_with_mpi_and_is_named(slurm: Slurm, m
 
 
 def test_a_rank_that_is_killed_ends_hororun_and_is_named(slurm: Slurm) -> None:
-    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, *LOST, "3")
+    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, *LOSE, "3")
     assert done.returncode == 137
     assert f"rank 3 on {slurm.cluster.hosts[1].name} was killed by SIGKILL" in done.stderr
 
@@ -124,7 +122,7 @@ def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mappin
     """Cancels a batch job of four ranks that sum for ever; nothing of it may be left."""
     script, flags = folder / "job.sh", Flags(folder)
     rank = "${HOROVOD_RANK:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}}"
-    task = f": > {folder}/up.{rank}; exec {' '.join(LOST)} -1"
+    task = f": > {folder}/up.{rank}; exec {' '.join(LOSE)} -1"
     script.write_text(f'#!/bin/sh\n{" ".join(start)} sh -c "$TASK"\n')
     number, job = slurm.queue(folder, *LAYOUTS["aabb"], str(script), environment={"TASK": task, **environment})
     flags.wait([f"up.{number}" for number in range(4)])

@@ -13,7 +13,7 @@ import pytest
 from jobs import TORCH_S, Flags, wait_until
 from namespaces import Cluster
 
-PROGRAM = Path(__file__).parents[1] / "summing_rank.py"
+PROGRAM = Path(__file__).parents[1] / "rank_program.py"
 LIMIT_S = 5.0
 BUFFERS = "net.ipv4.tcp_rmem"
 
@@ -52,7 +52,7 @@ def test_ranks_that_are_stopped_for_longer_than_the_peer_timeout_go_on(narrow: C
     flags = Flags(tmp_path)
     where = ",".join(f"{host.name}:1" for host in narrow.hosts)
     told = {"HORO_PEER_TIMEOUT": str(LIMIT_S)}
-    job = narrow.start("-np", "2", sys.executable, str(PROGRAM), str(tmp_path), where=where, environment=told)
+    job = narrow.start("-np", "2", sys.executable, str(PROGRAM), "sum", str(tmp_path), where=where, environment=told)
     flags.wait(["sums.0", "sums.1"])
     first, second = (int(flags.read(f"pid.{rank}")) for rank in range(2))
     os.kill(first, signal.SIGSTOP)

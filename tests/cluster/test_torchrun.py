@@ -22,7 +22,7 @@ def test_torchrun_on_two_hosts(cluster: Cluster, tmp_path: Path, rendezvous: str
     for node, host in enumerate(cluster.hosts):
         options = [option.format(node=node, first=cluster.hosts[0].name) for option in RENDEZVOUS[rendezvous]]
         torchrun = ["torch.distributed.run", "--nnodes=2", f"--nproc-per-node={layout.count('a')}", *options]
-        command = [sys.executable, "-m", *torchrun, str(PROGRAM), str(tmp_path)]
+        command = [sys.executable, "-m", *torchrun, *PROGRAM, str(tmp_path)]
         jobs.append(cluster.start_on(host, command, environment={"OMP_NUM_THREADS": "1"}))
     for job in jobs:
         done = job.finish(TORCH_S)

@@ -47,10 +47,7 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 def runs_here(block: Block) -> bool:
-    """Whether the block is run as it stands, and this torch has what it uses.
-
-    A scaler for the CPU came with torch 2.3; before that torch cannot use numpy 2, either.
-    """
+    """Whether the block is run as it stands, and this torch has what it uses."""
     if block.mark or ("scaler" in block.code and not hasattr(torch.amp, "GradScaler")):
         return False
     return ".numpy()" not in block.code or reads_numpy()

@@ -13,12 +13,16 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_SECONDS = 240
+whole = pytest.mark.skipif(
+    os.environ.get("HORO_ALL_CASES") != "1", reason="a benchmark that starts many ranks (`make test-all`)"
+)
 
 # What another launcher, or the one that runs the tests, may have left.
 _LAUNCHER_PREFIXES = ("HORO_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
@@ -53,10 +57,7 @@ def launcher(name: str, ranks: int) -> list[str]:
 def start(
     command: list[str], *, expected_code: int | None = 0, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code.
-
-    ``expected_code``: None for any.
-    """
+    """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -75,10 +76,7 @@ def start(
 
 
 def forked(script: str, *arguments: str, ranks: int = 2) -> list[tuple[object, str]]:
-    """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints.
-
-    Ranks of a pool have imported torch already. Of each script, ``start`` runs one job at least.
-    """
+    """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints."""
     pool = RankPool(ranks, init=False)
     try:
         return pool.run(_run_here, str(ROOT / "examples" / script), arguments, deadline_s=LIMIT_SECONDS)

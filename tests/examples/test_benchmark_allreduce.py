@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from example_runs import ROOT, start, why_gloo_cannot
+from example_runs import ROOT, start
 from jobs import wait_until
 
 FOLDER = ROOT / "benchmarks"
@@ -22,11 +21,8 @@ SCRIPT = str(FOLDER / "allreduce.py")
 SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
 
 sys.path.insert(0, str(FOLDER))
-import allreduce  # noqa: E402  (benchmarks/allreduce.py)
-import options  # noqa: E402  (benchmarks/options.py)
 import report  # noqa: E402  (benchmarks/report.py)
 import sizes  # noqa: E402  (benchmarks/sizes.py)
-import spaces  # noqa: E402  (benchmarks/spaces.py)
 from contest import Turn  # noqa: E402  (benchmarks/contest.py)
 from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
 from workloads import allreduce as workload  # noqa: E402  (benchmarks/workloads/allreduce.py)
@@ -54,39 +50,6 @@ def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> N
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-def test_contestants_are_spread_over_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    done = start([sys.executable, SCRIPT, *SHORT, "--hosts", "2", "--rate", "1gbit", "--json", str(file)])
-    assert done.stdout.startswith("allreduce, in-place sum of float32, 2 ranks on 2 hosts, links of 1gbit; ")
-    assert done.stdout.count(" ok\n") == 6
-    assert json.loads(file.read_text())["options"]["hosts"] == 2
-
-
-def computed_s(process: int) -> float:
-    return float(psutil.Process(process).cpu_times().user)
-
-
-def test_programs_compute_beside_and_end() -> None:
-    with options.busy_programs(2) as programs:
-        for program in programs:
-            wait_until(lambda program=program: computed_s(program.pid) > 0.02, "a program that computes")
-    assert all(program.returncode is not None for program in programs)
-
-
-def test_programs_that_compute_end_by_ctrl_c_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
-    with options.busy_programs(1) as (program,):
-        wait_until(lambda: computed_s(program.pid) > 0.1, "a program that computes")
-        program.send_signal(signal.SIGINT)
-        assert program.wait(60) == -signal.SIGINT
-    assert capfd.readouterr().err == ""
-
-
-def test_a_title_says_beside_how_many_programs() -> None:
-    titles = [options.where(argparse.Namespace(hosts=1, beside=count)) for count in range(3)]
-    assert titles == ["", " beside 1 program that computes", " beside 2 programs that compute"]
-
-
 def test_programs_that_compute_end_with_a_benchmark_that_is_killed() -> None:
     code = "import options\nwith options.busy_programs(1) as (one,):\n    print(one.pid, flush=True), one.wait(60)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as benchmark:
@@ -101,29 +64,6 @@ def has_process(process: int) -> bool:
         return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def test_fewer_programs_than_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        allreduce.parse_arguments(["--beside", "-1"])
-    assert "--beside -1: not below 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("dtype", "ranks"), [("bfloat16", 2), ("int64", 4)])
-def test_sums_are_right_in_other_dtypes_and_on_four_ranks(dtype: str, ranks: int) -> None:
-    if why := why_gloo_cannot("allreduce", dtype):
-        pytest.skip(why)
-    done = start([sys.executable, SCRIPT, *SHORT, "--np", str(ranks), "--rounds", "1", "--dtype", dtype])
-    assert f"in-place sum of {dtype}, {ranks} ranks" in done.stdout
-    assert done.stdout.count(" ok\n") == 6
-
-
-def test_rates_follow_the_formulas() -> None:
-    rates = sizes.Rates.of(4_000_000, 4, 2000.0)
-    assert rates.algbw == pytest.approx(2.0)  # 4 MB in 2 ms
-    assert rates.busbw == pytest.approx(3.0)  # times 2 * 3 / 4
-    assert sizes.ALLREDUCE.bus_factor(2) == 1.0
-    assert sizes.ALLREDUCE.bus_factor(1) == 0.0
 
 
 def result_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
@@ -148,7 +88,7 @@ def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> N
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
-@pytest.mark.parametrize("count", [1, 2, 3, 1000])
+@pytest.mark.parametrize("count", [1, 1000])
 def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
     values = make(count)
     workload.fill_pattern(values, 7)
@@ -157,10 +97,6 @@ def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
     values[count - 1] += 1
     assert workload.count_wrong(values, 7) == 1
     assert workload.count_wrong(values, 100) == count
-
-
-def test_equal_numbers_of_elements_are_one_size() -> None:
-    assert [case.parameters["bytes"] for case in sizes.make_cases([1, 2, 4, 8, 16, 32, 64], "int64")] == [8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(("text", "size"), [("4", 4), ("64K", 65536), ("64m", 64 << 20), ("2G", 2 << 30)])
@@ -172,22 +108,3 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_bad_size_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a size"):
         report.parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--np", "0"], "--np 0: at least 1"),
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--step", "1"], "--step 1: at least 2"),
-        (["--turn-ms", "0"], "--turn-ms 0: must be more than 0"),
-        (["--turn-limit-s", "nan"], "--turn-limit-s nan: must be more than 0"),
-        (["--min", "8", "--max", "4"], "--max 4 is below --min 8"),
-        (["--peers", "horo,nccl"], "'horo,nccl' knows no 'nccl'; known are horo, gloo, openmpi, mpich, horovod"),
-        (["--peers", "gloo,gloo"], "'gloo,gloo' names one twice"),
-    ],
-)
-def test_bad_option_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        allreduce.parse_arguments(words)
-    assert message in capsys.readouterr().err

@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from example_runs import ROOT, start, why_gloo_cannot
+from example_runs import ROOT
 
 FOLDER = ROOT / "benchmarks"
-SCRIPT = str(FOLDER / "collectives.py")
-SHORT = ["--max", "4K", "--step", "1024", "--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
 NAMES = ("reducescatter", "alltoall", "allgather", "broadcast")
 
 sys.path.insert(0, str(FOLDER))
-import collectives  # noqa: E402  (benchmarks/collectives.py)
 import sizes  # noqa: E402  (benchmarks/sizes.py)
-import spaces  # noqa: E402  (benchmarks/spaces.py)
 from workloads.collectives import Job  # noqa: E402  (benchmarks/workloads/collectives.py)
-
-
-def test_measures_all_operations_and_writes_what_it_measured(tmp_path: Path) -> None:
-    if why := why_gloo_cannot("reducescatter"):
-        pytest.skip(why)
-    file = tmp_path / "out.json"
-    done = start([sys.executable, SCRIPT, *SHORT, "--json", str(file)])
-    document = json.loads(file.read_text())
-    assert document["benchmark"] == "collectives"
-    assert document["options"]["operation"] == list(NAMES)
-    assert [(row["operation"], row["bytes"], row["contestant"]) for row in document["rows"]] == [
-        (operation, size, name)
-        for operation in NAMES
-        for size in (4 if operation == "broadcast" else 8, 4096)
-        for name in ("horo", "gloo")
-    ]
-    assert all(row["wrong"] == "" and len(row["rounds_us"]) == 2 for row in document["rows"])
-    assert done.stdout.count(" ok\n") == 16
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize(("dtype", "ranks"), [("bfloat16", 2), ("int64", 4)])
-def test_results_are_right_in_other_dtypes_and_on_four_ranks(dtype: str, ranks: int) -> None:
-    if why := why_gloo_cannot("reducescatter", dtype):
-        pytest.skip(why)
-    done = start([sys.executable, SCRIPT, *SHORT, "--np", str(ranks), "--rounds", "1", "--dtype", dtype])
-    for name in NAMES:
-        assert f"{name}, " in done.stdout
-    assert f"of {dtype}, {ranks} ranks" in done.stdout
-    assert done.stdout.count(" ok\n") == 16
-
-
-@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-def test_contestants_are_spread_over_hosts() -> None:
-    words = ["--operation", "alltoall,broadcast", "--np", "4", "--hosts", "2", "--rate", "1gbit"]
-    done = start([sys.executable, SCRIPT, *SHORT, *words])
-    assert "of float32, 4 ranks on 2 hosts, links of 1gbit; " in done.stdout
-    assert done.stdout.count(" ok\n") == 8
 
 
 def results_of(operation: str, jobs: list[Job], given: list[np.ndarray]) -> list[np.ndarray]:
@@ -87,15 +42,6 @@ def test_every_element_of_a_result_is_compared(operation: str, ranks: int, part:
         assert job.count_wrong(np.zeros(job.received)) == job.received
 
 
-def test_parts_of_others_are_not_taken_for_ones_own() -> None:
-    for operation in ("alltoall", "allgather"):
-        job = Job(operation, 1, 2, 8)
-        array = np.zeros(job.given)
-        job.fill(array)
-        mine = array if operation == "alltoall" else np.concatenate([array, array])
-        assert job.count_wrong(mine) > 0
-
-
 def test_sizes_are_those_of_equal_parts() -> None:
     operation = sizes.OPERATIONS["alltoall"]
     cases = sizes.make_cases(sizes.sizes_of(4, 64, 2), "float32", 4, operation)
@@ -108,22 +54,3 @@ def test_sizes_are_those_of_equal_parts() -> None:
 def test_rates_follow_the_formulas(operation: str, ranks: int, factor: float) -> None:
     rates = sizes.Rates.of(4_000_000, ranks, 2000.0, sizes.OPERATIONS[operation])
     assert (rates.algbw, rates.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor))
-
-
-def test_targets_name_the_operation() -> None:
-    (target,) = (t for t in collectives.TARGETS if (t.operation.name, t.ranks, t.size) == ("alltoall", 2, 64 << 10))
-    assert target.times_best == {"sharing": 1.0, "apart": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--operation", "alltoall,gossip"], "'alltoall,gossip' knows no 'gossip'; known are reducescatter, alltoall"),
-        (["--operation", "alltoall,alltoall"], "'alltoall,alltoall' names one twice"),
-        (["--step", "1"], "--step 1: at least 2"),
-    ],
-)
-def test_bad_option_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[Any]) -> None:
-    with pytest.raises(SystemExit):
-        collectives.parse_arguments(words)
-    assert message in capsys.readouterr().err

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import sys
 from pathlib import Path
 
-import pytest
 from descriptors import open_descriptors
 from example_runs import ROOT, start
 
@@ -50,11 +48,6 @@ def test_messages_and_hops_are_those_of_a_tree(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("hosts", "hops"), [(1, 0), (2, 2), (3, 4), (4, 4), (5, 6), (128, 14), (129, 16)])
-def test_the_bound_is_twice_the_logarithm(hosts: int, hops: int) -> None:
-    assert Layout(hosts, 8).hops_bound == hops
-
-
 def test_the_relay_counts_the_longest_chain() -> None:
     pairs = {link: socket.socketpair() for link in [(1, 0), (2, 1)]}
     relay, replaced = cut_in({link: near.detach() for link, (near, _) in pairs.items()})
@@ -92,23 +85,3 @@ def test_a_layout_opens_as_many_descriptors_as_it_says() -> None:
     with negotiation.World(layout, relayed=True):
         opened = len(open_descriptors() - before)
     assert layout.ranks < opened <= layout.descriptors - negotiation.DESCRIPTORS_ASIDE
-
-
-@pytest.mark.parametrize("text", ["", "8", "0x4", "4x0", "4x4,", "axb"])
-def test_a_bad_layout_is_named(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a layout; write hosts x ranks per host"):
-        negotiation.parse_layouts(text)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--tensors", "1,0"], "'1,0' is not a list of counts"),
-        (["--layouts", "1x9999999"], "open files in one process"),
-    ],
-)
-def test_a_bad_option_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        negotiation.parse_arguments(words)
-    assert message in capsys.readouterr().err

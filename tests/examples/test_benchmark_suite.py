@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from example_runs import ROOT
@@ -35,22 +34,9 @@ def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.
     case = rounds.Case(report.size_text(size), {"bytes": size, "dtype": "float32"})
     result = rounds.Result(case, dict.fromkeys(names, 1))
     for probe, times in heats:
-        turns = {name: Turn(micros, [NOTHING_COUNTED]) for name, micros in times.items()}
+        turns = {name: Turn(micros, []) for name, micros in times.items()}
         result.heats.append(rounds.Heat((probe, probe), turns))
     return result
-
-
-NOTHING_COUNTED = {
-    "idle_s": 2.0,
-    "idle_cpu_s": 0.5,
-    "cpu_s": 0.0,
-    "switches_voluntary": 0,
-    "switches_forced": 0,
-    "page_faults": 0,
-}
-
-
-# ---- suite -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_suite_goes_on_after_a_failure_and_keeps_no_old_result(
@@ -80,16 +66,6 @@ def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words(monkeypa
             )
 
 
-@pytest.mark.parametrize("parse", [suite.parse_arguments, check.parse_arguments])
-def test_an_unknown_benchmark_is_named(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["alreduce"])
-    assert "'alreduce'" in capsys.readouterr().err
-
-
-# ---- check -----------------------------------------------------------------------------------------------------------
-
-
 def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
     target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
     sharing = (FAST, {"horo": 500.0, "gloo": 4000.0, "MPICH": 1000.0})
@@ -102,15 +78,6 @@ def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
     assert "gloo 1.05; cores share a cache" in rows[0].note
 
 
-def test_a_state_of_two_rounds_is_not_spoken_of() -> None:
-    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
-    times = {"horo": 500.0, "gloo": 1000.0}
-    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 3 + [(SLOW, times)] * 2))
-    assert (row.target, row.ok) == (">= 1.3x", True)
-    (row,) = sizes.rows_for(target, result_of(4 << 20, [(FAST, times)] * 2 + [(SLOW, times)] * 2))
-    assert (row.target, row.ok) == (">= 4x", False)  # neither is certain: the harder one
-
-
 @pytest.mark.parametrize(("micros", "is_met"), [(15.0, True), (15.1, False)])
 def test_a_limit_in_microseconds_is_a_limit(micros: float, is_met: bool) -> None:
     (row,) = sizes.rows_for(sizes.Target(4, 2, limit_us=15.0), result_of(4, [(FAST, {"horo": micros, "MPICH": 1.5})]))
@@ -118,30 +85,9 @@ def test_a_limit_in_microseconds_is_a_limit(micros: float, is_met: bool) -> None
     assert row.peer_figure == 1.5
 
 
-def test_without_peers_a_ratio_is_short_and_nothing_is_compared() -> None:
-    target = sizes.Target(64 << 20, 2, {"sharing": 3.5, "apart": 3.5})
-    (row,) = sizes.rows_for(target, result_of(64 << 20, [(FAST, {"horo": 6000.0})] * 3))
-    assert (row.peer, row.peer_figure, row.ratio, row.ok) == ("", None, None, False)
-    assert "GB/s" in check.as_line(row)
-
-
 def test_lines_of_the_check() -> None:
     row = report.CheckRow("4 MiB", 10.0, "GB/s", "MPICH", 5.0, 2.0, ">= 1.3x", True, "gloo 1.00")
-    assert check.as_line(row).split() == [
-        "ok",
-        "4",
-        "MiB",
-        "10",
-        "GB/s",
-        "MPICH",
-        "5",
-        "GB/s",
-        "2.00x",
-        ">=",
-        "1.3x",
-        "gloo",
-        "1.00",
-    ]
+    assert " ".join(check.as_line(row).split()) == "ok 4 MiB 10 GB/s MPICH 5 GB/s 2.00x >= 1.3x gloo 1.00"
     row = report.CheckRow("idle", 0, "", "", None, None, "= 0", False)
     assert " ".join(check.as_line(row).split()) == "short idle 0 = 0"
     assert check.summary([row]) == "1 targets: 0 ok, 1 short"
@@ -162,12 +108,6 @@ def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
     monkeypatch.setattr(allreduce, "check_rows", breaks)
     assert check.run(arguments) == 1
     assert "check.py: allreduce: rank 1 of gloo died; quick: True" in capsys.readouterr().err
-
-
-def test_in_a_hurry_those_take_part_who_can_be_the_best_peer() -> None:
-    everybody = [peers.HORO, peers.GLOO, peers.MPICH, peers.HOROVOD]
-    assert sizes.in_a_hurry(everybody) == [peers.HORO, peers.MPICH]
-    assert sizes.in_a_hurry([peers.HORO, peers.GLOO]) == [peers.HORO, peers.GLOO]  # where there is no MPI
 
 
 class TwoChecks:
@@ -211,95 +151,6 @@ def test_times_have_three_digits(micros: float, text: str) -> None:
     assert report.time_text(micros) == text
 
 
-# ---- page ------------------------------------------------------------------------------------------------------------
-
-
-def document_of(benchmark: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return report.document(benchmark, rows, options={}, versions={"gloo": {"torch": "2.13.0"}})
-
-
-def allreduce_rows() -> list[dict[str, Any]]:
-    """At 4 B MPICH takes a tenth of horo's time, at 4 MiB horo a third of MPICH's."""
-    small = result_of(4, [(FAST, {"horo": 20.0, "MPICH": 2.0})] * 3)
-    large = result_of(4 << 20, [(FAST, {"horo": 1000.0, "MPICH": 3000.0})] * 3)
-    return sizes.rows_of([small, large], 2)
-
-
-def page_of(folder: Path, documents: dict[str, dict[str, Any]]) -> str:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make performance` installs it")
-    import plot  # noqa: PLC0415  (benchmarks/plot.py, which needs matplotlib)
-
-    for name, document in documents.items():
-        report.write(folder / "results" / f"{name}.json", document)
-    plot.write_page(measured.read_folder(folder / "results"), folder / "performance.md")
-    return (folder / "performance.md").read_text()
-
-
-def test_the_page_says_where_a_peer_is_ahead(tmp_path: Path) -> None:
-    page = page_of(tmp_path, {"allreduce-np2": document_of("allreduce", allreduce_rows())})
-    ahead = page.split("## Where a peer is ahead")[1].split("##")[0]
-    assert "4 B 10.00 (MPICH)" in ahead
-    assert "4 MiB" not in ahead
-    assert "| 4 B | 20.0 us | **2.00 us** | 0.00 | 0.10 |" in page
-    assert "| 4 MiB | **1.00 ms** | 3.00 ms | 4.19 | 3.00 |" in page
-    picture = tmp_path / "performance" / "allreduce-np2-sharing.svg"
-    assert f"(performance/{picture.name})" in page
-    assert "bus bandwidth" in picture.read_text()
-    assert "gloo: torch 2.13.0" in page
-
-
-def test_the_same_results_make_the_same_page_and_pictures(tmp_path: Path) -> None:
-    documents = {"allreduce-np2": document_of("allreduce", allreduce_rows())}
-    first = page_of(tmp_path, documents)
-    pictures = {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()}
-    (tmp_path / "performance" / "of-an-older-run.svg").touch()
-    assert page_of(tmp_path, documents) == first
-    assert {path.name: path.read_bytes() for path in (tmp_path / "performance").iterdir()} == pictures
-
-
-def test_each_operation_has_a_table_of_its_own(tmp_path: Path) -> None:
-    rows = []
-    for name, micros in (("alltoall", 500.0), ("broadcast", 2000.0)):
-        result = result_of(1 << 20, [(FAST, {"horo": 1000.0, "MPICH": micros})] * 3)
-        result.case.parameters["operation"] = name
-        rows += sizes.rows_of([result], 2, sizes.OPERATIONS[name])
-    page = page_of(tmp_path, {"collectives-np2": document_of("collectives", rows)})
-    assert "## Other collectives: float32, 2 ranks" in page
-    assert "### alltoall, cores sharing a cache" in page
-    assert "| 1 MiB | 1.00 ms | **500 us** | 0.52 | 0.50 |" in page
-    assert "### broadcast, cores sharing a cache" in page
-    assert "| 1 MiB | **1.00 ms** | 2.00 ms | 1.05 | 2.00 |" in page
-    ahead = page.split("## Where a peer is ahead")[1].split("##")[0]
-    assert "* alltoall of float32, 2 ranks, cores sharing a cache: 1 MiB 2.00 (MPICH)" in ahead
-    assert "broadcast" not in ahead
-
-
-def test_efficiency_is_the_ceiling_over_the_step(tmp_path: Path) -> None:
-    in_step = "ceiling, memory kept, in step"
-    heats = [(FAST, {"ceiling": 200.0, in_step: 240.0, "horo": 250.0, "DDP": 400.0})] * 3
-    rows = [{**row, "model": "mlp"} for row in result_of(4, heats).as_rows()]
-    page = page_of(tmp_path, {"training_step": document_of("training_step", rows)})
-    assert "| mlp | horo | 250 us | 250 us | 250 us | 80.0 % |  | 96.0 % |" in page
-    assert "| mlp | DDP | 400 us | 400 us | 400 us | 50.0 % |  | 60.0 % |" in page
-    assert (tmp_path / "performance" / "training_step.svg").exists()
-    assert "Nowhere in these results." in page
-
-
-def test_a_benchmark_without_a_chapter_gets_a_table(tmp_path: Path) -> None:
-    rows = [{"what": "init", "median_us": 1500.0, "memory_bytes": 2048, "hops": 3, "all": [1, 2]}]
-    page = page_of(tmp_path, {"some_thing": document_of("some_thing", rows)})
-    assert (
-        "## Some thing\n\n| what | median | memory | hops |\n|---|---|---|---|\n| init | 1.50 ms | 2 KiB | 3 |" in page
-    )
-
-
-def test_a_table_of_contestants_also_says_who_is_ahead(tmp_path: Path) -> None:
-    rows = result_of(4, [(FAST, {"horo": 20.0, "DDP": 10.0})] * 3).as_rows(ranks=2)
-    page = page_of(tmp_path, {"small_tensors": document_of("small_tensors", rows)})
-    assert rows[0]["idle_cpu_percent"] == pytest.approx(25.0)
-    assert "* small tensors, 4 B, 2 ranks: DDP, 2.0 times as fast" in page
-
-
 def test_rounds_are_split_by_the_state_of_the_cores() -> None:
     states = ["sharing"] * 3 + ["apart"] * 3 + ["changing"]
     horo = {"rounds_us": [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 9.0], "states": states}
@@ -318,15 +169,3 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str, message: s
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(measured.BadResults, match=message):
         measured.read_folder(tmp_path)
-
-
-def test_an_empty_folder_says_how_to_get_results(tmp_path: Path) -> None:
-    with pytest.raises(measured.BadResults, match=r"there is no result in .*; `make bench` writes some"):
-        measured.read_folder(tmp_path)
-
-
-def test_a_document_can_be_read_again() -> None:
-    document = json.loads(json.dumps(document_of("x", [{"a": 1}])))
-    assert document["rows"] == [{"a": 1}]
-    assert document["versions"]["horo"]
-    assert document["machine"]["cores"]

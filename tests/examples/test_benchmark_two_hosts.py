@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from example_runs import LIMIT_SECONDS, ROOT, start
+from example_runs import LIMIT_SECONDS, ROOT, start, whole
 from jobs import wait_until
 
 FOLDER = ROOT / "benchmarks"
@@ -33,6 +29,7 @@ def namespaces_left(pid: int) -> list[str]:
 
 
 @needs_spaces
+@whole
 def test_measures_two_layouts_and_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["--hosts", "2", "--per-host", "1,2", "--rates", "1gbit", "--size", "64K", "--rounds", "2"]
@@ -65,37 +62,11 @@ def test_an_interrupt_leaves_no_namespace_and_no_process() -> None:
 
 
 @needs_spaces
-def test_an_interrupt_while_a_namespace_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    do = spaces._do
-
-    def interrupted(*words: str) -> str:
-        said = do(*words)
-        if words[:3] == ("ip", "netns", "add") and words[3].endswith("space2"):
-            raise KeyboardInterrupt
-        return said
-
-    monkeypatch.setattr(spaces, "_do", interrupted)
-    with pytest.raises(KeyboardInterrupt), spaces.Spaces(2):
-        pass
-    assert namespaces_left(os.getpid()) == []
-
-
-@needs_spaces
+@whole
 def test_a_job_that_fails_is_a_sentence_with_what_it_said() -> None:
     layout = two_hosts.Layout(2, 1, "1gbit", 4096)
     with pytest.raises(ContestError, match=r"(?s)4 KiB, 2 hosts of 1 rank, 1gbit: the job ended with code .*'nobody'"):
         two_hosts.measure([layout], ["nobody"], rounds=1)
-
-
-def test_a_job_that_does_not_end_in_time_is_a_sentence_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(command: list[str], **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, options["timeout"], b"on stdout\n", b"on stderr\n")
-
-    monkeypatch.setattr(two_hosts.subprocess, "run", run)
-    hosts = SimpleNamespace(slots=lambda ranks: "", remote_shell="", enter=lambda index: [])
-    said = r"4 KiB, 2 hosts of 1 rank, 1gbit: the job has not ended within 120 s\n    on stdout\n    on stderr$"
-    with pytest.raises(ContestError, match=said):
-        two_hosts.run_job(hosts, two_hosts.Layout(2, 1, "1gbit", 4096), ["tcp"], rounds=1)
 
 
 def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,13 +85,6 @@ def test_shares_follow_the_formulas() -> None:
     assert result.frame_share == pytest.approx(0.8 * 1514 / 1448)
 
 
-def test_a_wrong_sum_shows_in_the_table() -> None:
-    layout = two_hosts.Layout(2, 2, "1gbit", 4)
-    lines = two_hosts.as_lines([two_hosts.Result.of(layout, "gloo", [1.0], right=False)])
-    assert "4 B, 2 hosts of 2 ranks, 1gbit" in lines[0]
-    assert lines[2].endswith("WRONG")
-
-
 def test_rows_say_what_is_reached_and_what_is_short() -> None:
     layout = two_hosts.Layout(2, 1, "1gbit", 64 << 20)
     seconds = {"tcp": 0.56, "gloo": 0.7, "horo": 0.57, "horo bf16": 0.40}
@@ -129,30 +93,3 @@ def test_rows_say_what_is_reached_and_what_is_short() -> None:
     assert share.ok and share.ratio == pytest.approx(0.7 / 0.57)
     assert share.figure == pytest.approx(100 * (64 << 20) / 0.57 / 125e6 * 1514 / 1448)
     assert not faster.ok and faster.figure == pytest.approx(0.57 / 0.40)
-
-
-@pytest.mark.parametrize(("text", "rate"), [("1gbit", 125e6), ("2.5gbit", 312.5e6), ("100mbit", 12.5e6)])
-def test_rates_are_read(text: str, rate: float) -> None:
-    assert spaces.rate_of(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "gbit", "1", "0gbit", "1gbps", "-1gbit"])
-def test_bad_rate_is_named(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a rate"):
-        spaces.rate_of(text)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hosts", "1"], "--hosts 1: there is no link with less than 2"),
-        (["--hosts", "2,x"], "'2,x' is no list of numbers from 1 to 8"),
-        (["--rates", "fast"], "'fast' is not a rate"),
-        (["--rounds", "0"], "--rounds 0: at least 1"),
-        (["--size", "6"], "--size 6: float32 takes 4 bytes each"),
-    ],
-)
-def test_bad_option_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        two_hosts.parse_arguments(words)
-    assert message in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from example_runs import launcher, start
 
 SCRIPT = """
@@ -31,15 +32,8 @@ print("equal")
 """
 
 
-def lines(tmp_path: Path, *, split: bool) -> list[str]:
+@pytest.mark.parametrize("split", [False, True], ids=["one host", "two hosts"])
+def test_contributions_are_added_in_the_order_of_ranks_on_each_host(tmp_path: Path, split: bool) -> None:
     path = tmp_path / "order.py"
     path.write_text(SCRIPT.format(split=split))
-    return start([*launcher("hororun", 4), str(path)]).stdout.splitlines()
-
-
-def test_on_one_host_contributions_are_added_in_the_order_of_ranks_whatever_travels_with_them(tmp_path: Path) -> None:
-    assert lines(tmp_path, split=False) == ["equal"] * 4
-
-
-def test_on_two_hosts_each_adds_its_own_in_the_order_of_ranks(tmp_path: Path) -> None:
-    assert lines(tmp_path, split=True) == ["equal"] * 4
+    assert start([*launcher("hororun", 4), str(path)]).stdout.splitlines() == ["equal"] * 4

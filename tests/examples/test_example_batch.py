@@ -63,10 +63,7 @@ def strings(source: str) -> Iterator[str]:
 
 
 def messages_of(page: str) -> list[str]:
-    """What the tables of messages quote first, and all that a row quotes which begins with ``horo:``.
-
-    A row that begins with another program's name quotes that program, or what is put together when it is said.
-    """
+    """What the tables of messages quote first, and all that a row quotes which begins with ``horo:``."""
     _, _, tables = (ROOT / "docs" / "how-to" / page).read_text().partition("| message |")
     rows = tables.splitlines()
     whole = [row.split("`")[1] for row in rows if row.startswith("| `")]

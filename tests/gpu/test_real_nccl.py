@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_checks import RealGpu
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.errors import PeerLostError
@@ -54,46 +54,41 @@ def test_all_that_nccl_does(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == int(count)
-    assert "NCCL does what it can of tensors on GPU 0" in done.stdout + done.stderr
+    assert "NCCL does what it can of tensors on cuda:0" in done.stdout + done.stderr
 
 
-def test_one_rank_by_nccl(nccl1: RankPool) -> None:
-    def check() -> None:
-        gpu = RealGpu()
-        assert hvd.config()["gpu_operations"] == "nccl"
-        x = torch.arange(1000.0, device=gpu.device)
-        for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
-            assert torch.equal(hvd.allreduce(x, op=op), x)
-        assert torch.equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), 2 * x)
-        assert torch.equal(hvd.reducescatter(x.view(10, 100), op=hvd.Sum), x.view(10, 100))
-        assert torch.equal(hvd.broadcast(x, 0), x)
-        assert torch.equal(hvd.allgather(x.view(10, 100)), x.view(10, 100))
-        received, splits = hvd.alltoall(x, torch.tensor([1000]))
-        assert torch.equal(received, x) and splits.tolist() == [1000]
-        pair = hvd.grouped_allgather([x, torch.empty(0, 2, device=gpu.device)])
-        assert torch.equal(pair[0], x) and pair[1].shape == (0, 2)
-        torch.cuda.synchronize()
-
-    nccl1.run(check)
+@on("nccl1")
+def test_one_rank_by_nccl() -> None:
+    gpu = RealGpu()
+    assert hvd.config()["gpu_operations"] == "nccl"
+    x = torch.arange(1000.0, device=gpu.device)
+    for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+        assert torch.equal(hvd.allreduce(x, op=op), x)
+    assert torch.equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), 2 * x)
+    assert torch.equal(hvd.reducescatter(x.view(10, 100), op=hvd.Sum), x.view(10, 100))
+    assert torch.equal(hvd.broadcast(x, 0), x)
+    assert torch.equal(hvd.allgather(x.view(10, 100)), x.view(10, 100))
+    received, splits = hvd.alltoall(x, torch.tensor([1000]))
+    assert torch.equal(received, x) and splits.tolist() == [1000]
+    pair = hvd.grouped_allgather([x, torch.empty(0, 2, device=gpu.device)])
+    assert torch.equal(pair[0], x) and pair[1].shape == (0, 2)
+    torch.cuda.synchronize()
 
 
-def test_results_follow_the_gpu_not_the_thread(nccl1: RankPool) -> None:
+@on("nccl1")
+def test_results_follow_the_gpu_not_the_thread() -> None:
     """``synchronize`` returns while the GPU still computes what was asked for."""
-
-    def check() -> None:
-        gpu = RealGpu()
-        x = torch.ones(1 << 20, device=gpu.device)
-        hvd.allreduce_(x, op=hvd.Sum)
-        torch.cuda.synchronize()
-        done = torch.cuda.Event()
-        torch.cuda._sleep(1 << 31)
-        done.record()
-        hvd.allreduce_(x, op=hvd.Sum)
-        assert not done.query()
-        x += 1
-        assert x.eq(2).all()
-
-    nccl1.run(check)
+    gpu = RealGpu()
+    x = torch.ones(1 << 20, device=gpu.device)
+    hvd.allreduce_(x, op=hvd.Sum)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(1 << 31)
+    done.record()
+    hvd.allreduce_(x, op=hvd.Sum)
+    assert not done.query()
+    x += 1
+    assert x.eq(2).all()
 
 
 def test_a_rank_that_is_killed_while_kernels_wait_for_it_frees_the_gpus_of_others(device: torch.device) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import gpu_checks
 import pytest
 import torch
 from gpu_checks import RealGpu
-from rank_pool import RankPool
+from rank_pool import on
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -28,121 +26,102 @@ DTYPES = (
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_reductions(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
-    def check(on_gpu: tuple[int, ...]) -> None:
-        gpu_checks.reductions(RealGpu(), on_gpu)
-
-    shared2.run(check, on_gpu)
+@on("shared2")
+def test_reductions(on_gpu: tuple[int, ...]) -> None:
+    gpu_checks.reductions(RealGpu(), on_gpu)
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_large_reductions(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
-    def check(on_gpu: tuple[int, ...]) -> None:
-        gpu_checks.large_reductions(RealGpu(), on_gpu)
-
-    shared2.run(check, on_gpu)
+@on("shared2")
+def test_large_reductions(on_gpu: tuple[int, ...]) -> None:
+    gpu_checks.large_reductions(RealGpu(), on_gpu)
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_moves(shared2: RankPool, on_gpu: tuple[int, ...]) -> None:
-    def check(on_gpu: tuple[int, ...]) -> None:
-        gpu_checks.moves(RealGpu(), on_gpu)
-
-    shared2.run(check, on_gpu)
+@on("shared2")
+def test_moves(on_gpu: tuple[int, ...]) -> None:
+    gpu_checks.moves(RealGpu(), on_gpu)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_torch_does(ranks: RankPool, name: str) -> None:
-    def check(on_device: Callable[[torch.device], None]) -> None:
-        on_device(RealGpu().device)
-
-    ranks.run(check, BY_NAME[name], deadline_s=120.0)
-
-
-def test_all_dtypes_and_sizes(ranks: RankPool) -> None:
-    def check(dtypes: tuple[torch.dtype, ...]) -> None:
-        gpu, n, r = RealGpu(), hvd.size(), hvd.rank()
-        for dtype in dtypes:
-            for count in (0, 1, 7, 4097, 300_001):
-                x = gpu.put(torch.full((count,), r + 1, dtype=dtype))
-                assert torch.equal(hvd.allreduce(x, op=hvd.Sum), torch.full_like(x, n * (n + 1) // 2)), (dtype, count)
-                assert torch.equal(hvd.allreduce(x, op=hvd.Min), torch.ones_like(x)), (dtype, count)
-                assert torch.equal(hvd.broadcast(x, n - 1), torch.full_like(x, n)), (dtype, count)
-                assert hvd.allgather(x).shape == (n * count,)
-        for dtype in (torch.bool, torch.complex64):
-            x = gpu.put(torch.ones(5, dtype=dtype))
-            assert torch.equal(hvd.allgather(x), torch.ones(5 * n, dtype=dtype, device=gpu.device))
-        for dtype in (torch.complex64, torch.complex128):  # of which NCCL has no product
-            for count in (5, 600_001):
-                x = gpu.put(torch.full((count,), 1j, dtype=dtype))
-                assert torch.equal(hvd.allreduce(x, op=hvd.Product), torch.full_like(x, 1j**n)), (dtype, count)
-
-    ranks.run(check, DTYPES, deadline_s=120.0)
+@on("ranks", deadline_s=120.0)
+def test_what_torch_does(name: str) -> None:
+    on_device = BY_NAME[name]
+    on_device(RealGpu().device)
 
 
-def test_large_tensors_and_many(ranks: RankPool) -> None:
+@on("ranks", deadline_s=120.0)
+def test_all_dtypes_and_sizes() -> None:
+    dtypes = DTYPES
+    gpu, n, r = RealGpu(), hvd.size(), hvd.rank()
+    for dtype in dtypes:
+        for count in (0, 1, 7, 4097, 300_001):
+            x = gpu.put(torch.full((count,), r + 1, dtype=dtype))
+            assert torch.equal(hvd.allreduce(x, op=hvd.Sum), torch.full_like(x, n * (n + 1) // 2)), (dtype, count)
+            assert torch.equal(hvd.allreduce(x, op=hvd.Min), torch.ones_like(x)), (dtype, count)
+            assert torch.equal(hvd.broadcast(x, n - 1), torch.full_like(x, n)), (dtype, count)
+            assert hvd.allgather(x).shape == (n * count,)
+    for dtype in (torch.bool, torch.complex64):
+        x = gpu.put(torch.ones(5, dtype=dtype))
+        assert torch.equal(hvd.allgather(x), torch.ones(5 * n, dtype=dtype, device=gpu.device))
+    for dtype in (torch.complex64, torch.complex128):  # of which NCCL has no product
+        for count in (5, 600_001):
+            x = gpu.put(torch.full((count,), 1j, dtype=dtype))
+            assert torch.equal(hvd.allreduce(x, op=hvd.Product), torch.full_like(x, 1j**n)), (dtype, count)
+
+
+@on("ranks", deadline_s=180.0)
+def test_large_tensors_and_many() -> None:
     """More than a piece of pinned memory has; and a group of thousands, which NCCL gets as one."""
-
-    def check() -> None:
-        gpu, n, r = RealGpu(), hvd.size(), hvd.rank()
-        large = (torch.arange(1 << 24, device=gpu.device) % 1000).float()
-        assert torch.equal(hvd.allreduce(large * (r + 1), op=hvd.Sum), large * (n * (n + 1) // 2))
-        many = [torch.full((1 + number % 50,), float(r), device=gpu.device) for number in range(3000)]
-        results = hvd.grouped_allreduce(many)
-        assert all(torch.equal(one, torch.full_like(one, (n - 1) / 2)) for one in results)
-        handles = [hvd.allreduce_async_(one, op=hvd.Sum, name=f"many.{index}") for index, one in enumerate(many[:500])]
-        for handle in handles:
-            hvd.synchronize(handle)
-        assert all(one.eq(n * (n - 1) / 2).all() for one in many[:500])
-
-    ranks.run(check, deadline_s=180.0)
+    gpu, n, r = RealGpu(), hvd.size(), hvd.rank()
+    large = (torch.arange(1 << 24, device=gpu.device) % 1000).float()
+    assert torch.equal(hvd.allreduce(large * (r + 1), op=hvd.Sum), large * (n * (n + 1) // 2))
+    many = [torch.full((1 + number % 50,), float(r), device=gpu.device) for number in range(3000)]
+    results = hvd.grouped_allreduce(many)
+    assert all(torch.equal(one, torch.full_like(one, (n - 1) / 2)) for one in results)
+    handles = [hvd.allreduce_async_(one, op=hvd.Sum, name=f"many.{index}") for index, one in enumerate(many[:500])]
+    for handle in handles:
+        hvd.synchronize(handle)
+    assert all(one.eq(n * (n - 1) / 2).all() for one in many[:500])
 
 
-def test_process_sets(shared4: RankPool) -> None:
-    def check() -> None:
-        gpu, r = RealGpu(), hvd.rank()
-        evens, others = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])
-        mine = evens if r % 2 == 0 else others
-        x = torch.full((1000,), float(r), device=gpu.device)
-        assert hvd.allreduce(x, op=hvd.Sum, process_set=mine).eq(2 + 2 * (r % 2)).all()
-        assert hvd.allgather(x[:1], process_set=mine).tolist() == [r % 2, r % 2 + 2]
-        assert hvd.remove_process_set(evens) and hvd.remove_process_set(others)
-
-    shared4.run(check)
+@on("shared4")
+def test_process_sets() -> None:
+    gpu, r = RealGpu(), hvd.rank()
+    evens, others = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])
+    mine = evens if r % 2 == 0 else others
+    x = torch.full((1000,), float(r), device=gpu.device)
+    assert hvd.allreduce(x, op=hvd.Sum, process_set=mine).eq(2 + 2 * (r % 2)).all()
+    assert hvd.allgather(x[:1], process_set=mine).tolist() == [r % 2, r % 2 + 2]
+    assert hvd.remove_process_set(evens) and hvd.remove_process_set(others)
 
 
-def test_a_rank_that_has_joined_stands_in(shared2: RankPool) -> None:
-    def check() -> None:
-        gpu, r = RealGpu(), hvd.rank()
-        for _ in range(1 + 2 * r):
-            hvd.allreduce(torch.ones(100, device=gpu.device), op=hvd.Sum, name="uneven")
-        assert hvd.join() == 1
-
-    shared2.run(check)
+@on("shared2")
+def test_a_rank_that_has_joined_stands_in() -> None:
+    gpu, r = RealGpu(), hvd.rank()
+    for _ in range(1 + 2 * r):
+        hvd.allreduce(torch.ones(100, device=gpu.device), op=hvd.Sum, name="uneven")
+    assert hvd.join() == 1
 
 
-def test_what_cannot_be_done_is_refused_and_the_next_call_works(shared2: RankPool) -> None:
-    def check() -> None:
-        gpu = RealGpu()
-        with pytest.raises(UnsupportedError, match=r"its tensors are on cuda:.* and cpu; those of one call must be"):
-            hvd.grouped_allreduce([gpu.put(torch.ones(2)), torch.ones(2)])
-        with pytest.raises(UsageError):
-            hvd.allreduce(gpu.put(torch.ones(2, dtype=torch.int32)), op=hvd.Adasum)
-        assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [2, 2]
-
-    shared2.run(check)
+@on("shared2")
+def test_what_cannot_be_done_is_refused_and_the_next_call_works() -> None:
+    gpu = RealGpu()
+    with pytest.raises(UnsupportedError, match=r"its tensors are on cuda:.* and cpu; those of one call must be"):
+        hvd.grouped_allreduce([gpu.put(torch.ones(2)), torch.ones(2)])
+    with pytest.raises(UsageError):
+        hvd.allreduce(gpu.put(torch.ones(2, dtype=torch.int32)), op=hvd.Adasum)
+    assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [2, 2]
 
 
-def test_it_works_again_after_shutdown_and_init(ranks: RankPool) -> None:
-    def check() -> None:
-        gpu, n = RealGpu(), hvd.size()
-        for _ in range(2):
-            handle = hvd.allreduce_async(gpu.put(torch.ones(1 << 20)), op=hvd.Sum, name="before")
-            assert hvd.synchronize(handle).eq(n).all()
-            hvd.allreduce_async(gpu.put(torch.ones(1 << 20)), op=hvd.Sum, name="left")
-            hvd.barrier()
-            hvd.shutdown()
-            hvd.init()
-        assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [n, n]
-
-    ranks.run(check)
+@on("ranks")
+def test_it_works_again_after_shutdown_and_init() -> None:
+    gpu, n = RealGpu(), hvd.size()
+    for _ in range(2):
+        handle = hvd.allreduce_async(gpu.put(torch.ones(1 << 20)), op=hvd.Sum, name="before")
+        assert hvd.synchronize(handle).eq(n).all()
+        hvd.allreduce_async(gpu.put(torch.ones(1 << 20)), op=hvd.Sum, name="left")
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
+    assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [n, n]

@@ -12,14 +12,15 @@ from typing import Any
 import native_build
 import pytest
 from doubles import CUDA, NCCL, build_double
+from skips import no_compiler
 
-if native_build.FLAVOUR:
-    # All of the core under the sanitizer: what it cannot see, that of the installed module, it would report as races.
+if native_build.FLAVOUR or not no_compiler():
+    # With the checks of native_build.CHECK_FLAGS. And all of the core under a sanitizer: what it cannot see, that of the
+    # installed module, it would report as races.
     sys.modules["horo._native"] = native_build.load()
 
 from device_group import Gpu, Nccl
 from ranks import wait_for
-from skips import no_compiler
 
 FOLDER = Path(__file__).resolve().parent
 _names = count()

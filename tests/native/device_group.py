@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ranks import Rank, describe, wait_for
 
+from horo.bootstrap.nccl import Nccl as Connector
+from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
-from horo.core.libraries import copy_back, use_cuda, use_nccl
+from horo.core.libraries import copy_back, use_cuda
 
 __all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
 
@@ -182,12 +185,23 @@ class OnGpu:
         *,
         device: int = 0,
         default_stream: bool = False,
+        within_s: float = 60,
     ) -> None:
+        """``nccl``: the places of it; all ranks are connected by it, within that time."""
         use_cuda(rank.context, [str(gpu.path)])
+        self.connector: Connector | None = None
         if nccl is not None:
-            use_nccl(rank.context, [str(path) for path in nccl])
+            self.connector = Connector(rank.context, rank.rank, [f"rank {r}" for r in range(rank.size)], within_s)
+            places = {"cuda": [str(gpu.path)], "nccl": [str(path) for path in nccl]}
+            self.connector.connect_world(device, rank.rank, partial(exchange_bytes, rank.context, "nccl"), **places)
         self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
         self.stream = 0 if default_stream else gpu.stream()
+
+    def add_team(self, members: Sequence[int], **links: Any) -> int:
+        """Adds a process set, as all ranks do."""
+        if self.connector is not None:
+            self.connector.connect_set(members, partial(exchange_bytes, self.context, "nccl"))
+        return self.context.add_team(members, **links)
 
     def submit(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
         """Starts it; returns the handle, and where the values and the result are on the device."""

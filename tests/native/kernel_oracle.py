@@ -211,8 +211,10 @@ def combine_pair(dtype: Dtype, a: Array, b: Array, factors: tuple[float, float])
         return stored_form(dtype, value if dtype.name == "float64" else value.astype(np.float32))
 
 
-def nan_and_nan(dtype: Dtype, op: int, sources: Sequence[Array]) -> Array:
+def nan_and_nan(dtype: Dtype, op: int, sources: Sequence[Array], scale: float = 1.0) -> Array:
     """Where a sum or product adds or multiplies two NaN, as bool: the result is NaN, and no more is promised."""
+    if dtype.name in COMPLEX:
+        return multiply(dtype, sources, scale)[1]
     both_nan = np.zeros(len(sources[0]), dtype=bool)
     if not dtype.is_float or op in {MIN, MAX}:
         return both_nan

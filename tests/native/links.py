@@ -42,15 +42,7 @@ __all__ = [
 _TCP_SOCKETS = {"tcp-unix": 1, "tcp": 1, "tcp-2": 2, "tcp-4": 4, "tcp-unix-3": 3}
 """For data, between each two ranks."""
 TCP_KINDS = tuple(_TCP_SOCKETS)
-_TIMINGS = {
-    "loopback": (0, 0, 0, False),
-    "loopback-delayed": (2, 2, 509, False),
-    "loopback-one-piece": (0, 0, 1021, True),
-    "loopback-late-control": (30, 0, 0, False),
-    "loopback-late-data": (0, 30, 0, False),
-}
-"""Progress calls until control and until data arrives, bytes of a piece (0: any), whether a call moves only one."""
-KINDS = (*TCP_KINDS, *_TIMINGS, "mpi")
+KINDS = (*TCP_KINDS, "mpi")
 CONTROL, DATA = 0, 1
 NONE, CLOSED, SILENT = 0, 1, 2
 """How a peer was lost."""
@@ -199,7 +191,7 @@ class Fabric:
         self._fds = fds
 
     def data_fds(self, host: int) -> list[int]:
-        """The data sockets of one rank, by peer; none where links are memory."""
+        """The data sockets of one rank, by peer; none where MPI carries the data."""
         return [fd for fd in self._fds[host][DATA] if fd >= 0] if self._fds else []
 
     def crash(self, host: int) -> None:
@@ -257,20 +249,6 @@ def _tcp(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
     finally:
         for rank in ranks:
             rank.destroy()
-
-
-@contextmanager
-def _loopback(native: ModuleType, kind: str, hosts: int) -> Iterator[Fabric]:
-    hub = native.lib.shim_hub_create(hosts, *_TIMINGS[kind])
-    status = native.ffi.new("int *")
-    error = native.ffi.new("char[]", 1024)
-    ranks = [Rank(native, native.lib.shim_loopback_create(hub, host, 0, status, error)) for host in range(hosts)]
-    try:
-        yield Fabric(ranks, lambda a, b: native.lib.shim_hub_cut(hub, a, b))
-    finally:
-        for rank in ranks:
-            rank.destroy()
-        native.lib.shim_hub_destroy(hub)
 
 
 _MESSAGE_BYTES = 1 << 20
@@ -333,9 +311,7 @@ def _mpi(native: ModuleType, _kind: str, hosts: int) -> Iterator[Fabric]:
 
 def fabric_of(native: ModuleType, kind: str, hosts: int) -> Any:
     """A context manager that gives a Fabric of one of KINDS and destroys it at the end."""
-    if kind == "mpi":
-        return _mpi(native, kind, hosts)
-    return (_tcp if kind in TCP_KINDS else _loopback)(native, kind, hosts)
+    return (_tcp if kind in TCP_KINDS else _mpi)(native, kind, hosts)
 
 
 def joining(native: ModuleType, kind: str) -> Iterator[Join]:

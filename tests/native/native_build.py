@@ -1,7 +1,6 @@
 """Builds the core together with the shims of tests/native/shim into one cffi module for tests.
 
-The shims expose single parts (kernels, wire, transports, agreement) that the public header rightly hides. The other
-files beside them, the loopback transport among them, are for the shims alone.
+The shims expose single parts (kernels, wire, transports) that the public header rightly hides.
 HORO_SANITIZE=address|thread chooses the flavour; each has a folder of its own below build/.
 """
 
@@ -25,6 +24,8 @@ from parallel import ParallelBuild  # noqa: E402  (native/parallel.py)
 
 import build as native_build  # noqa: E402  (native/build.py)
 
+CHECK_FLAGS = ["-DHR_CHECK_QUIET=1"]
+"""The engine takes every turn that it would spare, and ends the process if one moves."""
 SHIM = Path(__file__).resolve().parent / "shim"
 SANITIZE_FLAGS = {
     "": [],
@@ -51,12 +52,6 @@ def inputs() -> list[Path]:
     folders = [ROOT / "native", SHIM]
     found = sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in {".c", ".h", ".py"})
     return [Path(__file__), *found]
-
-
-def core_objects() -> list[Path]:
-    """The core's object files in the module, compiled if anything has changed: for other programs of this flavour."""
-    folder = build().parent
-    return [folder / (ROOT / source).relative_to("/").with_suffix(".o") for source in native_build.sources()]
 
 
 def is_built() -> bool:
@@ -109,7 +104,7 @@ def _compile(folder: Path, flags: list[str]) -> None:
         "\n".join(f'#include "{h.name}"' for h in headers),
         sources=[str(ROOT / s) for s in native_build.sources()] + [str(p) for p in sorted(SHIM.glob("*.c"))],
         include_dirs=[str(ROOT / "native/include"), str(ROOT / "native/src"), str(SHIM)],
-        extra_compile_args=[*native_build.COMPILE_FLAGS, "-g", "-O2", *native_build.WARNING_FLAGS, *flags],
+        extra_compile_args=[*native_build.COMPILE_FLAGS, "-g", "-O2", *native_build.WARNING_FLAGS, *CHECK_FLAGS, *flags],
         extra_link_args=[*native_build.LINK_FLAGS, *flags],
         py_limited_api=True,
     )

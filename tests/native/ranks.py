@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import inspect
 import math
 import mmap
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from fabric import make_setups
+from fabric import make_setups, make_team_links
 from slow_links import Relay, Relays
 
 from horo.core import context as _core
@@ -30,11 +33,15 @@ from horo.errors import HoroError, PeerLostError
 
 __all__ = [
     "Group",
+    "Links",
     "Rank",
     "context_of",
     "dies_in_the_middle",
+    "hosts_of",
+    "on_ranks",
     "recorded_stderr",
     "run_ranks",
+    "run_script",
     "sockets_of",
     "wait_for",
 ]
@@ -64,6 +71,23 @@ NUMPY_OF_COMPLEX: dict[str, Any] = {
 _DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in (NUMPY_OF_DTYPE | NUMPY_OF_COMPLEX).items()}
 
 
+LAYOUTS = {
+    "1": [0],
+    "2": [0, 0],
+    "3": [0, 0, 0],
+    "8": [0] * 8,
+    "1+1": [0, 1],
+    "2+2": [0, 0, 1, 1],
+    "1+3": [0, 1, 1, 1],
+    "3+1+2": [0, 0, 0, 1, 2, 2],
+    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
+    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
+    "9 hosts, a tree of four levels": [*range(9), 7],
+    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
+}
+over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
 def describe(
     arrays: Sequence[np.ndarray], results: Sequence[np.ndarray], wires: Sequence[str | None] = ()
 ) -> list[Tensor]:
@@ -75,11 +99,52 @@ def describe(
     ]
 
 
+class Links:
+    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
+
+    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
+        self._host_of_rank = host_of_rank
+        self._sockets = sockets
+        self._lock = threading.Lock()
+        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
+        self._sockets_of: dict[int, set[str]] = {}
+        self._asked: dict[int, int] = {}
+
+    def of(self, rank: int, ranks: Sequence[int], key: object = None) -> dict[str, list[int]]:
+        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host.
+
+        ``key``: tells teams of the same ranks apart; None: by how many this rank has asked for.
+        """
+        self._asked[rank] = self._asked.get(rank, 0) + 1
+        key = self._asked[rank] if key is None else key
+        if rank not in ranks:
+            return {}
+        with self._lock:
+            if (key, tuple(ranks)) not in self._made:
+                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
+                self._made[key, tuple(ranks)] = made
+                for member, by_kind in made.items():
+                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
+                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
+            return self._made[key, tuple(ranks)][rank]
+
+    def sockets_of(self, rank: int) -> set[str]:
+        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
+        numbers may be another rank's by now.
+        """
+        with self._lock:
+            return self._sockets_of.get(rank, set())
+
+
+def hosts_of(hosts: Sequence[int]) -> list[int]:
+    return [host for host, size in enumerate(hosts) for _ in range(size)]
+
+
 class Rank:
     """One rank with numpy arrays instead of torch tensors."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    def __init__(self, context: Context, links: Links | None = None) -> None:
+        self.context, self._links = context, links
         self.rank = context.rank
         self.size = context.size
         self._kept: dict[int, Any] = {}
@@ -105,14 +170,19 @@ class Rank:
         """Submits, waits and releases in one call, in place."""
         self.context.run(_core.RequestBuffer.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
 
-    def finish(self, handle: int) -> None:
-        """Waits and releases, also when the operation fails; not when a signal ends the wait before it is done."""
-        try:
-            self.context.wait(handle)
-        finally:
-            if self.context.poll(handle):
-                self.context.release(handle)
-                del self._kept[handle]
+    def finish(self, *handles: int) -> None:
+        """Waits and releases, also when an operation fails; not when a signal ends the wait before it is done."""
+        for handle in handles:
+            try:
+                self.context.wait(handle)
+            finally:
+                if self.context.poll(handle):
+                    self.context.release(handle)
+                    self._kept.pop(handle, None)
+
+    def add_team(self, ranks: Sequence[int]) -> int:
+        """With links where its members are on several hosts."""
+        return self.context.add_team(ranks, **(self._links.of(self.rank, ranks) if self._links else {}))
 
     def allreduce(self, array: np.ndarray, name: str = "x", op: str = "sum", **options: Any) -> np.ndarray:
         self.finish(self.submit("allreduce", name, [array], reduce_op=_core.REDUCE_OPS[op], **options))
@@ -167,6 +237,7 @@ class Group:
         self._errors: list[BaseException] = []
         self._gone = [threading.Event() for _ in setups]
         self._hosts = [setup.host_of_rank[setup.rank] for setup in setups]
+        self.links = Links(self._hosts, options.get("sockets_per_peer", 1))
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
@@ -204,7 +275,7 @@ class Group:
 
         def body(rank: int) -> None:
             try:
-                results[rank] = function(Rank(self.contexts[rank]))
+                results[rank] = function(Rank(self.contexts[rank], self.links))
             except BaseException as error:
                 errors.append(error)
 
@@ -224,14 +295,14 @@ class Group:
 
         Args:
             rank: Who dies.
-            team_sockets: Its sockets for teams, as ``sockets_of`` names them.
+            team_sockets: Its sockets for teams that ``Rank.add_team`` has not made, as ``sockets_of`` names them.
         """
         own = {end.fileno() for end in self._ends[rank]}
         with ExitStack() as opened:
             mute, far = map(opened.enter_context, socket.socketpair())
             mute.setblocking(False)
             streams = [*self._ends[rank]]
-            for fd in _descriptors_of(sockets_of(own) | set(team_sockets)) - own:
+            for fd in _descriptors_of(sockets_of(own) | self.links.sockets_of(rank) | set(team_sockets)) - own:
                 streams.append(opened.enter_context(socket.socket(fileno=os.dup(fd))))
                 os.dup2(mute.fileno(), fd, inheritable=False)
             for stream in streams:
@@ -317,6 +388,52 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
     """A group for one function."""
     with Group(hosts, **options) as group:
         return group.run(function)
+
+
+def on_ranks(*given: str | Sequence[int], **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what every rank of a group runs.
+
+    Args:
+        given: layouts, with each of which the test runs; or names of its parameters that go to ``make_setups``, among
+            them ``hosts``. Neither: two ranks of one host.
+        options: of ``make_setups``.
+    """
+    layouts = [each for each in given if not isinstance(each, str)]
+    passed = [each for each in given if isinstance(each, str)]
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = [name for name in inspect.signature(body).parameters if name != "rank"]
+
+        def test(**values: Any) -> None:
+            hosts = values.get("hosts", layouts[0] if layouts else (2,))
+            more = {name: values[name] for name in passed if name != "hosts"}
+            run_ranks(lambda rank: body(rank, **{name: values[name] for name in own}), hosts, **options, **more)
+
+        names = dict.fromkeys([*own, *passed, *(["hosts"] if len(layouts) > 1 else [])])
+        functools.update_wrapper(test, body)
+        del test.__wrapped__  # type: ignore[attr-defined]  # whose parameters pytest would take
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return pytest.mark.parametrize("hosts", layouts, ids=str)(test) if len(layouts) > 1 else test
+
+    return decorate
+
+
+def run_script(script: str, *words: object, **env: str) -> str:
+    """What a program of its own, whose ranks are processes that it forks, writes."""
+    folder = Path(__file__).resolve().parent
+    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}", *map(str, words)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def dies_in_the_middle(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SANITIZERS", "environment", "main", "selection"]
+__all__ = ["FILES", "SANITIZERS", "environment", "main", "selection"]
 
 FOLDER = Path(__file__).resolve().parent
 SANITIZERS = {"address": "libasan.so", "thread": "libtsan.so"}
@@ -29,22 +29,20 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1:history_size=4:intercept_tls_get_addr=0:"
     f"suppressions='{FOLDER / 'thread.supp'}'",
 }
-IN_ONE_THREAD = (
-    "test_agree.py",
-    "test_kernel.py",
-    "test_kernel_complex.py",
-    "test_shares.py",
-    "test_tune_meter.py",
-    "test_tune_search.py",
-    "test_wire.py",
-)
-"""Pure parts: without a second thread there is no race to find, and they take a quarter of the time."""
-NOTHING_SHARED = ("test_codec.py", "test_cross.py", "test_cross_scatter.py")
-"""Ranks are threads, but each has its own memory, and they have in common what ``test_transport.py`` checks alone: the
-transport. The same exchanges run in one process with shared memory in ``test_engine.py`` and its neighbours."""
-ON_A_DOUBLE = ("test_adasum_kernels.py", "test_device_kernels.py")
-"""Kernels for GPUs, which the double of the driver runs: it is built without the sanitizer, and of the core nothing
-takes part but what one thread compares their results with."""
+# Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
+_RACES = """
+carry closing contention deadlock device_captured device_failures device_mpi device_staged driving end engine events
+interrupt join large_moves leave link log lone many_local nccl nccl_connect nccl_failures parts recorder run sanitize
+single_copy stalls stress teams timeline transport two_threads wait_any
+"""
+# What else reads and writes memory, if in one thread.
+_MEMORY = """
+adasum alltoall complex_products compression control cross device_complex device_libraries device_pinned
+device_release gather hostile_member kernel linked nccl_teams reducescatter refusal relay single_copy_sums
+sockets_per_peer teams_ends transport_tcp tuning wire
+"""
+FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
+"""The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""
 ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -78,11 +76,13 @@ def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def selection(sanitizer: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments for pytest: the user's, with all native tests that a sanitizer is for if none of them is a path."""
+    """The arguments for pytest: the user's, with the files that a sanitizer is for if none of them is a path."""
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return list(arguments)
-    left_out = (*IN_ONE_THREAD, *NOTHING_SHARED, *ON_A_DOUBLE) if sanitizer == "thread" else ()
-    return [str(FOLDER), *(f"--ignore={FOLDER / name}" for name in left_out), *arguments]
+    if os.environ.get("HORO_ALL_CASES") == "1":
+        return [str(FOLDER), *arguments]
+    files = [FOLDER / f"test_{name}.py" for name in FILES[sanitizer]]
+    return [*map(str, files), *arguments]
 
 
 def main(arguments: list[str]) -> None:

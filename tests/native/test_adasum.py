@@ -9,28 +9,13 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from ranks import Rank, dies_in_the_middle, run_ranks
+from ranks import Rank, dies_in_the_middle, on_ranks, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.core.context import RequestBuffer, Tensor
-from horo.errors import MismatchError, UnsupportedError
+from horo.errors import UnsupportedError
 
-LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "5": [0] * 5,
-    "8": [0] * 8,
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "1+1+1+1": [0, 1, 2, 3],
-    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
-}
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 52}
 COUNTS = [0, 1, 2, 7, 64, 1001, 30_011]
 OP = context.REDUCE_OPS["adasum"]
@@ -92,132 +77,91 @@ def test_float16_is_computed_in_float32(hosts: list[int]) -> None:
     assert_same_bits(run_ranks(body, hosts))
 
 
-@pytest.mark.parametrize("hosts", [[3], [2, 1]], ids=str)
-def test_bfloat16(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        inputs = [oracle.narrow_bfloat16(values_of(r, 3001, np.float32)) for r in range(rank.size)]
-        bits = inputs[rank.rank].copy()
-        tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, context.DTYPES["bfloat16"])
-        request = RequestBuffer.of(context.OPS["allreduce"], "b", [tensor], reduce_op=OP, sync=True)
-        rank.context.run(request)
-        check(oracle.widen_bfloat16(bits), [oracle.widen_bfloat16(i) for i in inputs], "bfloat16")
-
-    run_ranks(body, hosts)
+@on_ranks([3], [2, 1])
+def test_bfloat16(rank: Rank) -> None:
+    inputs = [oracle.narrow_bfloat16(values_of(r, 3001, np.float32)) for r in range(rank.size)]
+    bits = inputs[rank.rank].copy()
+    tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, context.DTYPES["bfloat16"])
+    request = RequestBuffer.of(context.OPS["allreduce"], "b", [tensor], reduce_op=OP, sync=True)
+    rank.context.run(request)
+    check(oracle.widen_bfloat16(bits), [oracle.widen_bfloat16(i) for i in inputs], "bfloat16")
 
 
 # ---- The paper's properties ----
 
 
 @over_every_layout
-def test_orthogonal_vectors_add_to_the_bit(host_of_rank: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for count in (rank.size, 5000):
-            array = np.zeros(count, np.float32)
-            array[rank.rank :: rank.size] = values_of(rank.rank, len(array[rank.rank :: rank.size]), np.float32)
-            summed = rank.allreduce(array.copy(), f"sum{count}")
-            assert np.array_equal(combined(rank, array, str(count)), summed)
-
-    run_ranks(body, host_of_rank=host_of_rank)
+@on_ranks("host_of_rank")
+def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
+    for count in (rank.size, 5000):
+        array = np.zeros(count, np.float32)
+        array[rank.rank :: rank.size] = values_of(rank.rank, len(array[rank.rank :: rank.size]), np.float32)
+        summed = rank.allreduce(array.copy(), f"sum{count}")
+        assert np.array_equal(combined(rank, array, str(count)), summed)
 
 
 @over_every_layout
-def test_equal_vectors_average_to_themselves(host_of_rank: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for dtype in (np.float16, np.float32, np.float64):
-            array = np.round(values_of(0, 4001) * 8).astype(dtype)
-            assert np.array_equal(combined(rank, array, np.dtype(dtype).name), array)
-
-    run_ranks(body, host_of_rank=host_of_rank)
+@on_ranks("host_of_rank")
+def test_equal_vectors_average_to_themselves(rank: Rank) -> None:
+    for dtype in (np.float16, np.float32, np.float64):
+        array = np.round(values_of(0, 4001) * 8).astype(dtype)
+        assert np.array_equal(combined(rank, array, np.dtype(dtype).name), array)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_parallel_vectors_average_whatever_their_lengths(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        array = np.arange(1000, dtype=np.float64) * 4**rank.rank
-        assert np.array_equal(combined(rank, array), np.arange(1000) * 2.5)
-        opposite = combined(rank, array * (-1) ** rank.rank, "opposite")  # factors 1 + 2 and 1 + 1/8
-        assert np.array_equal(opposite, np.arange(1000) * (3 - 4 * 1.125))
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_parallel_vectors_average_whatever_their_lengths(rank: Rank) -> None:
+    array = np.arange(1000, dtype=np.float64) * 4**rank.rank
+    assert np.array_equal(combined(rank, array), np.arange(1000) * 2.5)
+    opposite = combined(rank, array * (-1) ** rank.rank, "opposite")  # factors 1 + 2 and 1 + 1/8
+    assert np.array_equal(opposite, np.arange(1000) * (3 - 4 * 1.125))
 
 
-@pytest.mark.parametrize("hosts", [[3], [4], [2, 1], [2, 2]], ids=str)
-def test_zero_vectors_change_nothing(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        mine = values_of(0, 500)
-        for holder in range(rank.size):
-            array = mine if rank.rank == holder else np.zeros(500)
-            assert np.array_equal(combined(rank, array, f"one{holder}"), mine)
-        assert not combined(rank, np.zeros(500), "all").any()
-        tiny = np.full(500, 1e-160)  # its square is no normal number: it counts as zero, and is added
-        array = tiny if rank.rank == 0 else mine * (rank.rank == 1)
-        assert np.array_equal(combined(rank, array, "tiny"), mine + tiny)
-
-    run_ranks(body, hosts)
+@on_ranks([3], [4], [2, 1], [2, 2])
+def test_zero_vectors_change_nothing(rank: Rank) -> None:
+    mine = values_of(0, 500)
+    for holder in range(rank.size):
+        array = mine if rank.rank == holder else np.zeros(500)
+        assert np.array_equal(combined(rank, array, f"one{holder}"), mine)
+    assert not combined(rank, np.zeros(500), "all").any()
+    tiny = np.full(500, 1e-160)  # its square is no normal number: it counts as zero, and is added
+    array = tiny if rank.rank == 0 else mine * (rank.rank == 1)
+    assert np.array_equal(combined(rank, array, "tiny"), mine + tiny)
 
 
 # ---- Options ----
 
 
-@pytest.mark.parametrize("hosts", [[1], [3], [2, 1], [1, 1]], ids=str)
-def test_factors_are_multiplied_in_before_and_after(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        inputs = [values_of(r, 2001) for r in range(rank.size)]
-        check(combined(rank, inputs[rank.rank], prescale=0.25, postscale=3.0), inputs, "float64", 0.75)
-        array = inputs[rank.rank].copy()
-        rank.allreduce(array, "in place", "adasum", postscale=-2.0)
-        assert np.abs(array + 2 * adasum(inputs)).max() <= 2 * tolerance(inputs, DIGITS["float64"])
-
-    run_ranks(body, hosts)
+@on_ranks([1], [3], [2, 1], [1, 1])
+def test_factors_are_multiplied_in_before_and_after(rank: Rank) -> None:
+    inputs = [values_of(r, 2001) for r in range(rank.size)]
+    check(combined(rank, inputs[rank.rank], prescale=0.25, postscale=3.0), inputs, "float64", 0.75)
+    array = inputs[rank.rank].copy()
+    rank.allreduce(array, "in place", "adasum", postscale=-2.0)
+    assert np.abs(array + 2 * adasum(inputs)).max() <= 2 * tolerance(inputs, DIGITS["float64"])
 
 
 @over_every_layout
-def test_each_tensor_of_a_group_by_itself(host_of_rank: list[int]) -> None:
+@on_ranks("host_of_rank", segment_bytes=1 << 12)
+def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
     kinds = [("float32", 3), ("float64", 10), ("float32", 70_001), ("float32", 0), ("float16", 11), ("float32", 1)]
-
-    def body(rank: Rank) -> None:
-        inputs = [[values_of(r, n, dtype, i) for i, (dtype, n) in enumerate(kinds)] for r in range(rank.size)]
-        for step in range(2):
-            arrays = [array.copy() for array in inputs[rank.rank]]
-            rank.finish(rank.submit("allreduce", f"group{step}", arrays, reduce_op=OP))
-            for i, (dtype, _) in enumerate(kinds):
-                check(arrays[i], [mine[i] for mine in inputs], dtype)
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
+    inputs = [[values_of(r, n, dtype, i) for i, (dtype, n) in enumerate(kinds)] for r in range(rank.size)]
+    for step in range(2):
+        arrays = [array.copy() for array in inputs[rank.rank]]
+        rank.finish(rank.submit("allreduce", f"group{step}", arrays, reduce_op=OP))
+        for i, (dtype, _) in enumerate(kinds):
+            check(arrays[i], [mine[i] for mine in inputs], dtype)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 2], [1, 1, 1]], ids=str)
-def test_tensors_of_one_batch_are_not_mixed(hosts: list[int]) -> None:
-    counts = [1, 5, 700, 33, 1, 12_000, 2]
-
-    def body(rank: Rank) -> list[bytes]:
-        inputs = [[values_of(r, n, np.float32, i) for i, n in enumerate(counts)] for r in range(rank.size)]
-        alone = [combined(rank, array, f"alone{i}") for i, array in enumerate(inputs[rank.rank])]
-        for _ in range(5):
-            arrays = [array.copy() for array in inputs[rank.rank]]
-            handles = [rank.submit("allreduce", f"b{i}", [array], reduce_op=OP) for i, array in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            for i, array in enumerate(arrays):
-                check(array, [mine[i] for mine in inputs], "float32")
-        return [array.tobytes() for array in alone]
-
-    assert_same_bits(run_ranks(body, hosts))
-
-
-@pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_floats_travel_as_narrower_ones(hosts: list[int], wire: str) -> None:
-    def body(rank: Rank) -> None:
-        for dtype in (np.float32, np.float64):
-            inputs = [values_of(r, 3001, dtype) for r in range(rank.size)]
-            result = combined(rank, inputs[rank.rank], np.dtype(dtype).name, wires=[wire])
-            check(result, inputs, wire)
-            half = oracle.DTYPES[wire]
-            wide = oracle.DTYPES[np.dtype(dtype).name]
-            assert np.array_equal(oracle.convert(wide, half, oracle.convert(half, wide, result)), result)
-
-    run_ranks(body, hosts)
+@on_ranks([1], [2], [2, 1])
+def test_floats_travel_as_narrower_ones(rank: Rank, wire: str) -> None:
+    for dtype in (np.float32, np.float64):
+        inputs = [values_of(r, 3001, dtype) for r in range(rank.size)]
+        result = combined(rank, inputs[rank.rank], np.dtype(dtype).name, wires=[wire])
+        check(result, inputs, wire)
+        half = oracle.DTYPES[wire]
+        wide = oracle.DTYPES[np.dtype(dtype).name]
+        assert np.array_equal(oracle.convert(wide, half, oracle.convert(half, wide, result)), result)
 
 
 def test_teams_combine_in_the_order_of_their_members() -> None:
@@ -232,41 +176,25 @@ def test_teams_combine_in_the_order_of_their_members() -> None:
 # ---- What is not a number, what is refused, what is lost ----
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 2]], ids=str)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_spreads_over_its_tensor_only(hosts: list[int], bad: float) -> None:
-    def body(rank: Rank) -> None:
-        poisoned, clean = values_of(rank.rank, 2000), values_of(rank.rank, 2000, seed=1)
-        if rank.rank == rank.size - 1:
-            poisoned[1234] = bad
-        rank.finish(rank.submit("allreduce", "both", [poisoned, clean], reduce_op=OP))
-        assert np.isnan(poisoned).all()
-        check(clean, [values_of(r, 2000, seed=1) for r in range(rank.size)], "float64")
-
-    run_ranks(body, hosts)
+@on_ranks([2], [3], [2, 2])
+def test_what_is_not_finite_spreads_over_its_tensor_only(rank: Rank, bad: float) -> None:
+    poisoned, clean = values_of(rank.rank, 2000), values_of(rank.rank, 2000, seed=1)
+    if rank.rank == rank.size - 1:
+        poisoned[1234] = bad
+    rank.finish(rank.submit("allreduce", "both", [poisoned, clean], reduce_op=OP))
+    assert np.isnan(poisoned).all()
+    check(clean, [values_of(r, 2000, seed=1) for r in range(rank.size)], "float64")
 
 
-def test_what_cannot_be_done_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        for dtype in (np.int32, np.uint8, np.bool_):
-            with pytest.raises(UnsupportedError, match=rf"allreduce 'x': this op is not offered for {np.dtype(dtype)}"):
-                combined(rank, np.ones(3, dtype))
-        with pytest.raises(UnsupportedError, match="reducescatter 's': op Adasum is offered by allreduce only"):
-            rank.submit("reducescatter", "s", [np.ones(4)], outputs=[np.ones(2)], reduce_op=OP)
-        assert (combined(rank, np.ones(3)) == 1).all()
-
-    run_ranks(body, [2])
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_different_ops_are_named(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        op = "adasum" if rank.rank == 1 else "sum"
-        with pytest.raises(MismatchError, match=r"allreduce 'x': rank 0 .* op Sum, rank 1 .* op Adasum"):
-            rank.allreduce(np.ones(4), "x", op)
-        assert (combined(rank, np.ones(3)) == 1).all()
-
-    run_ranks(body, hosts)
+@on_ranks([2])
+def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
+    for dtype in (np.int32, np.uint8, np.bool_):
+        with pytest.raises(UnsupportedError, match=rf"allreduce 'x': this op is not offered for {np.dtype(dtype)}"):
+            combined(rank, np.ones(3, dtype))
+    with pytest.raises(UnsupportedError, match="reducescatter 's': op Adasum is offered by allreduce only"):
+        rank.submit("reducescatter", "s", [np.ones(4)], outputs=[np.ones(2)], reduce_op=OP)
+    assert (combined(rank, np.ones(3)) == 1).all()
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([3], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)

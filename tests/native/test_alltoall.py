@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import native_build
 import numpy as np
 import pytest
-from ranks import Rank, describe, dies_in_the_middle, run_ranks
-from test_gather import LAYOUTS
+from ranks import Rank, describe, dies_in_the_middle, on_ranks, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import MismatchError, UsageError
 
 ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-over_every_layout = pytest.mark.parametrize("host_of_rank", [[0], *LAYOUTS.values()], ids=["1", *LAYOUTS.keys()])
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,11 @@ def random_plan(size: int, seed: int, dtype: type = np.int32) -> Plan:
 @over_every_layout
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
 @ways
-def test_any_splits_over_any_layout(host_of_rank: list[int], segment_bytes: int, direct_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(12):
-            check(rank, [random_plan(rank.size, step)])
-        check(rank, [Plan([[0] * rank.size] * rank.size)])
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes, direct_bytes=direct_bytes)
+@on_ranks("host_of_rank", "segment_bytes", "direct_bytes")
+def test_any_splits_over_any_layout(rank: Rank) -> None:
+    for step in range(12):
+        check(rank, [random_plan(rank.size, step)])
+    check(rank, [Plan([[0] * rank.size] * rank.size)])
 
 
 @pytest.mark.parametrize("hosts", [*range(2, 14), 16, 17, 23], ids=lambda hosts: f"{hosts} hosts")
@@ -96,28 +92,22 @@ def test_every_host_reaches_every_other(hosts: int) -> None:
     run_ranks(body, host_of_rank=layout, spin_us=0)
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1], [2, 1, 2], [1] * 7], ids=str)
 @ways
-def test_one_may_have_everything_for_one(hosts: list[int], direct_bytes: int) -> None:
+@on_ranks([3], [1, 1], [2, 1, 2], [1] * 7, "direct_bytes", segment_bytes=1 << 12)
+def test_one_may_have_everything_for_one(rank: Rank, hosts: list[int]) -> None:
     size = sum(hosts)
-
-    def body(rank: Rank) -> None:
-        for origin in range(size):
-            rows = [[0] * size for _ in range(size)]
-            rows[origin][(origin + 2) % size] = 50_000
-            check(rank, [Plan(rows)])
-
-    run_ranks(body, hosts, segment_bytes=1 << 12, direct_bytes=direct_bytes)
+    for origin in range(size):
+        rows = [[0] * size for _ in range(size)]
+        rows[origin][(origin + 2) % size] = 50_000
+        check(rank, [Plan(rows)])
 
 
 @over_every_layout
 @ways
-def test_groups_of_any_dtypes(host_of_rank: list[int], direct_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(4):
-            check(rank, [random_plan(rank.size, 10 * step + i, t) for i, t in enumerate((np.uint8, np.float64, bool))])
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12, direct_bytes=direct_bytes)
+@on_ranks("host_of_rank", "direct_bytes", segment_bytes=1 << 12)
+def test_groups_of_any_dtypes(rank: Rank) -> None:
+    for step in range(4):
+        check(rank, [random_plan(rank.size, 10 * step + i, t) for i, t in enumerate((np.uint8, np.float64, bool))])
 
 
 @pytest.mark.parametrize("hosts", [[70], [33, 32]], ids=str)
@@ -164,46 +154,36 @@ def test_results_go_into_memory_that_the_caller_gives() -> None:
         ((), "3 of the 3 rows of the tensor are in no split"),
     ],
 )
-def test_wrong_splits_are_refused_where_they_are_submitted(splits: tuple[int, ...], said: str) -> None:
-    def body(rank: Rank) -> None:
-        array = np.ones((sum(splits) if len(splits) in (2, 4) else 3, 2), np.float32)
-        (tensor,) = describe([array], [array])
-        with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
-            rank.context.submit(
-                context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor._replace(splits=splits)])
-            )
-        check(rank, [random_plan(3, 1)])
-
-    run_ranks(body, [3])
+@on_ranks([3])
+def test_wrong_splits_are_refused_where_they_are_submitted(rank: Rank, splits: tuple[int, ...], said: str) -> None:
+    array = np.ones((sum(splits) if len(splits) in (2, 4) else 3, 2), np.float32)
+    (tensor,) = describe([array], [array])
+    with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
+        rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor._replace(splits=splits)]))
+    check(rank, [random_plan(3, 1)])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_different_rows_and_operations_are_named_on_all_ranks(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        odd = rank.rank == 1
-        with pytest.raises(MismatchError, match=r"alltoall 'a': rank 0 .* int32 \[\*, 1\], rank 1 .* int32 \[\*, 2\]"):
-            check(rank, [Plan([[1, 2], [3, 4]], 1 + odd)])
-        with pytest.raises(MismatchError, match=r"'a': rank 0 .* alltoall, rank 1 .* allgather"):
-            if odd:
-                rank.allgather(np.ones((1, 1), np.int32), "a")
-            else:
-                check(rank, [Plan([[1, 2], [3, 4]])])
-        check(rank, [random_plan(2, 3)])
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_different_rows_and_operations_are_named_on_all_ranks(rank: Rank) -> None:
+    odd = rank.rank == 1
+    with pytest.raises(MismatchError, match=r"alltoall 'a': rank 0 .* int32 \[\*, 1\], rank 1 .* int32 \[\*, 2\]"):
+        check(rank, [Plan([[1, 2], [3, 4]], 1 + odd)])
+    with pytest.raises(MismatchError, match=r"'a': rank 0 .* alltoall, rank 1 .* allgather"):
+        if odd:
+            rank.allgather(np.ones((1, 1), np.int32), "a")
+        else:
+            check(rank, [Plan([[1, 2], [3, 4]])])
+    check(rank, [random_plan(2, 3)])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        tensor = context.Tensor(64, 64, (1 << 62, 1), context.DTYPES["uint8"], splits=(0, 1 << 62))
-        handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "huge", [tensor]))
-        with pytest.raises(UsageError, match=r"alltoall 'huge': the rows of all 2 ranks .* larger than"):
-            rank.context.wait(handle)
-        rank.context.release(handle)
-        check(rank, [random_plan(2, 4)])
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(rank: Rank) -> None:
+    tensor = context.Tensor(64, 64, (1 << 62, 1), context.DTYPES["uint8"], splits=(0, 1 << 62))
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "huge", [tensor]))
+    with pytest.raises(UsageError, match=r"alltoall 'huge': the rows of all 2 ranks .* larger than"):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+    check(rank, [random_plan(2, 4)])
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1] * 7, 2)], ids=str)

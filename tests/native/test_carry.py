@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, on_ranks, run_ranks
 
 from horo.core import context
 from horo.errors import MismatchError
@@ -33,30 +33,25 @@ def warm_up(rank: Rank, name: str, array: np.ndarray, **options: Any) -> None:
         rank.barrier()
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 1000, LIMIT // 4])
-def test_a_lone_small_tensor_needs_no_link_for_data(hosts: list[int], count: int) -> None:
-    def body(rank: Rank) -> None:
-        warm_up(rank, "x", np.ones(count, np.float32))
-        before = link_bytes(rank)
-        for step in range(20):
-            array = np.arange(count, dtype=np.float32) + rank.rank + step
-            rank.allreduce(array, "x")
-            wanted = rank.size * (np.arange(count) + step) + rank.size * (rank.size - 1) / 2
-            assert (array == wanted).all()
-        assert link_bytes(rank) == before
-
-    run_ranks(body, hosts)
+@on_ranks(*HOSTS)
+def test_a_lone_small_tensor_needs_no_link_for_data(rank: Rank, count: int) -> None:
+    warm_up(rank, "x", np.ones(count, np.float32))
+    before = link_bytes(rank)
+    for step in range(20):
+        array = np.arange(count, dtype=np.float32) + rank.rank + step
+        rank.allreduce(array, "x")
+        wanted = rank.size * (np.arange(count) + step) + rank.size * (rank.size - 1) / 2
+        assert (array == wanted).all()
+    assert link_bytes(rank) == before
 
 
-def test_what_is_too_large_travels_by_itself() -> None:
-    def body(rank: Rank) -> None:
-        warm_up(rank, "x", np.ones(LIMIT // 4 + 1, np.float32))
-        before = link_bytes(rank)
-        assert (rank.allreduce(np.ones(LIMIT // 4 + 1, np.float32), "x") == rank.size).all()
-        assert link_bytes(rank) > before
-
-    run_ranks(body, [1, 1])
+@on_ranks([1, 1])
+def test_what_is_too_large_travels_by_itself(rank: Rank) -> None:
+    warm_up(rank, "x", np.ones(LIMIT // 4 + 1, np.float32))
+    before = link_bytes(rank)
+    assert (rank.allreduce(np.ones(LIMIT // 4 + 1, np.float32), "x") == rank.size).all()
+    assert link_bytes(rank) > before
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [3, 1, 2]], ids=str)
@@ -115,16 +110,13 @@ def test_factors_and_narrow_travel_count_and_all_ranks_get_the_same_bits(hosts: 
     assert len(set(results)) == 1
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1, 1]], ids=str)
-def test_averages_of_float16_do_not_overflow_on_the_way(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        array = np.full(10, 40000, np.float16)
-        warm_up(rank, "x", array, op="average")
-        before = link_bytes(rank)
-        assert (rank.allreduce(array, "x", op="average") == 40000).all()
-        assert link_bytes(rank) == before
-
-    run_ranks(body, hosts)
+@on_ranks([1, 1], [2, 2], [1, 1, 1, 1])
+def test_averages_of_float16_do_not_overflow_on_the_way(rank: Rank) -> None:
+    array = np.full(10, 40000, np.float16)
+    warm_up(rank, "x", array, op="average")
+    before = link_bytes(rank)
+    assert (rank.allreduce(array, "x", op="average") == 40000).all()
+    assert link_bytes(rank) == before
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
@@ -145,25 +137,21 @@ def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> No
             handles.append(rank.submit("allreduce", "x", [array], reduce_op=SUM))
             if rank.rank != busy and step % 2:
                 handles.append(rank.submit("allreduce", "other", [other], reduce_op=SUM))
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
             assert (other == step * (rank.size if step % 2 else 1)).all()
 
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("differs", [0, 1])
-def test_data_of_a_round_that_failed_is_not_used_in_the_next(hosts: list[int], differs: int) -> None:
-    def body(rank: Rank) -> None:
-        warm_up(rank, "x", np.ones(5, np.float32))
-        for step in range(30):
-            with pytest.raises(MismatchError, match="'x'"):
-                rank.allreduce(np.full(6 if rank.rank == differs else 5, 100 + step, np.float32), "x")
-            assert (rank.allreduce(np.full(5, step, np.float32), "x") == rank.size * step).all()
-
-    run_ranks(body, hosts)
+@on_ranks([1, 1], [2, 1], [1, 1, 1])
+def test_data_of_a_round_that_failed_is_not_used_in_the_next(rank: Rank, differs: int) -> None:
+    warm_up(rank, "x", np.ones(5, np.float32))
+    for step in range(30):
+        with pytest.raises(MismatchError, match="'x'"):
+            rank.allreduce(np.full(6 if rank.rank == differs else 5, 100 + step, np.float32), "x")
+        assert (rank.allreduce(np.full(5, step, np.float32), "x") == rank.size * step).all()
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
@@ -194,8 +182,7 @@ def test_programs_of_lone_and_crowded_operations_have_known_answers(hosts: list[
             handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=SUM) for name in order]
             if own.random() < 0.2 and step % 10:
                 rank.context.poll(handles[0])
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             for name in names:
                 np.testing.assert_allclose(arrays[name], 0.1 * (size * step + size * (size - 1) / 2), rtol=1e-5)
                 bits.append(arrays[name].tobytes())

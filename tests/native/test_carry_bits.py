@@ -40,8 +40,7 @@ class Paths:
         handles = [
             rank.submit("allreduce", name, [array], **self._options) for name, array in zip(names, arrays, strict=True)
         ]
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         return arrays[-1].tobytes()
 
     def by_batch(self, rank: Rank) -> bytes:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, run_script, wait_for
 from slow_links import Relay
 
 from horo.core import context
@@ -75,14 +72,10 @@ time.sleep(3)  # as one that writes a checkpoint: its sockets stay
 
 
 def test_a_death_after_the_leader_in_between_has_left_is_heard_by_all_and_named() -> None:
-    folder = Path(__file__).resolve().parent
-    path = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    code = f"import sys; sys.path[:0] = {path!r}\n{SCRIPT}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    outcomes = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    said = run_script(SCRIPT)
+    outcomes = dict(line.split(" ", 1) for line in said.splitlines())
     for rank in ("2", "3", "4"):
-        assert outcomes[rank].startswith("PeerLostError rank 1 "), done.stdout
+        assert outcomes[rank].startswith("PeerLostError rank 1 "), said
 
 
 def test_a_batch_that_moves_slowly_is_finished_by_ranks_that_leave() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from complex_numbers import factor, multiplied, product, read, stored
-from ranks import NUMPY_OF_COMPLEX, Rank, run_ranks
+from complex_numbers import factor, product, read, stored
+from ranks import NUMPY_OF_COMPLEX, Rank, on_ranks, over_every_layout
 from test_carry_bits import check_paths
 from test_join import join
-from test_reducescatter import LAYOUTS, rows_of, scatter
-from test_teams import run_in_teams
+from test_reducescatter import rows_of, scatter
 
 from horo.core import context
 from horo.errors import UnsupportedError
@@ -19,141 +18,77 @@ from horo.errors import UnsupportedError
 PRODUCT = context.REDUCE_OPS["product"]
 COUNTS = [0, 1, 3, 255, 512, 1025, 40_003]
 
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 by_dtype = pytest.mark.parametrize("dtype", NUMPY_OF_COMPLEX)
 
 
 @over_every_layout
 @by_dtype
-def test_allreduce_over_any_layout(host_of_rank: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for count in COUNTS:
-            for turn in range(2):  # the second time by id
-                mine = stored(factor(rank.rank, count, turn), dtype)
-                kept = mine.copy()
-                apart = np.zeros_like(mine)
-                rank.finish(rank.submit("allreduce", f"apart {count}", [mine], outputs=[apart], reduce_op=PRODUCT))
-                assert mine.tobytes() == kept.tobytes()
-                rank.allreduce(mine, f"{count}", "product")
-                for result in (mine, apart):
-                    assert np.array_equal(read(result), product(range(rank.size), count, turn))
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
+@on_ranks("host_of_rank", segment_bytes=1 << 12)
+def test_allreduce_over_any_layout(rank: Rank, dtype: str) -> None:
+    for count in COUNTS:
+        for turn in range(2):  # the second time by id
+            mine = stored(factor(rank.rank, count, turn), dtype)
+            kept = mine.copy()
+            apart = np.zeros_like(mine)
+            rank.finish(rank.submit("allreduce", f"apart {count}", [mine], outputs=[apart], reduce_op=PRODUCT))
+            assert mine.tobytes() == kept.tobytes()
+            rank.allreduce(mine, f"{count}", "product")
+            for result in (mine, apart):
+                assert np.array_equal(read(result), product(range(rank.size), count, turn))
 
 
 @over_every_layout
 @pytest.mark.parametrize("direct_bytes", [0, 1])
 @by_dtype
-def test_rows_over_any_layout(host_of_rank: list[int], dtype: str, direct_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        for rows, columns in [(0, 3), (1, 1), (1, 2001), (7, 5), (rank.size, 1), (331, 7), (9001, 1)]:
-            for turn in range(2):
-                mine = factor(rank.rank, rows * columns, turn).reshape(rows, columns)
-                wanted = product(range(rank.size), rows * columns, turn).reshape(rows, columns)
-                (got,) = scatter(rank, [stored(mine, dtype)], f"{rows}x{columns}", "product")
-                assert np.array_equal(read(got), wanted[rows_of(rows, rank.size, rank.rank)])
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12, direct_bytes=direct_bytes)
+@on_ranks("host_of_rank", "direct_bytes", segment_bytes=1 << 12)
+def test_rows_over_any_layout(rank: Rank, dtype: str) -> None:
+    for rows, columns in [(0, 3), (1, 1), (1, 2001), (7, 5), (rank.size, 1), (331, 7), (9001, 1)]:
+        for turn in range(2):
+            mine = factor(rank.rank, rows * columns, turn).reshape(rows, columns)
+            wanted = product(range(rank.size), rows * columns, turn).reshape(rows, columns)
+            (got,) = scatter(rank, [stored(mine, dtype)], f"{rows}x{columns}", "product")
+            assert np.array_equal(read(got), wanted[rows_of(rows, rank.size, rank.rank)])
 
 
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
-@pytest.mark.parametrize("hosts", [[1], [2], [3], [1, 1], [2, 3], [1, 1, 1], [2, 1, 3]], ids=str)
-def test_a_group_of_several_kinds(hosts: list[int], op: str) -> None:
+@on_ranks([1], [2], [3], [1, 1], [2, 3], [1, 1, 1], [2, 1, 3], segment_bytes=1 << 12)
+def test_a_group_of_several_kinds(rank: Rank, op: str) -> None:
     """Some real, some empty, some across segments; those of a kind lie side by side in one vector."""
     kinds = [
         *(("complex64", 3), ("float32", 5), ("complex32", 10), ("complex128", 1), ("complex64", 3001), ("int64", 3)),
         *(("complex128", 4099), ("complex64", 0), ("complex32", 7), ("float64", 2001), ("complex32", 8000)),
     ]
-
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            mine, wanted = [], []
-            for dtype, count in kinds:
-                if dtype in NUMPY_OF_COMPLEX:
-                    mine.append(stored(factor(rank.rank, count, step), dtype))
-                    wanted.append(product(range(rank.size), count, step))
-                else:
-                    mine.append(np.full(count, 2, dtype))
-                    wanted.append(np.full(count, 2**rank.size, np.complex128))
-            if op == "reducescatter":
-                results = scatter(rank, mine, op="product")
-                wanted = [whole[rows_of(len(whole), rank.size, rank.rank)] for whole in wanted]
+    for step in range(3):
+        mine, wanted = [], []
+        for dtype, count in kinds:
+            if dtype in NUMPY_OF_COMPLEX:
+                mine.append(stored(factor(rank.rank, count, step), dtype))
+                wanted.append(product(range(rank.size), count, step))
             else:
-                results = mine
-                rank.finish(rank.submit("allreduce", "group", mine, reduce_op=PRODUCT))
-            for got, whole in zip(results, wanted, strict=True):
-                assert np.array_equal(read(got) if got.dtype.kind in "cV" else got, whole)
-
-    run_ranks(body, hosts, segment_bytes=1 << 12)
+                mine.append(np.full(count, 2, dtype))
+                wanted.append(np.full(count, 2**rank.size, np.complex128))
+        if op == "reducescatter":
+            results = scatter(rank, mine, op="product")
+            wanted = [whole[rows_of(len(whole), rank.size, rank.rank)] for whole in wanted]
+        else:
+            results = mine
+            rank.finish(rank.submit("allreduce", "group", mine, reduce_op=PRODUCT))
+        for got, whole in zip(results, wanted, strict=True):
+            assert np.array_equal(read(got) if got.dtype.kind in "cV" else got, whole)
 
 
 @by_dtype
-def test_many_at_once_are_fused(dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            counts = [1 + (7 * k + step) % 50 for k in range(60)]
-            arrays = [stored(factor(rank.rank, count, k), dtype) for k, count in enumerate(counts)]
-            handles = [rank.submit("allreduce", f"x{k}", [array], reduce_op=PRODUCT) for k, array in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            for k, (array, count) in enumerate(zip(arrays, counts, strict=True)):
-                assert np.array_equal(read(array), product(range(rank.size), count, k))
-
-    for hosts in ([3], [2, 1]):
-        run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[1], [2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
-@by_dtype
-def test_factors_multiply_both_parts(hosts: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for count in (5, 3000):
-            for prescale, postscale in ((0.5, 1.0), (1.0, -2.0), (0.5, 4.0)):
-                wanted = product(range(rank.size), count) * prescale**rank.size * postscale
-                options = {"prescale": prescale, "postscale": postscale}
-                mine = stored(factor(rank.rank, count), dtype)
-                (rows,) = scatter(rank, [mine], f"s{count} {options}", "product", **options)
-                got = rank.allreduce(mine, f"{count} {options}", "product", **options)
-                assert np.array_equal(read(got), wanted)
-                assert np.array_equal(read(rows), wanted[rows_of(count, rank.size, rank.rank)])
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[3], [1, 1], [1, 1, 1], [2, 1, 2], [1] * 5], ids=str)
-@pytest.mark.parametrize("count", [300, 5000, 150_001])
-@by_dtype
-def test_all_ranks_hold_the_same_bits_near_the_product(hosts: list[int], count: int, dtype: str) -> None:
-    """Of small data that goes with the agreement or flat, by doubling, and round the ring."""
-    size = sum(hosts)
-    random = [np.random.default_rng(rank) for rank in range(size)]
-    inputs = [stored(1 + 0.1 * (r.standard_normal(count) + 1j * r.standard_normal(count)), dtype) for r in random]
-
-    def body(rank: Rank) -> list[bytes]:
-        return [rank.allreduce(inputs[rank.rank].copy(), "x", "product").tobytes() for _ in range(3)]
-
-    results = run_ranks(body, hosts)
-    assert all(of_rank == results[0] for of_rank in results)
-    assert len(hosts) > 2 or len(set(results[0])) == 1
-    exact = multiplied([read(values) for values in inputs])
-    got = read(np.frombuffer(results[0][0], inputs[0].dtype))
-    epsilon = {"complex32": 2.0**-11, "complex64": 2.0**-24, "complex128": 2.0**-53}[dtype]
-    sizes = np.prod([np.abs(read(values)) for values in inputs], axis=0)
-    assert np.all(np.abs(got - exact) <= sizes * 4 * size * epsilon)
-
-
-@pytest.mark.parametrize("hosts", [[1, 1], [3, 1, 2]], ids=str)
-@by_dtype
-def test_small_ones_travel_with_the_agreement(hosts: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(4):
-            rank.barrier()
-            before = rank.context.counters()["link_bytes"]
-            got = rank.allreduce(stored(factor(rank.rank, 100, turn), dtype), "x", "product")
-            assert np.array_equal(read(got), product(range(rank.size), 100, turn))
-            assert turn == 0 or rank.context.counters()["link_bytes"] == before
-
-    run_ranks(body, hosts)
+@on_ranks([1], [2], [3], [1, 1], [2, 2], [1, 1, 1])
+def test_factors_multiply_both_parts(rank: Rank, dtype: str) -> None:
+    for count in (5, 3000):
+        for prescale, postscale in ((0.5, 1.0), (1.0, -2.0), (0.5, 4.0)):
+            wanted = product(range(rank.size), count) * prescale**rank.size * postscale
+            options = {"prescale": prescale, "postscale": postscale}
+            mine = stored(factor(rank.rank, count), dtype)
+            (rows,) = scatter(rank, [mine], f"s{count} {options}", "product", **options)
+            got = rank.allreduce(mine, f"{count} {options}", "product", **options)
+            assert np.array_equal(read(got), wanted)
+            assert np.array_equal(read(rows), wanted[rows_of(count, rank.size, rank.rank)])
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2]], ids=str)
@@ -165,71 +100,37 @@ def test_on_two_hosts_the_bits_do_not_depend_on_the_path(hosts: list[int], dtype
     check_paths(hosts, inputs, wanted)
 
 
-@pytest.mark.parametrize("hosts", [[2], [4], [1, 1], [2, 2]], ids=str)
-@pytest.mark.parametrize("direct_bytes", [0, 1])
 @by_dtype
-def test_rows_have_the_bits_of_an_allreduce(hosts: list[int], direct_bytes: int, dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        for rows in (9, 4097, 60_000):
-            r = np.random.default_rng(rank.rank)
-            values = stored(r.standard_normal((rows, 3)) + 1j * r.standard_normal((rows, 3)), dtype)
-            for prescale in (1.0, 0.3):
-                whole = rank.allreduce(values.copy(), f"a{rows}{prescale}", "product", prescale=prescale)
-                (got,) = scatter(rank, [values], f"s{rows}{prescale}", "product", prescale=prescale)
-                assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes()
-
-    run_ranks(body, hosts, direct_bytes=direct_bytes)
+@on_ranks([3], [1, 1, 1], [2, 2])
+def test_a_rank_that_has_joined_multiplies_by_one(rank: Rank, dtype: str) -> None:
+    last = rank.size - 1
+    for count in (1, 100, 5001):
+        if rank.rank != last:
+            got = rank.allreduce(stored(factor(rank.rank, count), dtype), f"x{count}", "product", postscale=2.0)
+            assert np.array_equal(read(got), 2 * product(range(last), count))
+    join(rank)
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 2]], ids=str)
-@by_dtype
-def test_a_rank_that_has_joined_multiplies_by_one(hosts: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        last = rank.size - 1
-        for count in (1, 100, 5001):
-            if rank.rank != last:
-                got = rank.allreduce(stored(factor(rank.rank, count), dtype), f"x{count}", "product", postscale=2.0)
-                assert np.array_equal(read(got), 2 * product(range(last), count))
-        join(rank)
-
-    run_ranks(body, hosts)
-
-
-def test_one_of_a_joined_rank_multiplies_by_the_formula() -> None:
+@on_ranks([2])
+def test_one_of_a_joined_rank_multiplies_by_the_formula(rank: Rank) -> None:
     """(inf + 0i)(1 + 0i) is (inf * 1 - 0 * 0) + (inf * 0 + 0 * 1)i: no factor keeps the zero beside infinity."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            got = rank.allreduce(np.full(3, complex(np.inf, 0)), "x", "product")
-            assert np.all(got.real == np.inf) and np.all(np.isnan(got.imag))
-        join(rank)
-
-    run_ranks(body, [2])
-
-
-def test_teams_multiply_what_their_members_have() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        for dtype in NUMPY_OF_COMPLEX:
-            count = 11 + 997 * number
-            got = rank.allreduce(stored(factor(rank.rank, count), dtype), dtype, "product", team=team)
-            assert np.array_equal(read(got), product(members, count))
-
-    run_in_teams(step)
+    if rank.rank == 0:
+        got = rank.allreduce(np.full(3, complex(np.inf, 0)), "x", "product")
+        assert np.all(got.real == np.inf) and np.all(np.isnan(got.imag))
+    join(rank)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])
 @by_dtype
-def test_what_has_no_meaning_is_refused(dtype: str, kind: str) -> None:
-    def body(rank: Rank) -> None:
-        mine = stored(factor(rank.rank, 4), dtype)
-        for op in ("min", "max", "adasum"):
-            if (op, kind) == ("adasum", "reducescatter"):
-                continue  # refused for all dtypes
-            with pytest.raises(
-                UnsupportedError,
-                match=f"{kind} 'x': this op is not offered for {dtype}; complex numbers can be reduced with Sum, "
-                "Average or Product",
-            ):
-                rank.submit(kind, "x", [mine], outputs=[mine.copy()], reduce_op=context.REDUCE_OPS[op])
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_what_has_no_meaning_is_refused(rank: Rank, dtype: str, kind: str) -> None:
+    mine = stored(factor(rank.rank, 4), dtype)
+    for op in ("min", "max", "adasum"):
+        if (op, kind) == ("adasum", "reducescatter"):
+            continue  # refused for all dtypes
+        with pytest.raises(
+            UnsupportedError,
+            match=f"{kind} 'x': this op is not offered for {dtype}; complex numbers can be reduced with Sum, "
+            "Average or Product",
+        ):
+            rank.submit(kind, "x", [mine], outputs=[mine.copy()], reduce_op=context.REDUCE_OPS[op])

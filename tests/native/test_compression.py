@@ -8,7 +8,7 @@ import kernel_oracle as oracle
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, on_ranks, run_ranks
 
 Array = npt.NDArray[Any]
 HALVES, WIDES = ["float16", "bfloat16"], ["float32", "float64"]
@@ -134,66 +134,56 @@ def test_all_ranks_hold_the_same_bits_and_small_integers_are_exact(hosts: list[i
             assert same_bits(results, expected)
 
 
-@pytest.mark.parametrize("hosts", [[1], [3], [2, 2], [1, 1, 1], [3, 1], [2, 2, 1]], ids=str)
 @pytest.mark.parametrize("count", [10, SEGMENT_ELEMENTS])
-def test_an_average_of_float16_that_fits_does_not_overflow_on_the_way(hosts: list[int], count: int) -> None:
+@on_ranks([1], [3], [2, 2], [1, 1, 1], [3, 1], [2, 2, 1])
+def test_an_average_of_float16_that_fits_does_not_overflow_on_the_way(rank: Rank, count: int) -> None:
     """The sum of any two does; a contribution that does not fit by itself is infinite."""
-
-    def body(rank: Rank) -> None:
-        for limit in (65504.0, -60000.0):
-            average = travel(rank, np.full(count, limit, np.float32), "float16", f"a{limit}", "average")
-            np.testing.assert_allclose(average, np.full(count, limit), rtol=2**-10)
-            own = np.full(count, limit, np.float16)
-            np.testing.assert_allclose(rank.allreduce(own, f"h{limit}", "average"), np.full(count, limit), rtol=2**-10)
-        halved = travel(rank, np.full(count, 1e5, np.float32), "float16", "prescaled", prescale=1 / 1024)
-        np.testing.assert_allclose(halved, np.full(count, 1e5 / 1024 * rank.size), rtol=2**-9)
-        assert np.isinf(travel(rank, np.full(count, 1e5, np.float32), "float16", "inf", "average")).all()
-        assert np.isnan(travel(rank, np.full(count, np.nan, np.float32), "float16", "nan", "average")).all()
-        small = travel(rank, np.full(count, 1e5, np.float32), "bfloat16", "wide", "average")
-        np.testing.assert_allclose(small, np.full(count, 1e5), rtol=2**-6)
-
-    run_ranks(body, hosts)
+    for limit in (65504.0, -60000.0):
+        average = travel(rank, np.full(count, limit, np.float32), "float16", f"a{limit}", "average")
+        np.testing.assert_allclose(average, np.full(count, limit), rtol=2**-10)
+        own = np.full(count, limit, np.float16)
+        np.testing.assert_allclose(rank.allreduce(own, f"h{limit}", "average"), np.full(count, limit), rtol=2**-10)
+    halved = travel(rank, np.full(count, 1e5, np.float32), "float16", "prescaled", prescale=1 / 1024)
+    np.testing.assert_allclose(halved, np.full(count, 1e5 / 1024 * rank.size), rtol=2**-9)
+    assert np.isinf(travel(rank, np.full(count, 1e5, np.float32), "float16", "inf", "average")).all()
+    assert np.isnan(travel(rank, np.full(count, np.nan, np.float32), "float16", "nan", "average")).all()
+    small = travel(rank, np.full(count, 1e5, np.float32), "bfloat16", "wide", "average")
+    np.testing.assert_allclose(small, np.full(count, 1e5), rtol=2**-6)
 
 
 # ---- Memory, groups, fusion ----
 
 
 @by_half
-@pytest.mark.parametrize("hosts", [[1], [2], [1, 2]], ids=str)
-def test_in_place_and_at_any_address_gives_the_same_bits(hosts: list[int], half_name: str) -> None:
-    def body(rank: Rank) -> None:
-        for count in (100, FLAT_ELEMENTS + 33, SEGMENT_ELEMENTS + 33):
-            values = values_of(count, rank.rank, "float32")
-            expected = travel(rank, values, half_name, f"out{count}", prescale=0.5)
-            for skip in (1, 2, 3, 5):  # bytes: not even a float's own alignment
-                room = np.zeros(count * 4 + 16, np.uint8)
-                place = room[skip : skip + count * 4].view(np.float32)
-                place[:] = values
-                rank.allreduce(place, f"in{count}.{skip}", wires=[half_name], prescale=0.5)
-                assert place.tobytes() == expected.tobytes()
-                assert not room[:skip].any() and not room[skip + count * 4 :].any()
-
-    run_ranks(body, hosts)
+@on_ranks([1], [2], [1, 2])
+def test_in_place_and_at_any_address_gives_the_same_bits(rank: Rank, half_name: str) -> None:
+    for count in (100, FLAT_ELEMENTS + 33, SEGMENT_ELEMENTS + 33):
+        values = values_of(count, rank.rank, "float32")
+        expected = travel(rank, values, half_name, f"out{count}", prescale=0.5)
+        for skip in (1, 2, 3, 5):  # bytes: not even a float's own alignment
+            room = np.zeros(count * 4 + 16, np.uint8)
+            place = room[skip : skip + count * 4].view(np.float32)
+            place[:] = values
+            rank.allreduce(place, f"in{count}.{skip}", wires=[half_name], prescale=0.5)
+            assert place.tobytes() == expected.tobytes()
+            assert not room[:skip].any() and not room[skip + count * 4 :].any()
 
 
-@pytest.mark.parametrize("hosts", [[2], [2, 1]], ids=str)
-def test_a_group_may_mix_what_travels_how(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        fine = 1 + 2.0**-12  # float32 holds it, the others do not
-        arrays = [
-            np.full(5000, fine, np.float32),
-            np.full(5000, fine, np.float32),
-            np.full(70_000, fine, np.float64),
-            np.full(3, 7, np.int64),
-            np.full(3, 1.5, np.float16),
-        ]
-        rank.finish(
-            rank.submit("allreduce", "g", arrays, wires=[None, "bfloat16", "float16", None, None], reduce_op=oracle.SUM)
-        )
-        for array, one in zip(arrays, (fine, 1.0, 1.0, 7, 1.5), strict=True):
-            assert (array == one * rank.size).all(), array
-
-    run_ranks(body, hosts)
+@on_ranks([2], [2, 1])
+def test_a_group_may_mix_what_travels_how(rank: Rank) -> None:
+    fine = 1 + 2.0**-12  # float32 holds it, the others do not
+    arrays = [
+        np.full(5000, fine, np.float32),
+        np.full(5000, fine, np.float32),
+        np.full(70_000, fine, np.float64),
+        np.full(3, 7, np.int64),
+        np.full(3, 1.5, np.float16),
+    ]
+    rank.finish(
+        rank.submit("allreduce", "g", arrays, wires=[None, "bfloat16", "float16", None, None], reduce_op=oracle.SUM)
+    )
+    for array, one in zip(arrays, (fine, 1.0, 1.0, 7, 1.5), strict=True):
+        assert (array == one * rank.size).all(), array
 
 
 def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -> None:
@@ -211,8 +201,7 @@ def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -
         for index in range(len(counts)):
             handles.append(rank.submit("allreduce", f"f{index}", [fused[index]], wires=["bfloat16"], reduce_op=1))
             handles.append(rank.submit("allreduce", f"p{index}", [plain[index]], reduce_op=1))
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(fused, alone, strict=True))
         assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, exact, strict=True))
         return rank.context.counters()["batches"] - before
@@ -220,14 +209,12 @@ def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -
     assert run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000) == [2, 2]
 
 
-def test_a_name_may_change_how_it_travels() -> None:
-    def body(rank: Rank) -> None:
-        fine = 1 + 2.0**-12
-        for wire in ("bfloat16", None, None, "float16", "bfloat16", "bfloat16"):
-            result = rank.allreduce(np.full(9, fine, np.float32), wires=[wire])
-            assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
-
-    run_ranks(body, [2, 1])
+@on_ranks([2, 1])
+def test_a_name_may_change_how_it_travels(rank: Rank) -> None:
+    fine = 1 + 2.0**-12
+    for wire in ("bfloat16", None, None, "float16", "bfloat16", "bfloat16"):
+        result = rank.allreduce(np.full(9, fine, np.float32), wires=[wire])
+        assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
 
 
 # ---- What it saves ----

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 import random
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import native_build
 import numpy as np
 import pytest
 import slow_links
-from ranks import Group, Rank, describe, wait_for
+from ranks import Group, Rank, describe, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import RequestBuffer
 from horo.core.setup import Setup, close_all
 from horo.errors import MismatchError, PeerLostError
 
-ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "600" if native_build.FLAVOUR else "2000"))
+ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "300" if native_build.FLAVOUR else "800"))
 """How often what goes wrong once in thousands of times is tried."""
 
 SUM = context.REDUCE_OPS["sum"]
@@ -112,9 +111,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         if rank.rank == late:
             handles += [rank.context.submit(request) for request in requests]
         await_all(rank, handles, 60, gone)
-        for handle in handles:
-            rank.context.wait(handle)
-            rank.context.release(handle)
+        rank.finish(*handles)
         assert (big == rank.size).all()
         assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
 
@@ -158,58 +155,17 @@ def connect(room_bytes: int) -> tuple[socket.socket, socket.socket]:
         return listener.accept()[0], dialed.dup()
 
 
-class Relay:
-    """Carries the data between two hosts of one rank at a limited pace, so that small data makes a long batch."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._step = bytes_per_s // 100
-        self._selector = selectors.DefaultSelector()
-        self._ends: list[socket.socket] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-
-    def between(self, setups: list[Setup]) -> list[Setup]:
-        """Puts itself into the data links of ranks 0 and 1, and links with little room into their control links."""
-        close_all([fds[1 - s.rank] for s in setups for fds in (s.data_fds, s.control_fds)])
-        control = connect(1 << 14)
-        changed = []
-        for rank, setup in enumerate(setups):
-            inner, outer = connect(1 << 16)
-            self._ends.append(inner)
-            data = [-1, -1]
-            data[1 - rank] = outer.detach()
-            narrow = [-1, -1]
-            narrow[1 - rank] = control[rank].detach()
-            changed.append(replace(setup, data_fds=data, control_fds=narrow))
-        for end, other in (self._ends, self._ends[::-1]):
-            self._selector.register(end, selectors.EVENT_READ, other)
-        self._thread.start()
-        return changed
-
-    def _carry(self) -> None:
-        """A hundred times a second, at most a step in each direction."""
-        while not self._over.wait(0.01) and self._selector.get_map():
-            for key, _ in self._selector.select(0):
-                end = key.fileobj
-                assert isinstance(end, socket.socket)
-                try:
-                    data = end.recv(self._step)
-                    key.data.sendall(data)
-                except OSError:
-                    data = b""
-                if not data:
-                    self._selector.unregister(end)
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(10)
-        for end in self._ends:
-            end.close()
+def narrow(setups: list[Setup]) -> list[Setup]:
+    """Control links with little room between two hosts of one rank."""
+    close_all([setup.control_fds[1 - setup.rank] for setup in setups])
+    ends = connect(1 << 14)
+    made = [[-1, ends[0].detach()], [ends[1].detach(), -1]]
+    return [replace(setup, control_fds=fds) for setup, fds in zip(setups, made, strict=True)]
 
 
 @pytest.mark.parametrize("announcer", [0, 1])
 def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_runs(announcer: int) -> None:
-    relay = Relay(4 << 20)
+    relay = slow_links.Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.008)  # 4 MiB/s: small data, a long batch
     going = threading.Barrier(2)
 
     def body(rank: Rank) -> None:
@@ -230,12 +186,4 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
             rank.context.wait(handle)
         assert all(array[0] == 2 for array in small)
 
-    run_through(relay, body)
-
-
-def run_through(relay: Relay, body: Callable[[Rank], None]) -> None:
-    try:
-        with Group([1, 1], tcp=True, peer_timeout_ms=2000, rewire=relay.between) as group:
-            group.run(body)
-    finally:
-        relay.close()
+    run_ranks(body, [1, 1], tcp=True, peer_timeout_ms=2000, relay=relay, rewire=narrow)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
-from test_teams import Links
+from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import DeadlockError, PeerLostError
@@ -42,14 +39,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports come as soon as a wait lasts a moment: many more, and of states that pass."""
-    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 1)
-    monkeypatch.setattr(_core, "_BLOCKED_AFTER_S", 0.0)
-    monkeypatch.setattr(_core, "_BLOCKED_EVERY_S", 0.0)
-
-
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
     def body(rank: Rank) -> str:
@@ -70,49 +59,37 @@ def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
     assert set(texts) == {texts[0]}
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_ranks_that_wait_in_different_teams_are_told(hosts: list[int]) -> None:
-    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
-
-    def body(rank: Rank) -> None:
-        sets = [[0, 1], [0, 1]]
-        teams = [rank.context.add_team(r, **links.of(rank.rank, r, n)) for n, r in enumerate(sets)]
-        told = r"rank 0 waits for 'same' in process set 1 \(ranks 0, 1\) .*, rank 1 for 'same' in process set 2"
-        with pytest.raises(DeadlockError, match=told):
-            rank.barrier("same", team=teams[rank.rank])
-
-    with Group(hosts) as group:
-        group.run(body)
+@on_ranks([2], [1, 1])
+def test_ranks_that_wait_in_different_teams_are_told(rank: Rank) -> None:
+    sets = [[0, 1], [0, 1]]
+    teams = [rank.add_team(r) for n, r in enumerate(sets)]
+    told = r"rank 0 waits for 'same' in process set 1 \(ranks 0, 1\) .*, rank 1 for 'same' in process set 2"
+    with pytest.raises(DeadlockError, match=told):
+        rank.barrier("same", team=teams[rank.rank])
 
 
-@pytest.mark.parametrize("hosts", [[2], [2, 2], [1, 1, 1]], ids=str)
-def test_a_rank_that_computes_is_waited_for(watch: Watch, hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        rank.barrier("before")
-        if rank.rank == 1:
-            watch.await_more(0, 5)
-            rank.barrier("other")
-            return
-        handle = rank.submit("barrier", "other", [])
-        rank.finish(handle)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [2, 2], [1, 1, 1])
+def test_a_rank_that_computes_is_waited_for(rank: Rank, watch: Watch) -> None:
+    rank.barrier("before")
+    if rank.rank == 1:
+        watch.await_more(0, 5)
+        rank.barrier("other")
+        return
+    handle = rank.submit("barrier", "other", [])
+    rank.finish(handle)
 
 
-def test_a_rank_whose_request_is_not_waited_for_is_waited_for(watch: Watch) -> None:
+@on_ranks([2])
+def test_a_rank_whose_request_is_not_waited_for_is_waited_for(rank: Rank, watch: Watch) -> None:
     """It has submitted something else and computes; then it waits, and both can go on."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            handle = rank.submit("barrier", "b", [])
-            watch.await_more(0, 4)
-            rank.barrier("a")
-            rank.finish(handle)
-            return
+    if rank.rank == 1:
+        handle = rank.submit("barrier", "b", [])
+        watch.await_more(0, 4)
         rank.barrier("a")
-        rank.barrier("b")
-
-    run_ranks(body, [2])
+        rank.finish(handle)
+        return
+    rank.barrier("a")
+    rank.barrier("b")
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
@@ -174,7 +151,6 @@ def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(hosts: list[int]
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, hosts: list[int]) -> None:
-    links = Links([0] * hosts[0] + [1] * (sum(hosts) - hosts[0]))
 
     def body(rank: Rank) -> str:
         errors: list[str] = []
@@ -188,29 +164,26 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
         thread = threading.Thread(target=wait_early)
         thread.start()
         watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        team = rank.add_team([0, 1])
         with pytest.raises(DeadlockError):
             rank.barrier(f"late {rank.rank}", team=team)
         thread.join()
         return errors[0]
 
-    with Group(hosts) as group:
-        texts = group.run(body)
+    texts = run_ranks(body, hosts)
     assert texts[0] == texts[1]
     for r in range(2):
         assert f"'early {r}' (" in texts[0]
         assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
 
 
-def test_a_thread_that_has_ended_submits_nothing() -> None:
-    def body(rank: Rank) -> None:
-        thread = threading.Thread(target=rank.barrier, args=("first",))
-        thread.start()
-        thread.join()
-        with pytest.raises(DeadlockError):
-            rank.barrier(f"own {rank.rank}")
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_a_thread_that_has_ended_submits_nothing(rank: Rank) -> None:
+    thread = threading.Thread(target=rank.barrier, args=("first",))
+    thread.start()
+    thread.join()
+    with pytest.raises(DeadlockError):
+        rank.barrier(f"own {rank.rank}")
 
 
 def test_two_threads_that_wait_are_both_named() -> None:
@@ -250,42 +223,3 @@ def test_where_stalls_are_not_looked_for_nothing_is_found(watch: Watch) -> None:
         rank.context.end("enough")
 
     run_ranks(body, [2], stall_warning_ms=0)
-
-
-@pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("hosts", [[3], [2, 1], [1, 1, 1]], ids=str)
-def test_ranks_that_do_the_same_in_any_rhythm_are_never_told(hosts: list[int]) -> None:
-    """Also with requests in any order, by two threads, and in two teams."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    links = Links([host for host, count in enumerate(hosts) for _ in range(count)])
-
-    def body(rank: Rank) -> None:
-        plan, own = random.Random(seed), random.Random(f"{seed} {rank.rank}")
-        pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], 0))
-        for step in range(40):
-            names = [f"{step}.{i}" for i in range(plan.randrange(1, 4))]
-            own.shuffle(names)
-            handles = [rank.submit("barrier", name, []) for name in names]
-            if own.random() < 0.3:
-                pause(own.random() * 0.03)
-            thread = threading.Thread(target=rank.run, args=("barrier", f"t{step}", []))
-            thread.start()
-            if step % 8 == 7:  # while the thread waits
-                rank.context.remove_team(pair)
-                pair = rank.context.add_team([0, 2], **links.of(rank.rank, [0, 2], step))
-            for handle in handles:
-                rank.finish(handle)
-            thread.join()
-            if plan.random() < 0.5 and rank.rank != 1:
-                rank.barrier(f"p{step}", team=pair)
-
-    with Group(hosts) as group:
-        group.run(body, timeout_s=120)
-
-
-def pause(seconds: float) -> None:
-    """What the program computes."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        threading.Event().wait(0.001)

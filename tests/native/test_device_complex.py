@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from complex_numbers import factor, product, read, stored
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import NUMPY_OF_COMPLEX, Group, Rank
+from ranks import NUMPY_OF_COMPLEX, Rank, on_ranks, run_ranks
 from test_reducescatter import rows_of
 
 from horo.core import context
@@ -34,30 +34,26 @@ def test_products_are_staged_and_sums_are_not(gpu: Gpu, nccl: Nccl, hosts: tuple
             assert np.array_equal(read(total), np.full(5, rank.size * (1 + 2j)))
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     launched = {"staged": 0, "nccl": len(NUMPY_OF_COMPLEX) * sum(hosts)}
     assert nccl.counts()["launched"] == launched[way]
     assert nccl.counts()["mismatches"] == 0
 
 
-def test_many_of_both_at_once(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        for turn in range(3):
-            arrays = [stored(factor(rank.rank, 50 + k, turn), "complex64") for k in range(12)]
-            begun = [
-                own.submit("allreduce", f"x{k}", array, reduce_op=PRODUCT if k % 2 else SUM)
-                for k, array in enumerate(arrays)
-            ]
-            for handle, _, _ in begun:
-                own.finish(handle)
-            gpu.synchronize(own.stream)
-            for k, (_, address, _) in enumerate(begun):
-                got = read(gpu.get(address, arrays[k]))
-                factors = [factor(r, 50 + k, turn) for r in range(rank.size)]
-                assert np.array_equal(got, product(range(rank.size), 50 + k, turn) if k % 2 else sum(factors))
-        own.close()
-
-    with Group((3,)) as group:
-        group.run(body)
+@on_ranks((3,))
+def test_many_of_both_at_once(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
+    own = on_gpu(rank, gpu, nccl)
+    for turn in range(3):
+        arrays = [stored(factor(rank.rank, 50 + k, turn), "complex64") for k in range(12)]
+        begun = [
+            own.submit("allreduce", f"x{k}", array, reduce_op=PRODUCT if k % 2 else SUM)
+            for k, array in enumerate(arrays)
+        ]
+        for handle, _, _ in begun:
+            own.finish(handle)
+        gpu.synchronize(own.stream)
+        for k, (_, address, _) in enumerate(begun):
+            got = read(gpu.get(address, arrays[k]))
+            factors = [factor(r, 50 + k, turn) for r in range(rank.size)]
+            assert np.array_equal(got, product(range(rank.size), 50 + k, turn) if k % 2 else sum(factors))
+    own.close()

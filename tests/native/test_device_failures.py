@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from device_group import SUM, Gpu, OnGpu
 from ranks import Group, Rank, describe, recorded_stderr, wait_for
-from test_teams import Links, hosts_of
 
 from horo.core import context as _core
 from horo.errors import GroupError, HoroError, ResourceError
@@ -43,14 +42,13 @@ def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
 @pytest.mark.parametrize("what", ["allreduce", "broadcast", "allgather", "group", "set"])
 def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(gpu: Gpu, what: str, way: str) -> None:
     """Rank 2 looks after the second of two requests only, or after none."""
-    links = Links(hosts_of(HOSTS))
     are_told = threading.Event()
     op = what if what in OPTIONS else "allreduce"
     length, count = 100, 3 if what == "group" else 1
 
     def body(rank: Rank) -> None:
         members = [1, 2]
-        team = rank.context.add_team(members, **links.of(rank.rank, members, 0)) if what == "set" else 0
+        team = rank.add_team(members) if what == "set" else 0
         if rank.rank == 2:
             own = OnGpu(rank, gpu)
             gpu.is_broken = True

@@ -26,7 +26,7 @@ def comm(native: Any, gpu: Gpu, nccl: Nccl) -> Iterator[Any]:
     """A communicator of one rank, whose kernel hangs until it is aborted."""
     lib, ffi = native.lib, native.ffi
     identity = ffi.new("char[]", lib.SHIM_NCCL_ID_BYTES)
-    made = lib.shim_nccl_connect(str(gpu.path).encode(), str(nccl.path).encode(), 1, 0, identity, 60_000)
+    made = lib.shim_nccl_connect(str(gpu.path).encode(), str(nccl.path).encode(), 1, 0, identity)
     assert made
     wait_for(lambda: lib.shim_nccl_poll(made) == IDLE)
     yield made
@@ -64,16 +64,15 @@ def test_what_is_too_much_is_used_for_anything_before_more_is_pinned(native: Any
     assert gpu.counts()["pinned_ever"] == 3
 
 
-def submit_broadcasts(own: OnGpu, root: int) -> list[int]:
-    """Four of 66 MiB, on the same memory of the device."""
+def submit_four(own: OnGpu, op: str, **options: int) -> list[int]:
+    """Operations on 66 MiB each, on the same memory of the device."""
     array = np.zeros(66 << 20, np.uint8)
     address = own.gpu.put(array)
     (tensor,) = describe([array], [array])
     tensor = tensor._replace(input=address, output=address)
-    options = {"device": own.device + 1, "stream": own.stream, "root_rank": root}
+    options = {"device": own.device + 1, "stream": own.stream, **options}
     return [
-        own.context.submit(context.RequestBuffer.of(context.OPS["broadcast"], f"x{i}", [tensor], **options))
-        for i in range(4)
+        own.context.submit(context.RequestBuffer.of(context.OPS[op], f"x{i}", [tensor], **options)) for i in range(4)
     ]
 
 
@@ -93,7 +92,7 @@ def release(own: OnGpu, handles: list[int]) -> None:
 def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> None:
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
-        handles = submit_broadcasts(own, 0)
+        handles = submit_four(own, "broadcast", root_rank=0)
         for handle in handles:
             own.context.wait(handle)
         for handle in handles:
@@ -118,7 +117,7 @@ def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_sta
             rank.context.end("ValueError: bad batch")
             return
         own = OnGpu(rank, gpu)
-        handles = submit_broadcasts(own, 1)
+        handles = submit_four(own, "broadcast", root_rank=1)
         wait_for(lambda: gpu.calls() == 4)
         gpu.let_copies(0)
         stuck, _, _ = own.submit("allreduce", "stuck", np.ones(5, np.float32), reduce_op=SUM)
@@ -136,14 +135,14 @@ def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_sta
 
 
 def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(gpu: Gpu, nccl: Nccl) -> None:
-    """Ranks 0 and 1 have a process set that NCCL takes; of the world two share a GPU, so its tensors are staged."""
+    """The kernel is of the process set of ranks 0 and 1; NCCL takes no averages of integers, so those are staged."""
     links = Links(hosts_of((3,)))
     counted = threading.Barrier(3)
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        own = OnGpu(rank, gpu, [nccl.path], device=rank.rank % 2)
-        handles = submit_broadcasts(own, 1)
+        own = OnGpu(rank, gpu, [nccl.path], device=rank.rank)
+        team = own.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        handles = submit_four(own, "allreduce", reduce_op=context.REDUCE_OPS["average"])
         for handle in handles:
             own.context.wait(handle)
         if rank.rank < 2:

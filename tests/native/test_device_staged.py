@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_group import Gpu, OnGpu, captured_by_rank_0
 from doubles import CUDA, build_double
-from ranks import Group, Rank, describe, wait_for
+from ranks import Group, Rank, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back, use_cuda
@@ -41,8 +41,7 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
         own.close()
         return gpu.get(source, array)
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -92,8 +91,7 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
             device.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     total = np.arange(7) * (size * (size + 1) / 2)
     for mine, (mean, adasum, copied, share, gathered, exchanged) in enumerate(results):
         np.testing.assert_allclose(mean, 2 * total / size)
@@ -126,43 +124,37 @@ def test_many_at_once_use_pinned_memory_again(gpu: Gpu) -> None:
                 np.testing.assert_array_equal(gpu.get(source, arrays[0]), np.full(5000, 2 * number + 1, np.float32))
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
     assert gpu.counts()["pinned_ever"] <= 2 * 2 * 8
 
 
-def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(gpu: Gpu) -> None:
-    def body(rank: Rank) -> None:
-        array = np.ones(4, np.float32)
-        (tensor,) = describe([array], [array])
-        request = context.RequestBuffer.of(context.OPS["allreduce"], "x", [tensor], reduce_op=1, device=1)
-        with pytest.raises(UsageError, match="horo_use_cuda has not been called"):
-            rank.context.submit(request)
-        own = OnGpu(rank, gpu)
-        with pytest.raises(UsageError, match="there is no device 8; this process sees 8"):
-            own.submit("allreduce", "x", array, device=9)
-        gpu.capture(own.stream, True)
-        with pytest.raises(UsageError, match="'x': the current stream is being captured into a CUDA graph"):
-            own.submit("allreduce", "x", array)
-        gpu.capture(own.stream, False)
-        gpu.fail(host_bytes=0)
-        with pytest.raises(
-            ResourceError, match=r"'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2"
-        ):
-            own.submit("allreduce", "x", array)
-        gpu.fail()
-        handle, _, _ = own.submit("allreduce", "x", array, reduce_op=1)
-        own.context.wait(handle)
+@on_ranks((1,))
+def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(rank: Rank, gpu: Gpu) -> None:
+    array = np.ones(4, np.float32)
+    (tensor,) = describe([array], [array])
+    request = context.RequestBuffer.of(context.OPS["allreduce"], "x", [tensor], reduce_op=1, device=1)
+    with pytest.raises(UsageError, match="horo_use_cuda has not been called"):
+        rank.context.submit(request)
+    own = OnGpu(rank, gpu)
+    with pytest.raises(UsageError, match="there is no device 8; this process sees 8"):
+        own.submit("allreduce", "x", array, device=9)
+    gpu.capture(own.stream, True)
+    with pytest.raises(UsageError, match="'x': the current stream is being captured into a CUDA graph"):
+        own.submit("allreduce", "x", array)
+    gpu.capture(own.stream, False)
+    gpu.fail(host_bytes=0)
+    with pytest.raises(ResourceError, match=r"'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2"):
+        own.submit("allreduce", "x", array)
+    gpu.fail()
+    handle, _, _ = own.submit("allreduce", "x", array, reduce_op=1)
+    own.context.wait(handle)
+    copy_back(own.context, handle, own.stream)
+    copy_back(own.context, handle, 0)  # another stream waits, too
+    own.context.release(handle)
+    with pytest.raises(UsageError, match="has no tensors on a GPU"):
         copy_back(own.context, handle, own.stream)
-        copy_back(own.context, handle, 0)  # another stream waits, too
-        own.context.release(handle)
-        with pytest.raises(UsageError, match="has no tensors on a GPU"):
-            copy_back(own.context, handle, own.stream)
-        np.testing.assert_array_equal(own.allreduce(array), array)
-        own.close()
-
-    with Group((1,)) as group:
-        group.run(body)
+    np.testing.assert_array_equal(own.allreduce(array), array)
+    own.close()
 
 
 def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
@@ -178,8 +170,7 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
                 own.finish(handle)
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
     gpu.close(captured)
 
 
@@ -203,30 +194,25 @@ def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
         np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
         own.close()
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
 
 
-def test_values_that_never_come_on_one_rank_fail_the_call_on_all(gpu: Gpu) -> None:
+@on_ranks((1, 1))
+def test_values_that_never_come_on_one_rank_fail_the_call_on_all(rank: Rank, gpu: Gpu) -> None:
     reason = "the copy from the GPU failed with code 719: unspecified launch failure"
-
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        gpu.is_broken = True
-        if rank.rank == 0:
-            gpu.fail(copy=1)
-            handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
-            with pytest.raises(ResourceError, match=reason):
-                rank.context.wait(handle)
-            rank.context.release(handle)
-        else:
-            with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
-                rank.allreduce(np.ones(4, np.float32), "x")
-        own.close()
-        assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
-
-    with Group((1, 1)) as group:
-        group.run(body)
+    own = OnGpu(rank, gpu)
+    gpu.is_broken = True
+    if rank.rank == 0:
+        gpu.fail(copy=1)
+        handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+        with pytest.raises(ResourceError, match=reason):
+            rank.context.wait(handle)
+        rank.context.release(handle)
+    else:
+        with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
+            rank.allreduce(np.ones(4, np.float32), "x")
+    own.close()
+    assert rank.allreduce(np.ones(2)).tolist() == [2, 2]
 
 
 def test_a_driver_that_cannot_be_used_is_told(gpu: Gpu, tmp_path: Path) -> None:
@@ -236,27 +222,22 @@ def test_a_driver_that_cannot_be_used_is_told(gpu: Gpu, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["wait", "wait_any", "poll"])
-def test_values_that_never_come_fail_the_request(gpu: Gpu, way: str) -> None:
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        gpu.is_broken = True
-        gpu.fail(copy=1)
-        handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
-        if way == "wait_any":
-            rank.context.wait_any([handle, handle])
-        elif way == "poll":
-            wait_for(lambda: rank.context.poll(handle))
-        with pytest.raises(
-            ResourceError, match="the copy from the GPU failed with code 719: unspecified launch failure"
-        ):
-            while True:
-                rank.context.wait(handle)
-        rank.context.release(handle)
-        own.close()
-        assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
-
-    with Group((1,)) as group:
-        group.run(body)
+@on_ranks((1,))
+def test_values_that_never_come_fail_the_request(rank: Rank, gpu: Gpu, way: str) -> None:
+    own = OnGpu(rank, gpu)
+    gpu.is_broken = True
+    gpu.fail(copy=1)
+    handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
+    if way == "wait_any":
+        rank.context.wait_any([handle, handle])
+    elif way == "poll":
+        wait_for(lambda: rank.context.poll(handle))
+    with pytest.raises(ResourceError, match="the copy from the GPU failed with code 719: unspecified launch failure"):
+        while True:
+            rank.context.wait(handle)
+    rank.context.release(handle)
+    own.close()
+    assert rank.allreduce(np.ones(2)).tolist() == [1, 1]
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 from test_link import framed
 
 from horo.core import context
@@ -45,45 +45,34 @@ def test_others_are_served_when_the_caller_stops_calling(hosts: list[int], late_
             rank.finish(handle)
             served[turn].set()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]])
-def test_streams_of_both_kinds_alternate(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(TURNS):
-            for _ in range(turn % 5):
-                rank.run("barrier", "stream", [])
-            arrays = [np.full(3, index, np.int64) for index in range(turn % 4)]
-            handles = [
-                rank.submit("allreduce", f"async {index}", [array], reduce_op=SUM) for index, array in enumerate(arrays)
-            ]
+@on_ranks([1, 1], [2, 2])
+def test_streams_of_both_kinds_alternate(rank: Rank) -> None:
+    for turn in range(TURNS):
+        for _ in range(turn % 5):
             rank.run("barrier", "stream", [])
-            for handle in handles:
-                rank.finish(handle)
-            assert all(np.all(array == index * rank.size) for index, array in enumerate(arrays))
+        arrays = [np.full(3, index, np.int64) for index in range(turn % 4)]
+        handles = [
+            rank.submit("allreduce", f"async {index}", [array], reduce_op=SUM) for index, array in enumerate(arrays)
+        ]
+        rank.run("barrier", "stream", [])
+        rank.finish(*handles)
+        assert all(np.all(array == index * rank.size) for index, array in enumerate(arrays))
 
-    with Group(hosts) as group:
-        group.run(body)
 
-
-@pytest.mark.parametrize("hosts", [[1], [2], [1, 1]])
-def test_who_only_asks_by_waits_of_no_time_gets_an_answer(hosts: list[int]) -> None:
+@on_ranks([1], [2], [1, 1])
+def test_who_only_asks_by_waits_of_no_time_gets_an_answer(rank: Rank) -> None:
     """Of a request that its caller would drive if it waited."""
-
-    def body(rank: Rank) -> None:
-        for _ in range(3):
-            handle = rank.submit("barrier", "x", [], sync=True)
-            wait_for(
-                lambda handle=handle: (
-                    context.lib.horo_wait(rank.context._context, handle, 0, context.ffi.NULL, 0) == context.lib.HORO_OK
-                )
+    for _ in range(3):
+        handle = rank.submit("barrier", "x", [], sync=True)
+        wait_for(
+            lambda handle=handle: (
+                context.lib.horo_wait(rank.context._context, handle, 0, context.ffi.NULL, 0) == context.lib.HORO_OK
             )
-            rank.finish(handle)
-
-    with Group(hosts) as group:
-        group.run(body)
+        )
+        rank.finish(handle)
 
 
 def test_the_thread_sleeps_while_a_call_waits() -> None:
@@ -98,8 +87,7 @@ def test_the_thread_sleeps_while_a_call_waits() -> None:
         rank.run("barrier", "second", [])
         return rank.context.counters()["sleeps"] - before
 
-    with Group([1, 1]) as group:
-        sleeps = group.run(body)
+    sleeps = run_ranks(body, [1, 1])
     assert max(sleeps) < 1000 * late_s / 4, sleeps
 
 

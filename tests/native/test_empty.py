@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 
 from horo.core import context
 from horo.errors import UsageError
@@ -32,25 +32,19 @@ def gather(rank: Rank, name: str, shape: tuple[int, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", EMPTY, ids=str)
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_a_tensor_without_elements_is_reduced_and_broadcast(hosts: list[int], shape: tuple[int, ...]) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(2):  # in full, then by id
-            run(rank, "allreduce", "x", shape, reduce_op=step)
-            run(rank, "reducescatter", "s", shape, reduce_op=step)
-            run(rank, "broadcast", "b", shape)
-
-    run_ranks(body, hosts)
+@on_ranks(*LAYOUTS)
+def test_a_tensor_without_elements_is_reduced_and_broadcast(rank: Rank, shape: tuple[int, ...]) -> None:
+    for step in range(2):  # in full, then by id
+        run(rank, "allreduce", "x", shape, reduce_op=step)
+        run(rank, "reducescatter", "s", shape, reduce_op=step)
+        run(rank, "broadcast", "b", shape)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_rows_without_elements_are_gathered(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for rows in ((0,), (HUGE, HUGE, 0), (0, HUGE, HUGE, HUGE)):
-            assert gather(rank, f"g{rows}", (rank.rank + 1, *rows)) == [r + 1 for r in range(rank.size)]
-        assert gather(rank, "none", (0, HUGE)) == [0] * rank.size
-
-    run_ranks(body, hosts)
+@on_ranks(*LAYOUTS)
+def test_rows_without_elements_are_gathered(rank: Rank) -> None:
+    for rows in ((0,), (HUGE, HUGE, 0), (0, HUGE, HUGE, HUGE)):
+        assert gather(rank, f"g{rows}", (rank.rank + 1, *rows)) == [r + 1 for r in range(rank.size)]
+    assert gather(rank, "none", (0, HUGE)) == [0] * rank.size
 
 
 @pytest.mark.parametrize(
@@ -66,18 +60,13 @@ def test_rows_without_elements_are_gathered(hosts: list[int]) -> None:
         ("alltoall", (0, HUGE, HUGE), 2),
     ],
 )
+@on_ranks([2])
 def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(
-    op: str, shape: tuple[int, ...], dimension: int
+    rank: Rank, op: str, shape: tuple[int, ...], dimension: int
 ) -> None:
     """One row of an allgather must fit even where there is none: another rank may have some."""
-
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
-            rank.context.submit(
-                context.RequestBuffer.of(
-                    context.OPS[op], "x", [context.Tensor(64, 64, shape, context.DTYPES["float32"])]
-                )
-            )
-        rank.barrier()
-
-    run_ranks(body, [2])
+    with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
+        rank.context.submit(
+            context.RequestBuffer.of(context.OPS[op], "x", [context.Tensor(64, 64, shape, context.DTYPES["float32"])])
+        )
+    rank.barrier()

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError
@@ -27,21 +27,17 @@ def fails(rank: Rank, name: str) -> str:
 
 
 @pytest.mark.parametrize(("hosts", "ender"), ENDS, ids=str)
-def test_all_others_read_the_words_while_they_wait_and_afterwards(hosts: list[int], ender: int) -> None:
-
-    def body(rank: Rank) -> None:
-        rank.allreduce(np.ones(3), "first")
-        if rank.rank == ender:
-            rank.context.end(WORDS)
-            assert fails(rank, "own").startswith(f"this rank ended with {WORDS}")
-            return
-        expected = rf"rank {ender} \(host\d\) ended with {WORDS}"
-        assert re.match(expected, fails(rank, "second"))
-        assert re.match(expected, fails(rank, "third"))
-        assert re.fullmatch(expected, str(rank.context.health()))
-
-    with Group(hosts, log_level=5) as group:
-        group.run(body)
+@on_ranks("hosts", log_level=5)
+def test_all_others_read_the_words_while_they_wait_and_afterwards(rank: Rank, ender: int) -> None:
+    rank.allreduce(np.ones(3), "first")
+    if rank.rank == ender:
+        rank.context.end(WORDS)
+        assert fails(rank, "own").startswith(f"this rank ended with {WORDS}")
+        return
+    expected = rf"rank {ender} \(host\d\) ended with {WORDS}"
+    assert re.match(expected, fails(rank, "second"))
+    assert re.match(expected, fails(rank, "third"))
+    assert re.fullmatch(expected, str(rank.context.health()))
 
 
 @pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 1, 1]], ids=str)
@@ -62,24 +58,20 @@ def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(hosts: list[
             group.run(body)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_rank_that_waits_is_told_what_the_other_has_done_and_in_which_step_it_is_itself(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        rank.barrier("start")
-        if rank.rank == 1:
-            rank.context.end("came to the end of its script after 30 steps", has_failed=False)
-            return
-        told = r"rank 1 \(host\d\) came to the end of its script after 30 steps, "
-        rank.context.step[0] = 31
-        with pytest.raises(AbortedError, match=told + "while rank 0 is in step 31: uneven data or an early stop; use "):
-            rank.barrier("gradient")
-        rank.context.step[0] = 0
-        with pytest.raises(AbortedError, match=told + "without a call that others wait for$"):
-            rank.barrier("metric")
-        assert rank.context.events()[-1].event == "left"
-
-    with Group(hosts, log_level=5) as group:
-        group.run(body)
+@on_ranks([2], [1, 1], log_level=5)
+def test_a_rank_that_waits_is_told_what_the_other_has_done_and_in_which_step_it_is_itself(rank: Rank) -> None:
+    rank.barrier("start")
+    if rank.rank == 1:
+        rank.context.end("came to the end of its script after 30 steps", has_failed=False)
+        return
+    told = r"rank 1 \(host\d\) came to the end of its script after 30 steps, "
+    rank.context.step[0] = 31
+    with pytest.raises(AbortedError, match=told + "while rank 0 is in step 31: uneven data or an early stop; use "):
+        rank.barrier("gradient")
+    rank.context.step[0] = 0
+    with pytest.raises(AbortedError, match=told + "without a call that others wait for$"):
+        rank.barrier("metric")
+    assert rank.context.events()[-1].event == "left"
 
 
 def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them() -> None:
@@ -157,6 +149,5 @@ def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(capfd: py
         fails(rank, "x")
         assert rank.context.events()[-1].event == "lost"
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])
     assert "last events" not in capfd.readouterr().err

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from descriptors import open_descriptors
-from ranks import NUMPY_OF_DTYPE, Group, Rank, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import AbortedError, GroupError, MismatchError, PeerLostError, UnsupportedError, UsageError
@@ -24,37 +24,29 @@ LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
 # ---- Collectives ----
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("spin_us", [0, 50])
-def test_allreduce_sums_any_size_over_any_layout(hosts: list[int], spin_us: int) -> None:
+@on_ranks(*LAYOUTS, "spin_us")
+def test_allreduce_sums_any_size_over_any_layout(rank: Rank) -> None:
     counts = [0, 1, 7, 1024, 1025, 40_000, 200_003]
-
-    def body(rank: Rank) -> None:
-        for count in counts:
-            base = np.resize(np.arange(1000, dtype=np.float64), count)
-            result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
-            assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
-
-    run_ranks(body, hosts, spin_us=spin_us)
+    for count in counts:
+        base = np.resize(np.arange(1000, dtype=np.float64), count)
+        result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
+        assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 1]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_allreduce_reduces_every_dtype_with_every_op(hosts: list[int], dtype: str) -> None:
+@on_ranks([2], [3], [2, 1])
+def test_allreduce_reduces_every_dtype_with_every_op(rank: Rank, dtype: str) -> None:
     reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-
-    def body(rank: Rank) -> None:
-        rng = np.random.default_rng(7)
-        for count in (5, 3000):
-            inputs = [rng.integers(0, 3, count).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
-            for op, reducer in reducers.items():
-                expected = inputs[0]
-                for other in inputs[1:]:
-                    expected = reducer(expected, other)
-                result = rank.allreduce(inputs[rank.rank].copy(), f"{op}{count}", op)
-                assert np.array_equal(expected, result)
-
-    run_ranks(body, hosts)
+    rng = np.random.default_rng(7)
+    for count in (5, 3000):
+        inputs = [rng.integers(0, 3, count).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
+        for op, reducer in reducers.items():
+            expected = inputs[0]
+            for other in inputs[1:]:
+                expected = reducer(expected, other)
+            result = rank.allreduce(inputs[rank.rank].copy(), f"{op}{count}", op)
+            assert np.array_equal(expected, result)
 
 
 def test_allreduce_scales_before_and_after() -> None:
@@ -68,175 +60,33 @@ def test_allreduce_scales_before_and_after() -> None:
         run_ranks(body, hosts)
 
 
-def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own() -> None:
+@on_ranks([2], cycle_time_us=100_000)
+def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own(rank: Rank) -> None:
     factors = [(1.0, 1.0), (0.5, 1.0), (1.0, 10.0), (0.5, 10.0)]
-
-    def body(rank: Rank) -> None:
-        arrays = [np.full(3, 2.0) for _ in factors]
-        handles = [
-            rank.submit("allreduce", f"{before}, {after}", [array], reduce_op=1, prescale=before, postscale=after)
-            for array, (before, after) in zip(arrays, factors, strict=True)
-        ]
-        for handle in handles:
-            rank.finish(handle)
-        for array, (before, after) in zip(arrays, factors, strict=True):
-            assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
-
-    run_ranks(body, [2], cycle_time_us=100_000)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]], ids=str)
-def test_allreduce_of_tensors_that_lie_across_segments(hosts: list[int]) -> None:
-    counts = [1, 1000, 3, 5000, 511, 1, 2048, 70_001, 16, 1025]
-
-    def body(rank: Rank) -> None:
-        for scales in ({}, {"prescale": 0.5, "postscale": 4.0}):
-            factor = 2.0 if scales else 1.0
-            expected = [
-                np.arange(count, dtype=np.float64) * factor * rank.size * (rank.size + 1) / 2 for count in counts
-            ]
-            inputs = [np.arange(count, dtype=np.float64) * (rank.rank + 1) for count in counts]
-            before = [array.copy() for array in inputs]
-            outputs = [np.zeros(count) for count in counts]
-            sum_op = _core.REDUCE_OPS["sum"]
-            rank.finish(rank.submit("allreduce", "apart", inputs, outputs=outputs, reduce_op=sum_op, **scales))
-            rank.finish(rank.submit("allreduce", "in place", inputs, reduce_op=sum_op, **scales))
-            for original, apart, in_place, right in zip(before, outputs, inputs, expected, strict=True):
-                assert np.array_equal(right, apart)
-                assert np.array_equal(right, in_place), original
-
-    run_ranks(body, hosts, segment_bytes=1 << 12)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 3]], ids=str)
-def test_collectives_of_all_kinds_and_sizes_leave_the_slots_to_one_another(hosts: list[int]) -> None:
-    """They pass the phases of the slots in different ways: each must find them as any other may have left them."""
-    element_counts = [1, 1024, 1025, 2048, 3072, 4000, 5121, 9 * 1024]  # of 4 KiB to a segment
-
-    def body(rank: Rank) -> None:
-        rng = random.Random(11)
-        for i in range(200):
-            kind, count = rng.choice(["plain", "prescaled", "broadcast", "allgather"]), rng.choice(element_counts)
-            base = np.arange(count, dtype=np.float32) % 997 + i
-            if kind == "broadcast":
-                assert np.array_equal(
-                    base + i % rank.size, rank.broadcast(base + rank.rank, i % rank.size, f"b{count}")
-                )
-            elif kind == "allgather":
-                gathered, _ = rank.allgather(base + rank.rank, f"g{count}")
-                assert np.array_equal(np.concatenate([base + r for r in range(rank.size)]), gathered)
-            else:
-                prescale = 1.0 if kind == "plain" else 2.0
-                total = prescale * base * rank.size * (rank.size + 1) / 2
-                result = rank.allreduce(base * (rank.rank + 1), f"{kind}{count}", prescale=prescale)
-                assert np.array_equal(total, result)
-
-    run_ranks(body, hosts, segment_bytes=1 << 12)
-
-
-def test_results_are_bit_identical_on_all_ranks() -> None:
-    def body(rank: Rank) -> list[bytes]:
-        rng = np.random.default_rng(rank.rank)
-        return [
-            rank.allreduce(rng.standard_normal(count).astype(np.float32), f"x{count}").tobytes()
-            for count in (10, 5000, 123_457)
-        ]
-
-    for hosts in ([4], [2, 3], [1, 1, 1]):
-        results = run_ranks(body, hosts)
-        assert all(result == results[0] for result in results)
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_broadcast_from_every_root(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for root in range(rank.size):
-            for count in (0, 1, 50_000):
-                x = np.full(count, rank.rank, np.int32)
-                assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_allgather_concatenates_different_first_dimensions(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):  # the second and third time come out of the cache with other first dimensions
-            rows = [(r * 7 + step) % 5 * (1000 if step == 2 else 1) for r in range(rank.size)]
-            gathered, first_dims = rank.allgather(np.full((rows[rank.rank], 3), rank.rank, np.int16))
-            assert first_dims == rows
-            assert gathered[:, 1].tolist() == [r for r in range(rank.size) for _ in range(rows[r])]
-
-    run_ranks(body, hosts)
-
-
-def rows_of(rank: int, step: int, count: int) -> list[int]:
-    """Rows of each tensor of a group: many and few, none on some ranks, and in the last step on one rank only."""
-    if step == 2:
-        return [40_000 if rank == 1 else 0] * count
-    return [(rank * 7 + i * 3 + step) % 5 * (1, 700, 9000)[i % 3] for i in range(count)]
-
-
-def rows(rank: int, step: int, index: int, count: int) -> np.ndarray:
-    generator = np.random.default_rng([rank, step, index])
-    return generator.integers(0, 256, (count, 3), dtype=np.uint8).astype((np.uint8, np.int32, np.float64)[index % 3])
-
-
-GATHER_LAYOUTS = {
-    "1+1": [0, 1],
-    "1+1+1+1+1": [0, 1, 2, 3, 4],
-    "2+2": [0, 0, 1, 1],
-    "3+1": [0, 0, 0, 1],
-    "1+2": [0, 1, 1],
-    "2+1+3": [0, 0, 1, 2, 2, 2],
-    "in turn": [0, 1, 2, 0, 1, 2, 0],
-}
-
-
-@pytest.mark.parametrize("host_of_rank", GATHER_LAYOUTS.values(), ids=GATHER_LAYOUTS.keys())
-@pytest.mark.parametrize("tensor_count", [1, 5])
-@pytest.mark.parametrize(("segment_bytes", "tcp"), [(1 << 12, False), (1 << 16, True)])
-def test_allgather_between_hosts_of_uneven_rows(
-    host_of_rank: list[int], tensor_count: int, segment_bytes: int, tcp: bool
-) -> None:
-    tensors, ranks = range(tensor_count), range(len(host_of_rank))
-    given = [
-        [[rows(r, step, i, rows_of(r, step, tensor_count)[i]) for i in tensors] for r in ranks] for step in range(4)
+    arrays = [np.full(3, 2.0) for _ in factors]
+    handles = [
+        rank.submit("allreduce", f"{before}, {after}", [array], reduce_op=1, prescale=before, postscale=after)
+        for array, (before, after) in zip(arrays, factors, strict=True)
     ]
-
-    def body(rank: Rank) -> None:
-        for parts in given:
-            handle = rank.submit("allgather", "group", parts[rank.rank])
-            rank.context.wait(handle)
-            for i in tensors:
-                data, first_dims = rank.context.take_result(handle, i)
-                assert first_dims == [len(parts[r][i]) for r in ranks]
-                assert bytes(data) == np.concatenate([parts[r][i] for r in ranks]).tobytes()
-            rank.context.release(handle)
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes, tcp=tcp)
+    rank.finish(*handles)
+    for array, (before, after) in zip(arrays, factors, strict=True):
+        assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1], [2, 2], [3, 1]], ids=str)
-def test_allgather_between_hosts_of_megabytes(hosts: list[int]) -> None:
-    def part(rank: int) -> np.ndarray:
-        return (np.arange((3 << 20) + 1000 * rank + 1, dtype=np.uint64) * (rank + 1) >> 3).astype(np.uint8)
-
-    def body(rank: Rank) -> None:
-        gathered, _ = rank.allgather(part(rank.rank))
-        assert np.array_equal(gathered, np.concatenate([part(r) for r in range(rank.size)]))
-
-    run_ranks(body, hosts)
+@on_ranks(*LAYOUTS)
+def test_broadcast_from_every_root(rank: Rank) -> None:
+    for root in range(rank.size):
+        for count in (0, 1, 50_000):
+            x = np.full(count, rank.rank, np.int32)
+            assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
 
 
-def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once() -> None:
-    def body(rank: Rank) -> None:
-        for count in (1, 3000):
-            gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
-            parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
-            assert np.array_equal(gathered, np.concatenate(parts))
-
-    run_ranks(body, [8, 8, 8], segment_bytes=1 << 12)
+@on_ranks([8, 8, 8], segment_bytes=1 << 12)
+def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once(rank: Rank) -> None:
+    for count in (1, 3000):
+        gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
+        parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
+        assert np.array_equal(gathered, np.concatenate(parts))
 
 
 def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
@@ -252,67 +102,43 @@ def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
     assert max(sent) - min(sent) <= 64 * 30  # whole lines; so many segments
 
 
-def test_a_group_of_mixed_dtypes_is_one_request() -> None:
-    def body(rank: Rank) -> None:
-        arrays = [np.ones(5, np.float32), np.ones(70_000, np.int64), np.ones((2, 2), np.float32)]
-        rank.finish(rank.submit("allreduce", "group", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
-        assert all((array == rank.size).all() for array in arrays)
-        assert rank.context.counters()["requests"] == 1
-
-    run_ranks(body, [2, 1])
-
-
-def test_a_group_of_gathers_has_one_result_per_tensor() -> None:
-    def body(rank: Rank) -> None:
-        arrays = [np.full((rank.rank, 2), rank.rank, np.int32), np.full(3, rank.rank, np.float64)]
-        handle = rank.submit("allgather", "group", arrays)
-        rank.context.wait(handle)
-        data, dims = rank.context.take_result(handle, 1)
-        assert np.frombuffer(data, np.float64).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        data, dims = rank.context.take_result(handle, 0)
-        assert dims == [0, 1, 2]
-        assert np.frombuffer(data, np.int32).tolist() == [1, 1, 2, 2, 2, 2]
-        rank.context.release(handle)
-
-    run_ranks(body, [3])
+@on_ranks([2, 1])
+def test_a_group_of_mixed_dtypes_is_one_request(rank: Rank) -> None:
+    arrays = [np.ones(5, np.float32), np.ones(70_000, np.int64), np.ones((2, 2), np.float32)]
+    rank.finish(rank.submit("allreduce", "group", arrays, reduce_op=_core.REDUCE_OPS["sum"]))
+    assert all((array == rank.size).all() for array in arrays)
+    assert rank.context.counters()["requests"] == 1
 
 
 @pytest.mark.skipif(psutil.virtual_memory().available < 6 << 30, reason="needs 6 GiB of free memory")
 @pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="too slow under a sanitizer")
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
-    count = (1 << 31) + 77
-
     def body(rank: Rank) -> None:
-        x = np.full(count, rank.rank + 1, np.uint8)
+        x = np.full((1 << 31) + 77, rank.rank + 1, np.uint8)
         x[-1] = 10 * (rank.rank + 1)
         rank.allreduce(x)
         assert x[0] == x[1 << 31] == x[-2] == 3
         assert x[-1] == 30
 
-    run_ranks(body, hosts, segment_bytes=1 << 20)
+    with Group(hosts, segment_bytes=1 << 20) as group:
+        group.run(body, timeout_s=240)
 
 
 # ---- Agreement ----
 
 
-@pytest.mark.parametrize("hosts", [[2], [4], [2, 2], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("capacity", [0, 1, 5, 1024])
-def test_ranks_may_submit_in_any_order_with_any_cache(hosts: list[int], capacity: int) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(6):
-            names = [f"t{i}" for i in range(24)]
-            random.Random(step * 100 + rank.rank).shuffle(names)
-            arrays = {name: np.full(int(name[1:]) * 10 + 1, rank.rank + step, np.float64) for name in names}
-            handles = {
-                name: rank.submit("allreduce", name, [arrays[name]], reduce_op=_core.REDUCE_OPS["sum"])
-                for name in names
-            }
-            for name, handle in handles.items():
-                rank.finish(handle)
-                assert (arrays[name] == rank.size * (rank.size - 1) / 2 + rank.size * step).all()
-
-    run_ranks(body, hosts, cache_capacity=capacity)
+@pytest.mark.parametrize("cache_capacity", [0, 1, 5, 1024])
+@on_ranks([2], [4], [2, 2], [1, 1, 1], "cache_capacity")
+def test_ranks_may_submit_in_any_order_with_any_cache(rank: Rank) -> None:
+    for step in range(6):
+        names = [f"t{i}" for i in range(24)]
+        random.Random(step * 100 + rank.rank).shuffle(names)
+        arrays = {name: np.full(int(name[1:]) * 10 + 1, rank.rank + step, np.float64) for name in names}
+        handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=1) for name in names]
+        rank.finish(*handles)
+        for array in arrays.values():
+            assert (array == rank.size * (rank.size - 1) / 2 + rank.size * step).all()
 
 
 def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:
@@ -322,8 +148,7 @@ def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) ->
         order = names if rank.rank else names[::-1]
         for _ in range(2):
             handles = [rank.submit("barrier", name, []) for name in order]
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
 
     with Group([2, 1], cache_capacity=64, segment_bytes=1 << 16) as group:
         group.run(body)
@@ -340,8 +165,7 @@ def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
         before = rank.context.counters()["batches"]
         arrays = [np.ones(10, np.float32) for _ in range(64)]
         handles = [rank.submit("allreduce", f"{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         assert all((a == 2).all() for a in arrays)
         return rank.context.counters()["batches"] - before
 
@@ -350,24 +174,20 @@ def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
     assert min(run_ranks(body, [2], fusion_bytes=100, cycle_time_us=100_000)) >= 32  # a third one has no room
 
 
-def test_cached_tensors_are_announced_by_id() -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(10):
-            rank.allreduce(np.ones(3))
-        assert rank.context.counters()["cache_hits"] == 9
-        for _ in range(3):
-            rank.allreduce(np.ones(3), "once", transient=True)
-        assert rank.context.counters()["cache_hits"] == 9
-
-    run_ranks(body, [2, 1])
+@on_ranks([2, 1])
+def test_cached_tensors_are_announced_by_id(rank: Rank) -> None:
+    for _ in range(10):
+        rank.allreduce(np.ones(3))
+    assert rank.context.counters()["cache_hits"] == 9
+    for _ in range(3):
+        rank.allreduce(np.ones(3), "once", transient=True)
+    assert rank.context.counters()["cache_hits"] == 9
 
 
-def test_a_changed_shape_is_agreed_on_anew() -> None:
-    def body(rank: Rank) -> None:
-        for count in (3, 3, 5, 5, 3, 4, 3):
-            assert (rank.allreduce(np.ones(count)) == rank.size).all()
-
-    run_ranks(body, [2, 2])
+@on_ranks([2, 2])
+def test_a_changed_shape_is_agreed_on_anew(rank: Rank) -> None:
+    for count in (3, 3, 5, 5, 3, 4, 3):
+        assert (rank.allreduce(np.ones(count)) == rank.size).all()
 
 
 def test_a_rank_spins_before_it_sleeps_also_in_the_middle_of_an_operation() -> None:
@@ -400,62 +220,31 @@ def test_nothing_happens_while_idle() -> None:
 
 # ---- Ranks that disagree ----
 
+
+def call_of(*arrays: np.ndarray, op: str = "allreduce", **options: object) -> dict:
+    return {"op": op, "arrays": arrays, **options}
+
+
+THREE, FOUR = np.ones(3), np.ones(4)
+FLOATS = np.ones(3, np.float32)
 MISMATCHES = [
+    (call_of(np.ones((64, 128))), call_of(np.ones((64, 127))), ["float64 [64, 128]", "float64 [64, 127]"]),
+    (call_of(FLOATS), call_of(THREE), ["float32 [3]", "float64 [3]"]),
+    (call_of(FLOATS, wires=["bfloat16"]), call_of(FLOATS), ["sent float32 [3] as bfloat16", "sent float32 [3]"]),
+    (call_of(THREE, wires=["bfloat16"]), call_of(THREE, wires=["float16"]), ["[3] as bfloat16", "[3] as float16"]),
+    (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=4), ["op Sum", "op Max"]),
+    (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=2), ["op Sum", "op Adasum"]),
+    (call_of(THREE, prescale=2.0), call_of(THREE, prescale=3.0), ["prescale factor 2", "prescale factor 3"]),
+    (call_of(THREE), call_of(THREE, transient=True), ["a name that the caller gave", "an automatic name"]),
+    (call_of(THREE, op="broadcast"), call_of(THREE, op="broadcast", root_rank=1), ["root rank 0", "root rank 1"]),
+    (call_of(THREE), call_of(THREE, op="broadcast"), ["sent allreduce", "sent broadcast"]),
     (
-        {"op": "allreduce", "arrays": [np.ones((64, 128), np.float32)]},
-        {"op": "allreduce", "arrays": [np.ones((64, 127), np.float32)]},
-        ["float32 [64, 128]", "float32 [64, 127]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)]},
-        {"op": "allreduce", "arrays": [np.ones(3, np.float64)]},
-        ["float32 [3]", "float64 [3]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)], "wires": ["bfloat16"]},
-        {"op": "allreduce", "arrays": [np.ones(3, np.float32)]},
-        ["sent float32 [3] as bfloat16", "sent float32 [3]"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["bfloat16"]},
-        {"op": "allreduce", "arrays": [np.ones(3)], "wires": ["float16"]},
-        ["sent float64 [3] as bfloat16", "sent float64 [3] as float16"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 1},
-        {"op": "allreduce", "arrays": [np.ones(3)], "reduce_op": 4},
-        ["op Sum", "op Max"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)], "prescale": 2.0},
-        {"op": "allreduce", "arrays": [np.ones(3)], "prescale": 3.0},
-        ["prescale factor 2", "prescale factor 3"],
-    ),
-    (
-        {"op": "broadcast", "arrays": [np.ones(3)], "root_rank": 0},
-        {"op": "broadcast", "arrays": [np.ones(3)], "root_rank": 1},
-        ["root rank 0", "root rank 1"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3)]},
-        {"op": "broadcast", "arrays": [np.ones(3)]},
-        ["sent allreduce", "sent broadcast"],
-    ),
-    (
-        {"op": "allgather", "arrays": [np.ones((3, 4))]},
-        {"op": "allgather", "arrays": [np.ones((9, 5))]},
+        call_of(np.ones((3, 4)), op="allgather"),
+        call_of(np.ones((9, 5)), op="allgather"),
         ["float64 [*, 4]", "float64 [*, 5]"],
     ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(4)]},
-        {"op": "allreduce", "arrays": [np.ones(3)]},
-        ["2 tensors", "1 tensor"],
-    ),
-    (
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(4)]},
-        {"op": "allreduce", "arrays": [np.ones(3), np.ones(5)]},
-        ["tensor 1 of the group", "float64 [4]", "float64 [5]"],
-    ),
+    (call_of(THREE, FOUR), call_of(THREE), ["2 tensors", "1 tensor"]),
+    (call_of(THREE, FOUR), call_of(THREE, THREE), ["tensor 1 of the group", "float64 [4]", "float64 [3]"]),
 ]
 
 
@@ -484,49 +273,45 @@ def test_a_mismatch_names_tensor_ranks_and_values_and_the_job_goes_on(
     run_ranks(body, hosts)
 
 
-def test_bad_calls_are_refused_where_they_are_made() -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
-                rank.broadcast(np.ones(3), 7)
-            with pytest.raises(UsageError, match="a scalar has no first dimension"):
-                rank.submit("allgather", "g", [np.array(3.0)])
-            with pytest.raises(UnsupportedError, match="not offered for bool"):
-                rank.allreduce(np.ones(3, np.bool_), op="average")
-            for op, array, wire in (
-                ("allreduce", np.ones(3, np.int32), "float16"),
-                ("allreduce", np.ones(3, np.float16), "bfloat16"),
-                ("allreduce", np.ones(3), "float32"),
-                ("broadcast", np.ones(3), "bfloat16"),
-            ):
-                with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
-                    rank.submit(op, "w", [array], wires=[wire])
-            with pytest.raises(UsageError, match="the name has 0 bytes"):
-                rank.submit("barrier", "", [])
-            with pytest.raises(UsageError, match="the name has 2000 bytes"):
-                rank.submit("barrier", "n" * 2000, [])
-            with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
-                rank.context.poll(99)
+@on_ranks([2])
+def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
+    if rank.rank == 1:
+        with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
+            rank.broadcast(np.ones(3), 7)
+        with pytest.raises(UsageError, match="a scalar has no first dimension"):
+            rank.submit("allgather", "g", [np.array(3.0)])
+        with pytest.raises(UnsupportedError, match="not offered for bool"):
+            rank.allreduce(np.ones(3, np.bool_), op="average")
+        for op, array, wire in (
+            ("allreduce", np.ones(3, np.int32), "float16"),
+            ("allreduce", np.ones(3, np.float16), "bfloat16"),
+            ("allreduce", np.ones(3), "float32"),
+            ("broadcast", np.ones(3), "bfloat16"),
+        ):
+            with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
+                rank.submit(op, "w", [array], wires=[wire])
+        with pytest.raises(UsageError, match="the name has 0 bytes"):
+            rank.submit("barrier", "", [])
+        with pytest.raises(UsageError, match="the name has 2000 bytes"):
+            rank.submit("barrier", "n" * 2000, [])
+        with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
+            rank.context.poll(99)
+    rank.barrier()
+
+
+@on_ranks([2])
+def test_a_name_may_be_in_flight_once(rank: Rank) -> None:
+    if rank.rank == 0:
+        first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+        with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
+            rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
+        with pytest.raises(UsageError, match="still running"):
+            rank.context.release(first)
         rank.barrier()
-
-    run_ranks(body, [2])
-
-
-def test_a_name_may_be_in_flight_once() -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
-            with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
-                rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
-            with pytest.raises(UsageError, match="still running"):
-                rank.context.release(first)
-            rank.barrier()
-            rank.finish(first)
-        else:
-            rank.barrier()
-            rank.allreduce(np.ones(3), "twice")
-
-    run_ranks(body, [2])
+        rank.finish(first)
+    else:
+        rank.barrier()
+        rank.allreduce(np.ones(3), "twice")
 
 
 # ---- Ranks that leave, die or stall ----
@@ -617,28 +402,6 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
         assert all((array == -1).all() for array in data)
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)
-@pytest.mark.parametrize("tensor_count", [1, 3])
-def test_a_rank_that_dies_in_the_middle_of_an_allgather_is_named(
-    hosts: list[int], victim: int, tensor_count: int
-) -> None:
-    """It has sent some of what it should; the tensors lie in slots and outside."""
-    size = sum(hosts)
-    arrays = [np.ones((12 << 20) // tensor_count, np.uint8) for _ in range(tensor_count)]
-
-    def gather_and_die(rank: Rank) -> None:
-        before = rank.context.counters()["link_bytes"]
-        handle = rank.submit("allgather", "x", arrays)
-        if rank.rank == victim:
-            wait_for(lambda: rank.context.counters()["link_bytes"] > before + 100_000 or rank.context.poll(handle))
-            group.kill(victim)
-        rank.finish(handle)
-
-    with Group(hosts, segment_bytes=1 << 12) as group:
-        results = group.run(lambda rank: expect_death(group, rank, victim, gather_and_die))
-    assert len(results) == size
-
-
 def test_contexts_come_and_go() -> None:
     def count(folder: str) -> int:
         return len(list(Path("/proc/self", folder).iterdir()))
@@ -650,11 +413,3 @@ def test_contexts_come_and_go() -> None:
     assert open_descriptors() <= descriptors
     wait_for(lambda: count("task") <= threads)  # one that has ended is listed a moment longer
     assert count("map_files") <= mappings + 10  # stacks that libc keeps for threads to come; each context has several
-
-
-def test_many_ranks_in_one_process() -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            assert rank.allreduce(np.full(100, 1.0), f"{step % 2}")[0] == rank.size
-
-    run_ranks(body, [8, 8, 8], segment_bytes=1 << 12)

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core.context import Event
 from horo.errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
@@ -34,84 +34,42 @@ def blocks(text: str) -> dict[int, list[str]]:
 
 
 @EVERYWHERE
-def test_a_rank_notes_each_step_of_an_allreduce_in_order(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        begin_ns = time.monotonic_ns()
-        rank.allreduce(np.ones(1000, np.float32), "x")
-        end_ns = time.monotonic_ns()
-        events = of(rank, "x")
-        assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
-        assert {(event.op, event.bytes, event.team, event.status) for event in events} == {("allreduce", 4000, 0, "")}
-        assert [event.number for event in events] == [0, 0, 1, 0]
-        times = [event.time_ns for event in events]
-        assert times == sorted(times)
-        slack_ns = 20_000_000  # the clocks have been compared for a moment only
-        assert begin_ns - slack_ns < times[0]
-        assert times[-1] < end_ns + slack_ns
-
-    run_ranks(body, hosts)
+@on_ranks("hosts")
+def test_a_rank_notes_each_step_of_an_allreduce_in_order(rank: Rank) -> None:
+    begin_ns = time.monotonic_ns()
+    rank.allreduce(np.ones(1000, np.float32), "x")
+    end_ns = time.monotonic_ns()
+    events = of(rank, "x")
+    assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
+    assert {(event.op, event.bytes, event.team, event.status) for event in events} == {("allreduce", 4000, 0, "")}
+    assert [event.number for event in events] == [0, 0, 1, 0]
+    times = [event.time_ns for event in events]
+    assert times == sorted(times)
+    slack_ns = 20_000_000  # the clocks have been compared for a moment only
+    assert begin_ns - slack_ns < times[0]
+    assert times[-1] < end_ns + slack_ns
 
 
-def test_a_batch_is_noted_with_what_shares_it() -> None:
-    def body(rank: Rank) -> None:
-        handles = [rank.submit("allreduce", f"g{i}", [np.ones(10)], reduce_op=1) for i in range(20)]
-        for handle in handles:
-            rank.finish(handle)
-        events = rank.context.events()
-        batches = [event for event in events if event.event == "begun"]
-        assert sum(batch.number for batch in batches) == 20
-        assert sum(batch.bytes for batch in batches) == 20 * 80
-        for step in ("submitted", "agreed", "ended"):
-            assert sorted(event.name for event in events if event.event == step) == sorted(f"g{i}" for i in range(20))
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_a_batch_is_noted_with_what_shares_it(rank: Rank) -> None:
+    handles = [rank.submit("allreduce", f"g{i}", [np.ones(10)], reduce_op=1) for i in range(20)]
+    rank.finish(*handles)
+    events = rank.context.events()
+    batches = [event for event in events if event.event == "begun"]
+    assert sum(batch.number for batch in batches) == 20
+    assert sum(batch.bytes for batch in batches) == 20 * 80
+    for step in ("submitted", "agreed", "ended"):
+        assert sorted(event.name for event in events if event.event == step) == sorted(f"g{i}" for i in range(20))
 
 
-def test_a_request_that_differs_is_noted_as_failed() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(MismatchError):
-            rank.allreduce(np.ones(3 + rank.rank), "x")
-        assert [(event.event, event.status) for event in of(rank, "x")] == [
-            ("submitted", ""),
-            ("failed", "HORO_ERR_MISMATCH"),
-        ]
-
-    run_ranks(body, [2])
-
-
-def test_many_threads_submit_while_another_reads() -> None:
-    threads, rounds = 4, 100
-
-    def body(rank: Rank) -> None:
-        is_over = threading.Event()
-        wrong: list[object] = []
-
-        def read() -> None:
-            while not is_over.is_set():
-                for event in rank.context.events():
-                    if event.bytes != 8 * int(event.name.split(".")[0]) and event.event != "begun":
-                        wrong.append(event)
-
-        def submit(number: int) -> None:
-            for step in range(rounds):
-                array = np.ones(number)
-                handle = rank.submit("allreduce", f"{number}.{step}", [array], reduce_op=1)
-                rank.finish(handle)
-                if array[0] != rank.size:
-                    wrong.append(array)
-
-        reader = threading.Thread(target=read)
-        writers = [threading.Thread(target=submit, args=(number,)) for number in range(1, threads + 1)]
-        for thread in (reader, *writers):
-            thread.start()
-        for thread in writers:
-            thread.join()
-        is_over.set()
-        reader.join()
-        assert wrong == []
-        assert sum(event.event == "ended" for event in rank.context.events()) > 200  # of 1024 events about a quarter
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_a_request_that_differs_is_noted_as_failed(rank: Rank) -> None:
+    with pytest.raises(MismatchError):
+        rank.allreduce(np.ones(3 + rank.rank), "x")
+    assert [(event.event, event.status) for event in of(rank, "x")] == [
+        ("submitted", ""),
+        ("failed", "HORO_ERR_MISMATCH"),
+    ]
 
 
 @EVERYWHERE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, run_ranks
+from ranks import NUMPY_OF_DTYPE, Rank, on_ranks, run_ranks
 
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
 LAYOUTS = [[1], [3], [7], [49], [1, 1, 1], [4, 3], [17, 16, 16]]
@@ -47,27 +47,19 @@ def test_the_average_of_integers_is_exact(hosts: list[int], dtype: str) -> None:
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1], [2], [1, 1], [2, 1]], ids=str)
-def test_the_average_of_equal_values_is_that_value_also_beyond_2_to_the_53(hosts: list[int]) -> None:
+@on_ranks([1], [2], [1, 1], [2, 1])
+def test_the_average_of_equal_values_is_that_value_also_beyond_2_to_the_53(rank: Rank) -> None:
     values = [2**60 + 1, -(2**60) - 1, 2**53 + 1, -1]
-
-    def body(rank: Rank) -> None:
-        for size in SIZES:
-            result = rank.allreduce(np.resize(np.array(values), size), f"x{size}", "average")
-            assert result[:4].tolist() == values and np.array_equal(result, np.resize(result[:4], size))
-
-    run_ranks(body, hosts)
+    for size in SIZES:
+        result = rank.allreduce(np.resize(np.array(values), size), f"x{size}", "average")
+        assert result[:4].tolist() == values and np.array_equal(result, np.resize(result[:4], size))
 
 
-@pytest.mark.parametrize("hosts", [[1], [3], [2, 1]], ids=str)
-def test_factors_and_the_average_of_integers_truncate_once(hosts: list[int]) -> None:
+@on_ranks([1], [3], [2, 1])
+def test_factors_and_the_average_of_integers_truncate_once(rank: Rank, hosts: list[int]) -> None:
     """Each rank doubles what it holds; then the sum times 2.5 is divided by the number of ranks."""
     n = sum(hosts)
-
-    def body(rank: Rank) -> None:
-        for size in SIZES:
-            mine = np.full(size, rank.rank + 1, np.int32)
-            result = rank.allreduce(mine, f"x{size}", "average", prescale=2.0, postscale=2.5)
-            assert (result == n * (n + 1) * 5 // (2 * n)).all(), result[0]
-
-    run_ranks(body, hosts)
+    for size in SIZES:
+        mine = np.full(size, rank.rank + 1, np.int32)
+        result = rank.allreduce(mine, f"x{size}", "average", prescale=2.0, postscale=2.5)
+        assert (result == n * (n + 1) * 5 // (2 * n)).all(), result[0]

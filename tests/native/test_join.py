@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import re
 import threading
-import time
 from collections.abc import Callable
 
 import native_build
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, UsageError
@@ -75,222 +72,55 @@ def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], ca
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_all_are_told_who_joined_last(hosts: list[int]) -> None:
-    """The last one joins when it alone has been able to reduce something, by which all others have joined."""
-
-    def body(rank: Rank) -> None:
-        for last in [*range(rank.size), 0]:
-            if rank.rank == last:
-                assert rank.allreduce(np.full(3, 7.0), "alone")[0] == 7.0
-            assert join(rank) == last
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [2, 1, 3]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_values_of_joined_ranks_change_no_reduction(hosts: list[int], dtype: str) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2], [2, 1, 3])
+def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> None:
     reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-
-    def body(rank: Rank) -> None:
-        kind = NUMPY_OF_DTYPE[dtype]
-        rng = np.random.default_rng(3)
-        low = 0 if dtype.startswith("u") or dtype == "bool" else -3
-        inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
-        handle = joins_first(rank, 1)
-        for _ in range(2 if handle is None else 0):  # by name, by id
-            for op, reducer in reducers.items():
-                for count in (3, 3000):
-                    expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
-                    result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
-                    assert np.array_equal(expected, result), (op, count)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+    kind = NUMPY_OF_DTYPE[dtype]
+    rng = np.random.default_rng(3)
+    low = 0 if dtype.startswith("u") or dtype == "bool" else -3
+    inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
+    handle = joins_first(rank, 1)
+    for _ in range(2 if handle is None else 0):  # by name, by id
+        for op, reducer in reducers.items():
+            for count in (3, 3000):
+                expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
+                result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
+                assert np.array_equal(expected, result), (op, count)
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_neutral_values_are_so_in_the_form_in_which_they_travel(hosts: list[int], wire: str) -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        for op in ("sum", "min", "max", "product") if handle is None else ():
-            array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
-            rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
-            left = rank.size - 1
-            assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [3], [1, 1], [2, 2])
+def test_neutral_values_are_so_in_the_form_in_which_they_travel(rank: Rank, wire: str) -> None:
+    handle = joins_first(rank, 1)
+    for op in ("sum", "min", "max", "product") if handle is None else ():
+        array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
+        rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
+        left = rank.size - 1
+        assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_average_divides_by_all_ranks(hosts: list[int]) -> None:
+@on_ranks(*SEVERAL)
+def test_average_divides_by_all_ranks(rank: Rank) -> None:
     """As Horovod does: those that have joined count as zeros."""
-
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
-            assert np.all(result == 8.0 * (rank.size - 1))
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
+    handle = joins_first(rank, 1)
+    if handle is None:
+        result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
+        assert np.all(result == 8.0 * (rank.size - 1))
+    end_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [4], [1, 1], [2, 1]], ids=str)
-def test_adasum_of_one_rank_that_is_left_is_its_own_vector(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, rank.size - 1)
-        if handle is None:
-            for count in (1, 1000):
-                own = np.arange(count, dtype=np.float64) + 1
-                for _ in range(2):
-                    assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-@pytest.mark.parametrize("cache", [0, 64])
-def test_an_allgather_has_no_rows_of_joined_ranks(hosts: list[int], cache: int) -> None:
-    def body(rank: Rank) -> None:
-        joined = rank.size // 2
-        handle = joins_first(rank, joined)
-        for turn in range(3 if handle is None else 0):
-            for count in (0, 1, 3000):
-                rows = [0 if r < joined else r % 2 + turn + count for r in range(rank.size)]
-                own = np.full((rows[rank.rank], 3), rank.rank, np.int32)
-                gathered, first_dims = rank.allgather(own, f"g{count}")
-                assert first_dims == rows
-                assert np.array_equal(np.repeat(np.arange(rank.size), rows), gathered[:, 0])
-        end_join(rank, handle)
-
-    run_ranks(body, hosts, cache_capacity=cache)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_broadcasts_barriers_and_groups_go_on(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        joined = rank.size // 2
-        handle = joins_first(rank, joined)
-        for turn in range(3 if handle is None else 0):
-            for root in there(rank, joined):
-                for count in (2, 20_000):
-                    array = np.full(count, float(rank.rank + turn))
-                    assert np.all(rank.broadcast(array, root, f"b{count}.{root}") == root + turn)
-            rank.barrier(f"barrier{turn}")
-            group = [np.full(n, rank.rank + 1, kind) for n, kind in ((3, np.float32), (5000, np.int64), (0, np.uint8))]
-            rank.finish(rank.submit("allreduce", "group", group, reduce_op=SUM))
-            wanted = sum(r + 1 for r in there(rank, joined))
-            assert all(np.all(array == wanted) for array in group)
-        end_join(rank, handle)
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", SEVERAL, ids=str)
-def test_a_single_operation_runs_where_its_data_would_travel_with_the_agreement(hosts: list[int]) -> None:
-    """Small, alone and known by id, as a loss is; before, while and after ranks have joined."""
-
-    def body(rank: Rank) -> None:
-        for joined in (0, 1, 0, rank.size - 1, 0):
-            handle = joins_first(rank, joined)
-            for turn in range(20 if handle is None else 0):
-                array = np.full(2, float(rank.rank + turn))
-                rank.run("allreduce", "loss", [array], reduce_op=SUM)
-                assert np.all(array == sum(r + turn for r in there(rank, joined)))
-            end_join(rank, handle)
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 2]], ids=str)
-@pytest.mark.parametrize("cache", [0, 3, 64])
-def test_what_a_rank_has_submitted_before_it_joins_is_done_with_its_values(hosts: list[int], cache: int) -> None:
-    """Also where each rank has something else pending, that no other one submits."""
-
-    def body(rank: Rank) -> None:
-        for turn in range(4):
-            mine = np.full(10, float(rank.rank + 1))
-            common = np.full(10, float(rank.rank + 1))
-            extra = np.full(10, float(rank.rank + 1))
-            handles = [rank.submit("allreduce", "common", [common], reduce_op=SUM)]
-            handles.append(rank.submit("allreduce", f"of rank {rank.rank}", [mine], reduce_op=SUM))
-            if rank.rank > 0:
-                handles.append(rank.submit("allreduce", "of some", [extra], reduce_op=SUM))
-            joined = rank.context.start_join(0)
-            assert finish_join(rank, joined) in range(rank.size)
-            for handle in handles:
-                assert rank.context.poll(handle), "it stands before the join in the log"
-                rank.finish(handle)
-            all_ranks = rank.size * (rank.size + 1) / 2
-            assert np.all(common == all_ranks)
-            assert np.all(mine == rank.rank + 1), turn
-            assert rank.rank == 0 or np.all(extra == all_ranks - 1)
-
-    run_ranks(body, hosts, cache_capacity=cache)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [2, 2], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_small_cache_is_evicted_while_ranks_join(hosts: list[int], seed: int) -> None:
-    """Ranks have operations pending by id when they join, and others bring new names all the time."""
-
-    def body(rank: Rank) -> None:
-        for epoch in range(8):
-            plan = random.Random(seed * 100 + epoch)
-            ends = [plan.randrange(12) for _ in range(rank.size)]
-            order = random.Random(seed * 1000 + epoch * 10 + rank.rank)
-            pending = []
-            for step in range(max(ends)):
-                names = [f"n{plan.randrange(9)}.{i}" for i in range(3)]
-                if step >= ends[rank.rank]:
-                    break
-                order.shuffle(names)
-                for name in names:
-                    array = np.full(4, float(rank.rank + 1))
-                    pending.append((step, rank.submit("allreduce", name, [array], reduce_op=SUM), array))
-                if step + 1 < ends[rank.rank]:
-                    check(rank, pending, ends)
-            handle = rank.context.start_join(0)  # with those of the last step pending
-            assert finish_join(rank, handle) in range(rank.size)
-            check(rank, pending, ends)
-
-    def check(rank: Rank, pending: list[tuple[int, int, np.ndarray]], ends: list[int]) -> None:
-        for step, handle, array in pending:
-            rank.finish(handle)
-            assert np.all(array == sum(r + 1 for r, end in enumerate(ends) if end > step))
-        pending.clear()
-
-    run_ranks(body, hosts, cache_capacity=4)
-
-
-def test_every_team_is_joined_by_itself() -> None:
-    with Group([4]) as group:
-        teams = [[0, 1, 2], [1, 3]]
-
-        def body(rank: Rank) -> None:
-            ids = [rank.context.add_team(members) for members in teams]
-            mine = [number for number, members in zip(ids, teams, strict=True) if rank.rank in members]
-            handles = []
-            if rank.rank == 1:
-                handles = [rank.context.start_join(team) for team in mine]
-                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
-            else:
-                assert rank.allreduce(np.ones(2), "w")[0] == 4.0
-                for number, members in zip(ids, teams, strict=True):
-                    if rank.rank in members:
-                        assert rank.allreduce(np.ones(2), "x", team=number)[0] == len(members) - 1
-                handles = [rank.context.start_join(team) for team in mine]
-            for handle in handles:
-                assert finish_join(rank, handle) != 1
-            for number in ids:
-                rank.context.remove_team(number)
-
-        group.run(body)
+@on_ranks([2], [3], [4], [1, 1], [2, 1])
+def test_adasum_of_one_rank_that_is_left_is_its_own_vector(rank: Rank) -> None:
+    handle = joins_first(rank, rank.size - 1)
+    if handle is None:
+        for count in (1, 1000):
+            own = np.arange(count, dtype=np.float64) + 1
+            for _ in range(2):
+                assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
+    end_join(rank, handle)
 
 
 # ---- What nobody can do for another rank ----
@@ -340,19 +170,17 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-def test_an_alltoall_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            array = np.zeros(2)
-            tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
-            request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
-            with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
-                rank.context.wait(request)
-            rank.context.release(request)
-        end_join(rank, handle)
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_an_alltoall_is_refused(rank: Rank) -> None:
+    handle = joins_first(rank, 1)
+    if handle is None:
+        array = np.zeros(2)
+        tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
+        request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
+        with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
+            rank.context.wait(request)
+        rank.context.release(request)
+    end_join(rank, handle)
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:
@@ -378,14 +206,12 @@ def test_a_rank_that_has_joined_can_submit_nothing() -> None:
     run_ranks(body, [2])
 
 
-def test_the_name_of_joining_is_taken() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match="is the name of joining"):
-            rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
-        with pytest.raises(UsageError, match="does not exist"):
-            rank.context.start_join(3)
-
-    run_ranks(body, [1])
+@on_ranks([1])
+def test_the_name_of_joining_is_taken(rank: Rank) -> None:
+    with pytest.raises(UsageError, match="is the name of joining"):
+        rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
+    with pytest.raises(UsageError, match="does not exist"):
+        rank.context.start_join(3)
 
 
 def test_a_rank_that_adds_a_team_cannot_join() -> None:
@@ -510,24 +336,3 @@ def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     reports = reports_of("late", text)  # before it is submitted, rank 0 counts as joined
     assert all("rank 0 (host0) has joined" in report for report in reports if "rank 0" in report), text
     assert any("rank 0 (host0) has joined" in report for report in reports) or hosts != [3], text
-
-
-def test_to_wait_for_ranks_that_go_on_is_no_stall() -> None:
-    moments = [time.monotonic()]
-
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is None:
-            moments.append(time.monotonic())
-            pause = threading.Event()
-            for _ in range(20):
-                rank.allreduce(np.ones(3), "x")
-                moments.append(time.monotonic())
-                pause.wait(0.1)
-        end_join(rank, handle)
-
-    with recorded_stderr() as written:
-        run_ranks(body, [2], stall_warning_ms=1500)
-        moments.append(time.monotonic())
-        longest = max(after - before for before, after in itertools.pairwise(moments))
-        assert longest > 1 or "waiting" not in written()  # if the machine has held them up so long, it may be said

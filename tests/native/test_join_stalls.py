@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Rank, recorded_stderr, run_ranks
+from ranks import Rank, on_ranks, recorded_stderr, run_ranks
 
 from horo.core import context
 from horo.errors import StalledError
@@ -41,30 +41,18 @@ def work(rank: Rank, how: str, team: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("hosts", "how"),
-    [
-        ([3], "nothing"),
-        ([3], "in the world"),
-        ([3], "in a team"),
-        ([2, 1], "nothing"),
-        ([2, 1], "in the world"),
-        ([1, 2], "in a team"),
-    ],
+    [([3], "nothing"), ([2, 1], "in the world"), ([1, 2], "in a team")],
     ids=str,
 )
-def test_a_join_waits_as_long_as_the_others_need(hosts: list[int], how: str) -> None:
+@on_ranks("hosts", stall_warning_ms=WARNING_MS, stall_shutdown_ms=SHUTDOWN_MS)
+def test_a_join_waits_as_long_as_the_others_need(rank: Rank, how: str) -> None:
     """A team in which nothing happens is joined, too; or only a team works, which the joined rank does not see."""
     members = [1, 2] if how == "in a team" else [0, 1]
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team(members)
-        if rank.rank != 0:
-            work(rank, how, team if how == "in a team" else 0)
-        handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank in members]
-        for handle in handles:
-            rank.context.wait(handle)
-            rank.context.release(handle)
-
-    run_ranks(body, hosts, stall_warning_ms=WARNING_MS, stall_shutdown_ms=SHUTDOWN_MS)
+    team = rank.context.add_team(members)
+    if rank.rank != 0:
+        work(rank, how, team if how == "in a team" else 0)
+    handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank in members]
+    rank.finish(*handles)
 
 
 def test_an_idle_team_is_not_reported_while_another_works() -> None:
@@ -75,9 +63,7 @@ def test_an_idle_team_is_not_reported_while_another_works() -> None:
         if rank.rank != 0:
             moments.extend(work(rank, "in the world", 0))
         handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank < 2]
-        for handle in handles:
-            rank.context.wait(handle)
-            rank.context.release(handle)
+        rank.finish(*handles)
 
     with recorded_stderr() as written:
         run_ranks(body, [3], stall_warning_ms=1500)

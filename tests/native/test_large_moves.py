@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Rank, run_ranks
+from ranks import Rank, on_ranks
 from test_alltoall import Plan
 from test_alltoall import check as check_alltoall
 from test_reducescatter import rows_of, scatter
@@ -21,41 +21,32 @@ def numbers(rank: int, count: int = COUNT) -> np.ndarray:
 
 
 @over_hosts
-def test_sums_of_many_segments(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        total = np.sum([numbers(r) for r in range(rank.size)], axis=0)
-        assert np.array_equal(rank.allreduce(numbers(rank.rank)), total)
-        (mine,) = scatter(rank, [numbers(rank.rank)])
-        assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
-
-    run_ranks(body, hosts, segment_bytes=SLOT_BYTES)
+@on_ranks("hosts", segment_bytes=SLOT_BYTES)
+def test_sums_of_many_segments(rank: Rank) -> None:
+    total = np.sum([numbers(r) for r in range(rank.size)], axis=0)
+    assert np.array_equal(rank.allreduce(numbers(rank.rank)), total)
+    (mine,) = scatter(rank, [numbers(rank.rank)])
+    assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
 
 
 @over_hosts
 @ways
 @pytest.mark.parametrize("count", [SLOT_BYTES // 4, COUNT], ids=["one", "many"])
-def test_a_broadcast_of_many_segments(hosts: list[int], direct_bytes: int, count: int) -> None:
-    def body(rank: Rank) -> None:
-        for root in range(rank.size):
-            assert np.array_equal(rank.broadcast(numbers(rank.rank, count), root), numbers(root, count))
-
-    run_ranks(body, hosts, segment_bytes=SLOT_BYTES, direct_bytes=direct_bytes)
+@on_ranks("hosts", "direct_bytes", segment_bytes=SLOT_BYTES)
+def test_a_broadcast_of_many_segments(rank: Rank, count: int) -> None:
+    for root in range(rank.size):
+        assert np.array_equal(rank.broadcast(numbers(rank.rank, count), root), numbers(root, count))
 
 
 @over_hosts
 @ways
-def test_parts_of_any_lengths(hosts: list[int], direct_bytes: int) -> None:
+@on_ranks("hosts", "direct_bytes", segment_bytes=SLOT_BYTES)
+def test_parts_of_any_lengths(rank: Rank) -> None:
     """In two rounds, which begin with other slots; some ranks have less than a segment, or nothing."""
-
-    def body(rank: Rank) -> None:
-        for step in range(2):
-            lengths = [[COUNT, 100, 0][(r + step) % 3] for r in range(rank.size)]
-            wanted = np.concatenate([numbers(r, length) for r, length in enumerate(lengths)])
-            gathered, _ = rank.allgather(numbers(rank.rank, lengths[rank.rank]))
-            assert np.array_equal(gathered, wanted)
-            rows = [
-                [[1_200_000, 1, 70_000, 0][(s + 2 * d + step) % 4] for d in range(rank.size)] for s in range(rank.size)
-            ]
-            check_alltoall(rank, [Plan(rows, 3)])
-
-    run_ranks(body, hosts, segment_bytes=SLOT_BYTES, direct_bytes=direct_bytes)
+    for step in range(2):
+        lengths = [[COUNT, 100, 0][(r + step) % 3] for r in range(rank.size)]
+        wanted = np.concatenate([numbers(r, length) for r, length in enumerate(lengths)])
+        gathered, _ = rank.allgather(numbers(rank.rank, lengths[rank.rank]))
+        assert np.array_equal(gathered, wanted)
+        rows = [[[1_200_000, 1, 70_000, 0][(s + 2 * d + step) % 4] for d in range(rank.size)] for s in range(rank.size)]
+        check_alltoall(rank, [Plan(rows, 3)])

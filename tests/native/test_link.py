@@ -9,31 +9,27 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Group, Rank, run_ranks
+from ranks import Group, Rank, on_ranks
 
 from horo.core.context import Context
 from horo.errors import InternalError, PeerLostError
 
 FRAME_MAX = 64 << 20
 NOISE = random.Random(3)
+GATHER = oracle.request(oracle.Request("g", op=oracle.ALLGATHER, tensors=(oracle.Tensor(7, (0, 5)),) * 2))
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
-def test_messages_of_every_length_pass_between_hosts(hosts: list[int]) -> None:
+@on_ranks([1, 1], [2, 1, 1])
+def test_messages_of_every_length_pass_between_hosts(rank: Rank) -> None:
     """First requests, which carry their name, then ids: four bytes more for each that is submitted at once."""
-
-    def body(rank: Rank) -> None:
-        for _ in range(2):
-            for length in range(1, 140):
-                rank.finish(rank.submit("barrier", "n" * length, []))
-        for count in range(1, 40):
-            arrays = [np.full(1, float(i)) for i in range(count)]
-            handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-            for handle in handles:
-                rank.finish(handle)
-            assert arrays == [rank.size * i for i in range(count)]
-
-    run_ranks(body, hosts)
+    for _ in range(2):
+        for length in range(1, 140):
+            rank.finish(rank.submit("barrier", "n" * length, []))
+    for count in range(1, 40):
+        arrays = [np.full(1, float(i)) for i in range(count)]
+        handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
+        rank.finish(*handles)
+        assert arrays == [rank.size * i for i in range(count)]
 
 
 def framed(message: bytes) -> bytes:
@@ -50,6 +46,10 @@ def framed(message: bytes) -> bytes:
         pytest.param(framed(oracle.lost_message(0, -40, 255)), id="a loss with an unknown reason"),
         pytest.param(framed(oracle.lost_message(-2, -40, 1)), id="a loss of no rank"),
         pytest.param(framed(oracle.lost_message(2, -40, 1)), id="a loss of a rank beyond the last"),
+        pytest.param(framed(oracle.request_message(1, 0, b"", GATHER, [7, 7, 7])), id="rows of too many ranks"),
+        pytest.param(framed(oracle.request_message(1, 0, b"", GATHER)), id="no rows"),
+        pytest.param(framed(oracle.request_message(77, 0, b"", GATHER, [7, 7])), id="a request of no rank"),
+        pytest.param(framed(oracle.batch_message([(9, b"")])), id="a batch of what was never announced"),
         *(pytest.param(framed(NOISE.randbytes(length)), id=f"noise of {length}") for length in (9, 60, 61, 5000)),
     ],
 )

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 from fabric import close_setup, make_setups
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from links import CONTROL, DATA, create_tcp, socket_pair
-from ranks import Rank, run_ranks
-from test_cross import BROADCASTS, CHAIN, GATHERS, INTERNAL, OK, REDUCTIONS, TREE, call_of, gather_of, run
+from ranks import Rank, on_ranks
+from test_cross import INTERNAL, OK
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
 from horo.core.context import Context
 from horo.core.setup import Setup
 from horo.errors import HoroError, UsageError
-
-HOSTS = range(2, 18)
 
 
 @given(count=st.integers(1, 300), data=st.data())
@@ -33,72 +30,7 @@ def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int
         assert linked == peers(host, count)
 
 
-def posted_to(native: ModuleType, call: Any, host: int) -> set[int]:
-    """The hosts that member ``host`` of the call sends to or receives from."""
-    peers = native.ffi.new("char[]", call.host_count)
-    assert native.lib.shim_cross_peers(call, host, peers) == OK
-    return {peer for peer in range(call.host_count) if peers[peer] != b"\0"}
-
-
-def calls_of(native: ModuleType, hosts: int) -> Iterator[Any]:
-    """Every algorithm, with every root, on no data, less than a part for each, and several pieces."""
-    for count in (1, hosts + 1, 400):
-        for algorithm in REDUCTIONS.values():
-            yield call_of(native, algorithm, hosts, count, piece_bytes=20)
-        for algorithm in BROADCASTS.values():
-            for root in range(hosts):
-                yield call_of(native, algorithm, hosts, count, root=root, piece_bytes=20)
-        for algorithm in GATHERS.values():
-            yield gather_of(native, algorithm, [count] * hosts, piece_bytes=20)
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_the_algorithms_go_to_all_linked_hosts_and_to_no_other(native: ModuleType, hosts: int) -> None:
-    used: list[set[int]] = [set() for _ in range(hosts)]
-    for call in calls_of(native, hosts):
-        for host in range(hosts):
-            used[host] |= posted_to(native, call, host)
-    assert used == [set(data_peers(host, hosts)) for host in range(hosts)]
-
-
-@settings(max_examples=200)
-@given(data=st.data())
-def test_no_call_goes_beyond_the_linked_hosts(native: ModuleType, data: st.DataObject) -> None:
-    hosts = data.draw(st.integers(2, 32), "hosts")
-    algorithm = data.draw(st.sampled_from(range(6)), "algorithm")
-    piece_bytes = data.draw(st.integers(1, 500), "piece_bytes")
-    if algorithm in GATHERS.values():
-        lengths = data.draw(st.lists(st.integers(0, 600), min_size=hosts, max_size=hosts), "parts")
-        call = gather_of(native, algorithm, lengths, piece_bytes)
-    else:
-        root = data.draw(st.integers(0, hosts - 1), "root") if algorithm in (TREE, CHAIN) else 0
-        call = call_of(
-            native, algorithm, hosts, data.draw(st.integers(0, 900), "count"), root=root, piece_bytes=piece_bytes
-        )
-    host = data.draw(st.integers(0, hosts - 1), "host")
-    assert posted_to(native, call, host) <= set(data_peers(host, hosts))
-
-
 # With contexts, which have no other connections.
-
-
-def all_operations(rank: Rank) -> None:
-    """Of few and of many bytes, so that every algorithm has its turn, from every root."""
-    for count in (1, 700, 300_000):
-        values = np.arange(count, dtype=np.float64)
-        assert (rank.allreduce(values * (rank.rank + 1), "r") == values * (rank.size * (rank.size + 1) // 2)).all()
-        gathered, rows = rank.allgather(np.full(count // 7 + 1, rank.rank, np.int32))
-        assert (gathered == np.repeat(np.arange(rank.size), rows)).all()
-    for root in range(rank.size):
-        for count in (1, 300_000):
-            sent = rank.broadcast(np.full(count, float(rank.rank)), root)
-            assert (sent == root).all()
-    rank.barrier()
-
-
-@pytest.mark.parametrize("hosts", [[1] * 6, [1] * 7, [2, 1, 1, 1, 3, 1, 1, 1, 1], [2] * 6], ids=str)
-def test_every_operation_gets_by_with_the_links_of_the_rule(hosts: list[int]) -> None:
-    run_ranks(all_operations, hosts)
 
 
 @pytest.mark.parametrize("sockets", [1, 2])
@@ -166,24 +98,9 @@ def test_posting_to_a_missing_link_is_refused_and_the_others_go_on(native: Modul
         rank.destroy()
 
 
-@pytest.mark.parametrize("algorithm", [*REDUCTIONS.values(), *BROADCASTS.values()])
-def test_a_call_that_lacks_a_link_fails_and_lets_go_of_its_memory(native: ModuleType, algorithm: int) -> None:
-    """Member 0 of three has a link to one of the two others only."""
-    near, far = socket_pair("tcp-unix")
-    with far:
-        rank = create_tcp(native, [-1, -1, near.detach()])
-        data = np.zeros(100, np.float32)
-        assert run(rank, 0, call_of(native, algorithm, 3, 100), data) == INTERNAL
-        assert rank.idle
-        rank.destroy()
-
-
-def test_without_any_links_for_data_what_moves_none_works() -> None:
+@on_ranks([1, 1, 1], data_links=False)
+def test_without_any_links_for_data_what_moves_none_works(rank: Rank) -> None:
     """An operation that moves data is an error on all ranks, not a hang and not a crash."""
-
-    def body(rank: Rank) -> None:
-        rank.barrier()
-        with pytest.raises(HoroError):
-            rank.allreduce(np.ones(10), "x")
-
-    run_ranks(body, [1, 1, 1], data_links=False)
+    rank.barrier()
+    with pytest.raises(HoroError):
+        rank.allreduce(np.ones(10), "x")

@@ -223,8 +223,7 @@ def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each
                 meet.wait(20)
                 handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
                 context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             assert (own["a"] == 3).all()
             assert (own["b"] == 30).all()
 

@@ -58,8 +58,7 @@ def test_what_comes_up_during_an_operation_that_is_alone_becomes_one_batch() -> 
             wait_for(lambda announced=i + 2: counters()["cache_hits"] - before["cache_hits"] >= announced)
         runs = thread.is_alive()
         thread.join()
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
         return counters()["batches"] - before["batches"], runs
 
     batches: list[list[int]] = []

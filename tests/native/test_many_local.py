@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, on_ranks, wait_for
 
 from horo.errors import AbortedError, PeerLostError
 
@@ -57,12 +57,8 @@ def test_a_rank_that_waits_hears_of_a_leaver_while_rank_0_computes() -> None:
         group.run(body, ranks=[1, 65])
 
 
-@pytest.mark.parametrize("hosts", [[66], [66, 1], [1, 66]], ids=str)
-def test_many_ranks_of_one_host_reduce(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for step, count in enumerate((3, 5000)):
-            array = rank.allreduce(np.full(count, float(rank.rank)), f"x{step}")
-            assert (array == rank.size * (rank.size - 1) / 2).all()
-
-    with Group(hosts, segment_bytes=1 << 12) as group:
-        group.run(body)
+@on_ranks([66], [66, 1], [1, 66], segment_bytes=1 << 12)
+def test_many_ranks_of_one_host_reduce(rank: Rank) -> None:
+    for step, count in enumerate((3, 5000)):
+        array = rank.allreduce(np.full(count, float(rank.rank)), f"x{step}")
+        assert (array == rank.size * (rank.size - 1) / 2).all()

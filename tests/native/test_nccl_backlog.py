@@ -150,7 +150,7 @@ def test_process_sets_that_overlap_come_to_all_results(gpu: Gpu, nccl: Nccl, lat
         own = on_gpu(rank, gpu, nccl)
         teams = [
             0,
-            *(team for team, ranks in zip(add_teams(rank, links, sets), sets, strict=True) if rank.rank in ranks),
+            *(team for team, ranks in zip(add_teams(own, links, sets), sets, strict=True) if rank.rank in ranks),
         ]
         for team in teams:
             own.allreduce(ONES, "first", team=team)
@@ -263,71 +263,3 @@ def test_a_rank_leaves_while_its_calls_wait_for_room(gpu: Gpu, nccl: Nccl) -> No
     group.destroy_while(lambda: gpu.open(*gates))
     for own, _ in owners:
         own.close()
-
-
-# ---- Behind a refusal ----
-
-
-def is_refused(written: Callable[[], str]) -> bool:
-    return "tensors on GPUs travel through host memory, not by NCCL" in written()
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
-def test_a_rank_dies_while_what_nccl_has_refused_stands_behind_the_programs_stream(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]
-) -> None:
-    has_submitted = threading.Event()
-
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu, [nccl.path])
-        gate = gpu.hold(own.stream)
-        if rank.rank == 0:
-            begun = [begin(own, f"x{n}")[0] for n in range(CALLS)]
-            has_submitted.set()
-        else:
-            assert has_submitted.wait(60)
-            begun = [begin(own, "x0")[0]]
-            wait_for(lambda: is_refused(written))
-            group.kill(1)
-            own.context.end("its death")
-        for handle in begun:
-            with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == 1 else "^rank 1 "):
-                own.context.wait(handle)
-            own.context.release(handle)
-        gpu.open(gate)
-        gpu.synchronize(own.stream)
-        own.close()
-
-    with recorded_stderr() as written, Group(hosts) as group:
-        group.run(body)
-
-
-def test_other_teams_go_on_while_it_stands_there_and_it_comes_to_all_results(gpu: Gpu, nccl: Nccl) -> None:
-    links = Links(hosts_of((2,)))
-    has_submitted = threading.Event()
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        own = OnGpu(rank, gpu, [nccl.path])
-        gate = gpu.hold(own.stream)
-        if rank.rank == 0:
-            begun = [begin(own, f"x{n}") for n in range(CALLS)]
-            has_submitted.set()
-        else:
-            assert has_submitted.wait(60)
-            begun = [begin(own, "x0")]
-        wait_for(lambda: is_refused(written))
-        for step in range(20):
-            assert rank.allreduce(np.full(100, step, np.float32), "y", team=team)[-1] == 2 * step
-        gpu.open(gate)
-        for number in range(CALLS):
-            if rank.rank == 1 and number > 0:
-                begun.append(begin(own, f"x{number}"))
-            own.finish(begun[number][0])
-        gpu.synchronize(own.stream)
-        for _, target in begun:
-            assert gpu.get(target, ONES).tolist() == [2.0] * 5
-        own.close()
-
-    with recorded_stderr() as written, Group((2,)) as group:
-        group.run(body)

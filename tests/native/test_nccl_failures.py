@@ -14,7 +14,7 @@ from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
 
 from horo.core import context
-from horo.errors import AbortedError, GroupError, HoroError, PeerLostError, StalledError
+from horo.errors import AbortedError, GroupError, HoroError, PeerLostError
 
 ONES = np.ones(5, np.float32)
 RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
@@ -33,7 +33,7 @@ def ends_with(own: OnGpu, handle: int, error: type[HoroError], match: str) -> No
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)])
-@pytest.mark.parametrize("place", ["init", "connect", "call", "group end", "run", "scale"])
+@pytest.mark.parametrize("place", ["call", "group end", "run", "scale"])
 def test_a_failure_of_nccl_ends_the_group_with_its_words(
     gpu: Gpu,
     nccl: Nccl,
@@ -41,8 +41,6 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
     place: str,
 ) -> None:
     function = {
-        "init": "ncclCommInitRankConfig",
-        "connect": "NCCL's connecting",
         "call": "ncclAllReduce",
         "group end": "ncclGroupEnd",
         "run": RUNNING,
@@ -94,79 +92,6 @@ def dies(gpu: Gpu, nccl: Nccl, victim: int, hosts: tuple[int, ...], until: Calla
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_dies_before_it_has_a_tensor_on_a_gpu(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int) -> None:
     dies(gpu, nccl, victim, hosts, lambda rank, own: begin(own) if rank.rank != victim else None)
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("is_one_late", [False, True])
-def test_a_rank_dies_while_nccl_connects(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_one_late: bool
-) -> None:
-    """Where only rank 1 is not connected, the others wait for it with their calls."""
-    for late in [1] if is_one_late else range(sum(hosts)):
-        nccl.fail("late connect", late)
-
-    def until(_: Rank, own: OnGpu) -> int:
-        handle = begin(own)
-        wait_for(lambda: nccl.counts()["comms"] == sum(hosts))
-        return handle
-
-    dies(gpu, nccl, victim, hosts, until)
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)])
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_nccl_does_not_connect_is_named_by_a_stall(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], late: int
-) -> None:
-    nccl.fail("late connect", late)
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        who = "this rank" if rank.rank == late else rf"rank {late} \(.*\)"
-        words = f"^{who} has not submitted what others wait for, or not gone on with it, for 1 s"
-        ends_with(own, begin(own), StalledError, words)
-        own.close()
-
-    with recorded_stderr(), Group(hosts, stall_warning_ms=500, stall_shutdown_ms=1000) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "late"),
-    [
-        ((3,), [1, 2]),
-        ((3,), [0, 1, 2]),
-        ((1, 1), [0, 1]),
-        ((2, 1), [0, 2]),
-        ((1, 1, 1), [1, 2]),
-        ((2, 2), [2, 3]),
-        ((2, 2), [1, 3]),
-    ],
-    ids=str,
-)
-def test_several_ranks_that_nccl_does_not_connect_blame_nobody_who_is_connected(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], late: list[int]
-) -> None:
-    for rank in late:
-        nccl.fail("late connect", rank)
-    culprits = {"a rank", *(f"rank {rank} (host{np.repeat(range(len(hosts)), hosts)[rank]})" for rank in late)}
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        handle = begin(own)
-        with pytest.raises(StalledError) as raised:
-            own.context.wait(handle)
-        who = str(raised.value).partition(" has not submitted what others wait for, or not gone on with it, for ")[0]
-        assert who in culprits or (who == "this rank" and rank.rank in late)
-        own.context.release(handle)
-        own.close()
-
-    with recorded_stderr() as text:
-        with Group(hosts, stall_warning_ms=500, stall_shutdown_ms=2000) as group:
-            group.run(body)
-        assert "waiting for an answer" not in text()
-        assert "waiting for NCCL to connect this rank in the middle of an operation for" in text()
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])

@@ -16,15 +16,15 @@ from ranks import Group, Rank, recorded_stderr, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context
-from horo.errors import PeerLostError, StalledError, UsageError
+from horo.errors import HoroError, MismatchError, PeerLostError, StalledError, UsageError
 
 ONES = np.ones(5, np.float32)
 HOSTS = ([3], [2, 1], [1, 1, 1])
 SETS = ([0, 1], [1, 2], [0, 2])
 
 
-def add_teams(rank: Rank, links: Links, sets: Sequence[list[int]] = SETS, key: object = 0) -> list[int]:
-    return [rank.context.add_team(ranks, **links.of(rank.rank, ranks, (key, i))) for i, ranks in enumerate(sets)]
+def add_teams(own: OnGpu, links: Links, sets: Sequence[list[int]] = SETS, key: object = 0) -> list[int]:
+    return [own.add_team(ranks, **links.of(own.rank.rank, ranks, (key, i))) for i, ranks in enumerate(sets)]
 
 
 def begin(own: OnGpu, name: str, team: int = 0, array: np.ndarray = ONES) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[1, 2]])
+        (team,) = add_teams(own, links, [[1, 2]])
         if rank.rank > 0:
             mine = np.full((2, 3), rank.rank, np.float32)
             assert own.run("allreduce", "x", mine, reduce_op=context.REDUCE_OPS["average"], team=team)[0, 0] == 1.5
@@ -67,7 +67,7 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(rank, links))
+        mine = teams_of(rank, add_teams(own, links))
         chance = random.Random(100 * seed + rank.rank)
         for step in range(8):
             calls = [(team, size, f"{step}:{i}") for team, size in mine for i in range(3)]
@@ -92,7 +92,7 @@ def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl,
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(rank, links))
+        mine = teams_of(rank, add_teams(own, links))
         for team, _ in mine:
             own.finish(begin(own, "first", team)[0])
         gpu.synchronize(own.stream)
@@ -111,62 +111,6 @@ def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl,
         group.run(body)
 
 
-def test_two_sets_of_one_pair_of_ranks_differ_in_what_they_can(gpu: Gpu, nccl: Nccl) -> None:
-    """Ranks 1 and 2 share a GPU: NCCL does what it can for the sets that have one of them."""
-    links = Links([0, 0, 0])
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl, device=min(rank.rank, 1))
-        first, second = add_teams(rank, links, [[0, 1], [1, 2]])
-        assert own.allreduce(ONES).tolist() == [3.0] * 5
-        if rank.rank < 2:
-            assert own.allreduce(ONES, team=first).tolist() == [2.0] * 5
-        if rank.rank > 0:
-            assert own.allreduce(ONES, team=second).tolist() == [2.0] * 5
-        own.close()
-
-    with recorded_stderr() as text:
-        with Group((3,), log_level=3) as group:
-            group.run(body)
-        words = "ranks 1 and 2 are on the same GPU, which NCCL refuses"
-        assert text().count(f"tensors on GPUs travel through host memory, not by NCCL: {words}") == 1
-        of_set = "tensors on GPUs of process set 2 (ranks 1, 2) travel through host memory, not by NCCL"
-        assert text().count(f"{of_set}: {words}") == 1
-    assert nccl.counts()["launched"] == 2
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_set_that_is_not_connected_on_a_rank_holds_up_no_other_set(
-    gpu: Gpu, nccl: Nccl, hosts: list[int], late: int
-) -> None:
-    """The other rank of it is connected, and launches for all ranks meanwhile."""
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        assert own.allreduce(ONES).tolist() == [rank.size] * 5
-        (team,) = add_teams(rank, links, [[0, 1]])
-        rank.barrier()
-        nccl.fail("late connect", late)
-        rank.barrier()
-        handle = begin(own, "late", team)[0] if rank.rank < 2 else None
-        wait_for(lambda: nccl.counts()["comms"] == rank.size + 2)
-        for number in range(20):
-            assert own.allreduce(ONES, f"{number}").tolist() == [rank.size] * 5
-        there.wait(60)
-        own.context.end("this test")
-        if handle is not None:
-            with pytest.raises(PeerLostError):  # all ranks end at once, in any order
-                own.context.wait(handle)
-            own.context.release(handle)
-        own.close()
-
-    there = threading.Barrier(sum(hosts))
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, count: int) -> None:
     """Kernels of sets are in flight, of which nobody waits for the end."""
@@ -175,7 +119,7 @@ def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, cou
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        teams = add_teams(rank, links, [[0, 1]] * count)
+        teams = add_teams(own, links, [[0, 1]] * count)
         gate = gpu.hold(own.stream)
         for team in teams:
             own.finish(begin(own, "x", team)[0])
@@ -195,6 +139,84 @@ def test_a_wait_that_spins_asks_seldom_how_kernels_are(gpu: Gpu, nccl: Nccl, cou
         assert number <= 2 * count * (seconds * 1000 + 2)
 
 
+# ---- Calls that fail ----
+
+
+def refuse(own: OnGpu, name: str, team: int = 0) -> None:
+    with pytest.raises(UsageError, match=f"broadcast '{name}': .*root rank 7 (does not exist|is no member)"):
+        own.submit("broadcast", name, ONES, root_rank=7, team=team)
+
+
+def fails(own: OnGpu, handle: int, error: type[HoroError], match: str) -> None:
+    with pytest.raises(error, match=match):
+        own.context.wait(handle)
+    own.context.release(handle)
+
+
+@pytest.mark.parametrize("hosts", ([2], [1, 1], [3], [2, 1]), ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_first_calls_of_all_teams_of_which_many_fail(gpu: Gpu, nccl: Nccl, hosts: list[int], seed: int) -> None:
+    """Each rank has an order of its own. What is right on all is done; what one rank refuses, or has in host memory
+    alone, fails on all; then the sets go and come again."""
+    links = Links(hosts_of(hosts))
+    size = sum(hosts)
+    common = random.Random(seed)
+    sets = [[0, 1], list(range(size)), [0, size - 1]]
+    plans = [
+        [(team, f"{epoch}:{i}", common.choice(["ok", "ok", "refused", "host", "all host", "rows"]), common.random())
+         for team in range(-1, 3) for i in range(common.randrange(5))]
+        for epoch in range(4)
+    ]  # fmt: skip
+
+    def call(own: OnGpu, entry: tuple[int, str, str, float], team: int, members: list[int]) -> object:
+        _, name, kind, chosen = entry
+        odd = members[int(chosen * len(members))] == own.rank.rank
+        if kind == "refused":
+            return refuse(own, name, team) if odd else (begin(own, name, team)[0], None)
+        if kind == "rows":
+            return own.submit("allgather", name, ONES, team=team)[0], "rows"
+        if kind == "all host" or (kind == "host" and odd):
+            array = ONES.copy()
+            return own.rank.submit("allreduce", name, [array], reduce_op=SUM, team=team), array
+        return begin(own, name, team)
+
+    def finish(own: OnGpu, kind: str, members: list[int], result: object) -> None:
+        if result is None:
+            return
+        handle, value = result  # type: ignore[misc]
+        if kind in ("refused", "host") and not (kind == "host" and len(members) == 1):
+            fails(own, handle, UsageError if kind == "refused" else MismatchError, "has refused it|sent it")
+        elif kind == "rows":
+            assert own.gathered(handle, ONES).tolist() == [1.0] * 5 * len(members)
+        elif isinstance(value, np.ndarray):
+            own.rank.finish(handle)
+            assert value.tolist() == [len(members)] * 5
+        else:
+            own.finish(handle)
+            gpu.synchronize(own.stream)
+            assert gpu.get(value, ONES).tolist() == [len(members)] * 5
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        chance = random.Random(100 * seed + rank.rank)
+        for epoch, plan in enumerate(plans):
+            teams = add_teams(own, links, sets, epoch)
+            members = {-1: (0, list(range(size))), **{i: (teams[i], sets[i]) for i in range(3)}}
+            mine = [entry for entry in plan if rank.rank in members[entry[0]][1]]
+            chance.shuffle(mine)
+            begun = [(entry[2], members[entry[0]][1], call(own, entry, *members[entry[0]])) for entry in mine]
+            chance.shuffle(begun)
+            for kind, ranks, result in begun:
+                finish(own, kind, ranks, result)
+            rank.barrier(f"end {epoch}")
+            for team in teams:
+                rank.context.remove_team(team)
+        own.close()
+
+    with recorded_stderr(), Group(hosts) as group:
+        group.run(body)
+
+
 # ---- Their end ----
 
 
@@ -206,7 +228,7 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         for step in range(4):
-            teams = add_teams(rank, links, key=step)
+            teams = add_teams(own, links, key=step)
             mine = teams_of(rank, teams)
             gate = gpu.hold(own.stream)
             begun = [(*begin(own, "x", team), size) for team, size in mine]
@@ -227,48 +249,6 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
 
 
-def test_a_set_is_removed_that_nccl_has_been_refused_or_not_asked_for(gpu: Gpu, nccl: Nccl) -> None:
-    links = Links([0, 0])
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl, device=0)
-        for step in range(2):
-            asked, other = add_teams(rank, links, [[0, 1], [0, 1]], step)
-            assert own.allreduce(ONES, team=asked).tolist() == [2.0] * 5
-            rank.context.remove_team(other)
-            rank.context.remove_team(asked)
-        own.close()
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize("wrong", ["root", "capture"])
-def test_a_set_whose_first_call_was_refused_on_one_rank_can_be_removed(gpu: Gpu, nccl: Nccl, wrong: str) -> None:
-    """The other rank, which has called nothing, is not asked what it can."""
-    links = Links([0, 0])
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[0, 1]])
-        if rank.rank == 0:
-            if wrong == "capture":
-                gpu.capture(own.stream, True)
-            words = "root rank 7 is no member of" if wrong == "root" else "the current stream is being captured"
-            with pytest.raises(UsageError, match=f"^broadcast 'b': {words}"):
-                own.submit("broadcast", "b", ONES, root_rank=7 if wrong == "root" else 0, team=team)
-            if wrong == "capture":
-                gpu.capture(own.stream, False)
-        rank.context.remove_team(team)
-        (team,) = add_teams(rank, links, [[0, 1]], 1)
-        assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
-        own.close()
-
-    with Group((2,)) as group:
-        group.run(body)
-    assert nccl.counts()["launched"] == 2
-
-
 def ends(gpu: Gpu, nccl: Nccl, hosts: Sequence[int], until: Any) -> None:
     """Rank 2 dies when all have come to the end of ``until``."""
     links = Links(hosts_of(hosts))
@@ -276,7 +256,7 @@ def ends(gpu: Gpu, nccl: Nccl, hosts: Sequence[int], until: Any) -> None:
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(rank, links))
+        mine = teams_of(rank, add_teams(own, links))
         handles = until(rank, own, mine)
         there.wait(60)
         if rank.rank == 2:
@@ -350,7 +330,7 @@ def test_a_failure_names_the_set_whose_communicator_it_is(gpu: Gpu, nccl: Nccl, 
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[0, 1]])
+        (team,) = add_teams(own, links, [[0, 1]])
         assert own.allreduce(ONES, team=team).tolist() == [2.0] * 5
         rank.barrier()
         if rank.rank == 1:
@@ -386,7 +366,7 @@ def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nc
 
     def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
         own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[0, 1]])
+        (team,) = add_teams(own, links, [[0, 1]])
         for each in (0, team):
             own.finish(begin(own, "first", each)[0])
         gpu.synchronize(own.stream)
@@ -404,7 +384,7 @@ def test_kernels_of_a_set_that_is_gone_stay_while_its_gpu_stands_still(gpu: Gpu,
 
     def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
         own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[0, 1]])
+        (team,) = add_teams(own, links, [[0, 1]])
         own.finish(begin(own, "first", team)[0])
         gpu.synchronize(own.stream)
         gate = gpu.hold(own.stream) if rank.rank == 0 else None
@@ -422,7 +402,7 @@ def test_nobody_is_blamed_for_a_turn_that_other_ranks_hold_up(gpu: Gpu, nccl: Nc
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(rank, links, [[0, 1]])
+        (team,) = add_teams(own, links, [[0, 1]])
         mine = [0] if rank.rank == 2 else [0, team]
         for each in mine:
             own.finish(begin(own, "first", each)[0])

@@ -7,25 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, run_ranks
-from test_teams import run_in_teams
+from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, on_ranks, over_every_layout
 
 from horo.core import context
-from horo.errors import MismatchError, UnsupportedError, UsageError
+from horo.errors import UnsupportedError, UsageError
 
-LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "1+1+1+1+1": [0, 1, 2, 3, 4],
-    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
-}
-over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 REDUCERS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
 BOOL_REDUCERS = {"sum": np.logical_or, "min": np.logical_and, "max": np.logical_or, "product": np.logical_and}
 
@@ -63,159 +49,93 @@ def table(rows: int, columns: int, dtype: type = np.float64) -> np.ndarray:
 
 @over_every_layout
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
-def test_any_number_of_rows_over_any_layout(host_of_rank: list[int], segment_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        total = rank.size * (rank.size + 1) / 2
-        for rows, columns in [(0, 3), (1, 1), (1, 2000), (7, 5), (rank.size, 1), (1000, 3), (331, 67), (9001, 2)]:
-            for _ in range(2):
-                (got,) = scatter(rank, [table(rows, columns) * (rank.rank + 1)], f"{rows}x{columns}")
-                assert np.array_equal(got, total * table(rows, columns)[rows_of(rows, rank.size, rank.rank)])
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes)
+@on_ranks("host_of_rank", "segment_bytes")
+def test_any_number_of_rows_over_any_layout(rank: Rank) -> None:
+    total = rank.size * (rank.size + 1) / 2
+    for rows, columns in [(0, 3), (1, 1), (1, 2000), (7, 5), (rank.size, 1), (1000, 3), (331, 67), (9001, 2)]:
+        for _ in range(2):
+            (got,) = scatter(rank, [table(rows, columns) * (rank.rank + 1)], f"{rows}x{columns}")
+            assert np.array_equal(got, total * table(rows, columns)[rows_of(rows, rank.size, rank.rank)])
 
 
-@pytest.mark.parametrize("hosts", [[1], [3], [2, 1]], ids=str)
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_every_dtype_with_every_op(hosts: list[int], dtype: str) -> None:
-    def body(rank: Rank) -> None:
-        rng = np.random.default_rng(7)
-        for rows in (5, 3000):
-            inputs = [rng.integers(0, 3, rows).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
-            for op, reducer in (BOOL_REDUCERS if dtype == "bool" else REDUCERS).items():
-                expected = inputs[0]
-                for other in inputs[1:]:
-                    expected = reducer(expected, other)
-                (got,) = scatter(rank, [inputs[rank.rank]], f"{op}{rows}", op)
-                assert np.array_equal(got, expected[rows_of(rows, rank.size, rank.rank)])
-
-    run_ranks(body, hosts)
+@on_ranks([1], [3], [2, 1])
+def test_every_dtype_with_every_op(rank: Rank, dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    for rows in (5, 3000):
+        inputs = [rng.integers(0, 3, rows).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
+        for op, reducer in (BOOL_REDUCERS if dtype == "bool" else REDUCERS).items():
+            expected = inputs[0]
+            for other in inputs[1:]:
+                expected = reducer(expected, other)
+            (got,) = scatter(rank, [inputs[rank.rank]], f"{op}{rows}", op)
+            assert np.array_equal(got, expected[rows_of(rows, rank.size, rank.rank)])
 
 
-@pytest.mark.parametrize("hosts", [[1], [2], [1, 1], [2, 2], [1, 1, 1]], ids=str)
-def test_average_and_factors(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for rows in (3, 30_000):
-            mine = rows_of(rows, rank.size, rank.rank)
-            (got,) = scatter(rank, [np.full(rows, 2.0)], f"sum{rows}", prescale=0.5, postscale=10.0)
-            assert np.array_equal(got, np.full(rows, 10.0 * rank.size)[mine])
-            (got,) = scatter(rank, [np.full(rows, rank.rank)], f"average{rows}", "average")
-            assert np.array_equal(got, np.full(rows, (rank.size - 1) // 2)[mine])
-
-    run_ranks(body, hosts)
+@on_ranks([1], [2], [1, 1], [2, 2], [1, 1, 1])
+def test_average_and_factors(rank: Rank) -> None:
+    for rows in (3, 30_000):
+        mine = rows_of(rows, rank.size, rank.rank)
+        (got,) = scatter(rank, [np.full(rows, 2.0)], f"sum{rows}", prescale=0.5, postscale=10.0)
+        assert np.array_equal(got, np.full(rows, 10.0 * rank.size)[mine])
+        (got,) = scatter(rank, [np.full(rows, rank.rank)], f"average{rows}", "average")
+        assert np.array_equal(got, np.full(rows, (rank.size - 1) // 2)[mine])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 3]], ids=str)
-def test_an_average_of_float16_does_not_leave_its_range(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        (got,) = scatter(rank, [np.full(3000, 60000, np.float16)], op="average")
-        assert (got == 60000).all()
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1], [2, 3])
+def test_an_average_of_float16_does_not_leave_its_range(rank: Rank) -> None:
+    (got,) = scatter(rank, [np.full(3000, 60000, np.float16)], op="average")
+    assert (got == 60000).all()
 
 
 @over_every_layout
-def test_a_group_of_several_kinds(host_of_rank: list[int]) -> None:
+@on_ranks("host_of_rank", segment_bytes=1 << 12)
+def test_a_group_of_several_kinds(rank: Rank) -> None:
     kinds = [("float32", 3), ("int64", 10), ("float32", 70_001), ("float32", 0), ("float16", 11), ("float32", 5)]
-
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            arrays = [(np.arange(n) % 7 + step).astype(dtype) for dtype, n in kinds]
-            for got, array in zip(scatter(rank, arrays), arrays, strict=True):
-                mine = rows_of(len(array), rank.size, rank.rank)
-                assert np.array_equal(got, (array * array.dtype.type(rank.size))[mine])
-
-    run_ranks(body, host_of_rank=host_of_rank, segment_bytes=1 << 12)
+    for step in range(3):
+        arrays = [(np.arange(n) % 7 + step).astype(dtype) for dtype, n in kinds]
+        for got, array in zip(scatter(rank, arrays), arrays, strict=True):
+            mine = rows_of(len(array), rank.size, rank.rank)
+            assert np.array_equal(got, (array * array.dtype.type(rank.size))[mine])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_floats_travel_as_narrower_ones(hosts: list[int], wire: str) -> None:
-    def body(rank: Rank) -> None:
-        for dtype in (np.float32, np.float64):
-            arrays = [table(rows, 3, dtype) % 16 for rows in (3, 5000)]
-            for got, array in zip(scatter(rank, arrays, wires=[wire, wire]), arrays, strict=True):
-                assert np.array_equal(got, array[rows_of(len(array), rank.size, rank.rank)] * rank.size)
-            (got,) = scatter(rank, [np.full((rank.size, 2), 0.1, dtype)], "rounded", wires=[wire])
-            assert (np.abs(got - rank.size * 0.1) > 1e-5).all()  # what fits no 16 bits is rounded
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1], [2, 1])
+def test_floats_travel_as_narrower_ones(rank: Rank, wire: str) -> None:
+    for dtype in (np.float32, np.float64):
+        arrays = [table(rows, 3, dtype) % 16 for rows in (3, 5000)]
+        for got, array in zip(scatter(rank, arrays, wires=[wire, wire]), arrays, strict=True):
+            assert np.array_equal(got, array[rows_of(len(array), rank.size, rank.rank)] * rank.size)
+        (got,) = scatter(rank, [np.full((rank.size, 2), 0.1, dtype)], "rounded", wires=[wire])
+        assert (np.abs(got - rank.size * 0.1) > 1e-5).all()  # what fits no 16 bits is rounded
 
 
-@pytest.mark.parametrize("hosts", [[2], [4], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_on_one_host_and_on_two_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: type) -> None:
-    def body(rank: Rank) -> None:
-        for rows in (9, 4097, 60_000):
-            values = np.random.default_rng(rank.rank).standard_normal((rows, 3)).astype(dtype)
-            for op, prescale in (("sum", 1.0), ("average", 0.3)):
-                whole = rank.allreduce(values.copy(), f"a{rows}{op}", op, prescale=prescale)
-                (got,) = scatter(rank, [values], f"s{rows}{op}", op, prescale=prescale)
-                assert np.array_equal(got, whole[rows_of(rows, rank.size, rank.rank)])
-
-    run_ranks(body, hosts)
+@on_ranks([2], [4], [1, 1], [2, 2])
+def test_on_one_host_and_on_two_the_bits_are_those_of_an_allreduce(rank: Rank, dtype: type) -> None:
+    for rows in (9, 4097, 60_000):
+        values = np.random.default_rng(rank.rank).standard_normal((rows, 3)).astype(dtype)
+        for op, prescale in (("sum", 1.0), ("average", 0.3)):
+            whole = rank.allreduce(values.copy(), f"a{rows}{op}", op, prescale=prescale)
+            (got,) = scatter(rank, [values], f"s{rows}{op}", op, prescale=prescale)
+            assert np.array_equal(got, whole[rows_of(rows, rank.size, rank.rank)])
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 1, 1], [2, 1, 2]], ids=str)
-def test_two_runs_give_the_same_bits(hosts: list[int]) -> None:
-    def body(rank: Rank) -> list[bytes]:
-        values = np.random.default_rng(rank.rank).standard_normal((50_021, 2)).astype(np.float32)
-        return [scatter(rank, [values], str(step))[0].tobytes() for step in range(3)]
-
-    first = run_ranks(body, hosts)
-    assert all(len(set(bits)) == 1 for bits in first)
-    assert run_ranks(body, hosts) == first
+@on_ranks([70], [40, 30], segment_bytes=1 << 12, spin_us=0)
+def test_more_ranks_than_a_slot_has_lines(rank: Rank) -> None:
+    for rows in (3, 141, 4000):
+        (got,) = scatter(rank, [np.arange(rows) * (rank.rank + 1)], f"{rows}")
+        total = rank.size * (rank.size + 1) // 2
+        assert np.array_equal(got, np.arange(rows)[rows_of(rows, rank.size, rank.rank)] * total)
 
 
-@pytest.mark.parametrize("hosts", [[70], [40, 30]], ids=str)
-def test_more_ranks_than_a_slot_has_lines(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for rows in (3, 141, 4000):
-            (got,) = scatter(rank, [np.arange(rows) * (rank.rank + 1)], f"{rows}")
-            total = rank.size * (rank.size + 1) // 2
-            assert np.array_equal(got, np.arange(rows)[rows_of(rows, rank.size, rank.rank)] * total)
-
-    run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0)
-
-
-def test_teams_scatter_each_in_the_order_of_its_members() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        rows = 11 + 997 * number
-        place = members.index(rank.rank), len(members)
-        (got,) = scatter(rank, [np.arange(rows) * rank.rank], place=place, team=team)
-        assert np.array_equal(got, sum(members) * np.arange(rows)[rows_of(rows, place[1], place[0])])
-
-    run_in_teams(step)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_different_shapes_and_ops_are_named_on_all_ranks(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        odd = rank.rank == 1
-        with pytest.raises(
-            MismatchError, match=r"reducescatter 's': rank 0 .* float64 \[4, 2\], rank 1 .* float64 \[5, 2\]"
-        ):
-            scatter(rank, [np.ones((4 + odd, 2))])
-        with pytest.raises(MismatchError, match=r"reducescatter 's': rank 0 .* op Sum, rank 1 .* op Max"):
-            scatter(rank, [np.ones(4)], op="max" if odd else "sum")
-        with pytest.raises(MismatchError, match=r"'s': rank 0 .* reducescatter, rank 1 .* allreduce"):
-            if odd:
-                rank.allreduce(np.ones(4), "s")
-            else:
-                scatter(rank, [np.ones(4)])
-        assert scatter(rank, [np.ones(rank.size)])[0] == rank.size
-
-    run_ranks(body, hosts)
-
-
-def test_what_cannot_be_done_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        scalar = np.ones(())
-        with pytest.raises(UsageError, match="reducescatter 's': a scalar has no first dimension to split along"):
-            rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=context.REDUCE_OPS["sum"])
-        with pytest.raises(UnsupportedError, match="reducescatter 's': this op is not offered for bool"):
-            scatter(rank, [np.ones(3, np.bool_)], op="average")
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
+    scalar = np.ones(())
+    with pytest.raises(UsageError, match="reducescatter 's': a scalar has no first dimension to split along"):
+        rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=context.REDUCE_OPS["sum"])
+    with pytest.raises(UnsupportedError, match="reducescatter 's': this op is not offered for bool"):
+        scatter(rank, [np.ones(3, np.bool_)], op="average")
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)

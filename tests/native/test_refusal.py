@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
@@ -41,15 +41,12 @@ def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], 
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1, 3]], ids=str)
-def test_where_all_refuse_each_has_its_own_reason_and_nothing_is_left(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(3):
-            with pytest.raises(UnsupportedError, match=r"^allreduce 'x': this op"):
-                call(rank, "x", np.int32)
-        assert call(rank, "x").tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1], [2, 1, 3])
+def test_where_all_refuse_each_has_its_own_reason_and_nothing_is_left(rank: Rank) -> None:
+    for _ in range(3):
+        with pytest.raises(UnsupportedError, match=r"^allreduce 'x': this op"):
+            call(rank, "x", np.int32)
+    assert call(rank, "x").tolist() == [rank.size] * 2
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
@@ -75,23 +72,20 @@ def test_calls_of_one_name_keep_their_order(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1, 3]], ids=str)
-def test_what_only_one_refuses_is_reported_and_the_job_goes_on(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == rank.size - 1:
-            with pytest.raises(UnsupportedError):
-                call(rank, "odd", np.int32)
-            with pytest.raises(UsageError, match="bytes"):
-                call(rank, "n" * 5000)
-        assert call(rank, "x").tolist() == [rank.size] * 2
-        if rank.rank == 0:
-            with recorded_stderr() as text:
-                wait_for(lambda: "'odd'" in text())
-                assert "nnn" not in text()
-        rank.barrier("late")
-        assert call(rank, "x").tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=0)
+@on_ranks([2], [1, 1], [2, 1, 3], stall_warning_ms=100, stall_shutdown_ms=0)
+def test_what_only_one_refuses_is_reported_and_the_job_goes_on(rank: Rank) -> None:
+    if rank.rank == rank.size - 1:
+        with pytest.raises(UnsupportedError):
+            call(rank, "odd", np.int32)
+        with pytest.raises(UsageError, match="bytes"):
+            call(rank, "n" * 5000)
+    assert call(rank, "x").tolist() == [rank.size] * 2
+    if rank.rank == 0:
+        with recorded_stderr() as text:
+            wait_for(lambda: "'odd'" in text())
+            assert "nnn" not in text()
+    rank.barrier("late")
+    assert call(rank, "x").tolist() == [rank.size] * 2
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
@@ -114,30 +108,6 @@ def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[i
 
     if late:
         run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=200)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
-@pytest.mark.parametrize("is_joined_first", [False, True])
-def test_beside_ranks_that_join(hosts: list[int], is_joined_first: bool) -> None:
-    """The last rank refuses what nobody calls, and what nobody but ranks that have joined is missing for."""
-
-    def body(rank: Rank) -> int:
-        for _ in range(3):
-            last = rank.size - 1
-            if rank.rank == last:
-                with pytest.raises(UnsupportedError):
-                    call(rank, "x", np.int32)
-                if is_joined_first:
-                    rank.barrier("b")  # alone, once the others have joined
-                    with pytest.raises(UnsupportedError):
-                        call(rank, "x", np.int32)
-            handle = rank.context.start_join(0)
-            rank.context.wait(handle)
-            rank.context.release(handle)
-            assert call(rank, "y").tolist() == [rank.size] * 2
-        return 0
-
-    run_ranks(body, hosts)
 
 
 def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order() -> None:
@@ -178,27 +148,20 @@ def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) ->
     run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=200)
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        rank.barrier("before")
-        if rank.rank == 0:
-            refused(rank, "x", 0)
-        with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
-            call(rank, "x" if rank.rank == 0 else "y")
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(rank: Rank) -> None:
+    rank.barrier("before")
+    if rank.rank == 0:
+        refused(rank, "x", 0)
+    with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
+        call(rank, "x" if rank.rank == 0 else "y")
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
-def test_ranks_that_have_refused_one_name_twice_can_join(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2])
+def test_ranks_that_have_refused_one_name_twice_can_join(rank: Rank) -> None:
+    for _ in range(3):
         for _ in range(3):
-            for _ in range(3):
-                refused(rank, f"of rank {rank.rank}", rank.rank)
-            handle = rank.context.start_join(0)
-            rank.context.wait(handle)
-            rank.context.release(handle)
-            assert call(rank, "y").tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts)
+            refused(rank, f"of rank {rank.rank}", rank.rank)
+        handle = rank.context.start_join(0)
+        rank.finish(handle)
+        assert call(rank, "y").tolist() == [rank.size] * 2

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import socket
 import threading
 
 import numpy as np
 import pytest
-from descriptors import open_descriptors
-from ranks import Group, Rank, wait_for
-from slow_links import Relay, Relays
+from ranks import Group, Rank, on_ranks
+from slow_links import Relay
 
-from horo.bootstrap.auth.handshake import Purpose
 from horo.errors import AbortedError, MismatchError, PeerLostError
 
 HOSTS = [[1, 1], [2, 2], [1, 2, 1], [3]]
@@ -25,7 +22,7 @@ RELAYS = {
         control_delay_s=0.002, data_delay_s=0.003, control_chunk_bytes=61, data_chunk_bytes=5003
     ),
 }
-ROUNDS = 3
+ROUNDS = 2
 
 over_every_layout = pytest.mark.parametrize("hosts", HOSTS, ids=str)
 over_every_relay = pytest.mark.parametrize("relay", RELAYS.values(), ids=RELAYS.keys())
@@ -78,87 +75,53 @@ def check_bunch(rank: Rank, prefix: str, order: random.Random) -> None:
 
 @over_every_layout
 @over_every_relay
-def test_every_collective_gives_its_result(hosts: list[int], relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        order = random.Random(rank.rank)
-        for _ in range(ROUNDS):
-            for count in (1, 1000, 40_000):
-                check_sum(rank, count, f"sum{count}")
-            check_min(rank, 5000, "min")
-            for root in range(rank.size):
-                check_broadcast(rank, 3000, root, f"from{root}")
-            check_allgather(rank, 50, "rows")
-            rank.barrier()
-            check_bunch(rank, "bunch", order)
-
-    with Group(hosts, relay=relay) as group:
-        group.run(body)
+@on_ranks("hosts", "relay")
+def test_every_collective_gives_its_result(rank: Rank) -> None:
+    order = random.Random(rank.rank)
+    for _ in range(ROUNDS):
+        for count in (1, 1000, 40_000):
+            check_sum(rank, count, f"sum{count}")
+        check_min(rank, 5000, "min")
+        for root in range(rank.size):
+            check_broadcast(rank, 3000, root, f"from{root}")
+        check_allgather(rank, 50, "rows")
+        rank.barrier()
+        check_bunch(rank, "bunch", order)
 
 
 @over_every_layout
 @over_every_relay
-def test_calls_at_once_keep_their_order_on_every_rank(hosts: list[int], relay: Relay) -> None:
+@on_ranks("hosts", "relay")
+def test_calls_at_once_keep_their_order_on_every_rank(rank: Rank) -> None:
     """A synchronous call after each of a stream: what drives the engine changes with every one."""
-
-    def body(rank: Rank) -> None:
-        for step in range(20):
-            arrays = [np.full(10 + i, step + i + rank.rank) for i in range(3)]
-            handles = [rank.submit("allreduce", f"a{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
-            x = np.full(4, float(step))
-            rank.run("allreduce", "sync", [x], reduce_op=1)
-            np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
-            for handle in handles:
-                rank.finish(handle)
-            for i, array in enumerate(arrays):
-                expected = rank.size * (step + i) + triangle(rank.size - 1)
-                np.testing.assert_array_equal(array, np.full(10 + i, expected))
-
-    with Group(hosts, relay=relay) as group:
-        group.run(body)
+    for step in range(20):
+        arrays = [np.full(10 + i, step + i + rank.rank) for i in range(3)]
+        handles = [rank.submit("allreduce", f"a{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
+        x = np.full(4, float(step))
+        rank.run("allreduce", "sync", [x], reduce_op=1)
+        np.testing.assert_array_equal(x, np.full(4, float(step * rank.size)))
+        rank.finish(*handles)
+        for i, array in enumerate(arrays):
+            expected = rank.size * (step + i) + triangle(rank.size - 1)
+            np.testing.assert_array_equal(array, np.full(10 + i, expected))
 
 
 @over_every_relay
-def test_over_tcp_too(relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        for _ in range(ROUNDS):
-            check_sum(rank, 100_000, "large")
-            check_allgather(rank, 3000, "rows")
-            check_bunch(rank, "bunch", random.Random(rank.rank))
-
-    with Group([2, 2], relay=relay, tcp=True) as group:
-        group.run(body)
+@on_ranks([2, 2], "relay", tcp=True)
+def test_over_tcp_too(rank: Rank) -> None:
+    for _ in range(ROUNDS):
+        check_sum(rank, 100_000, "large")
+        check_allgather(rank, 3000, "rows")
+        check_bunch(rank, "bunch", random.Random(rank.rank))
 
 
 @over_every_relay
-def test_new_names_in_every_step(relay: Relay) -> None:
-    """Long requests go up the tree and long records down, more than the cache holds."""
-
-    def body(rank: Rank) -> None:
-        for step in range(4):
-            arrays = [np.full(3, i + rank.rank) for i in range(30)]
-            handles = [
-                rank.submit("allreduce", f"step {step} tensor {i} " + "n" * 100, [array], reduce_op=1)
-                for i, array in enumerate(arrays)
-            ]
-            for handle in handles:
-                rank.finish(handle)
-            for i, array in enumerate(arrays):
-                np.testing.assert_array_equal(array, np.full(3, rank.size * i + triangle(rank.size - 1)))
-
-    with Group([1, 2, 1], relay=relay, cache_capacity=16) as group:
-        group.run(body)
-
-
-@over_every_relay
-def test_a_disagreement_is_told_to_all_and_the_group_goes_on(relay: Relay) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            with pytest.raises(MismatchError, match=f"odd{step}"):
-                rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
-            check_sum(rank, 100, "after")
-
-    with Group([2, 2], relay=relay) as group:
-        group.run(body)
+@on_ranks([2, 2], "relay")
+def test_a_disagreement_is_told_to_all_and_the_group_goes_on(rank: Rank) -> None:
+    for step in range(3):
+        with pytest.raises(MismatchError, match=f"odd{step}"):
+            rank.allreduce(np.zeros(3 if rank.rank == 2 else 4), f"odd{step}")
+        check_sum(rank, 100, "after")
 
 
 @over_every_layout
@@ -203,113 +166,4 @@ def test_a_rank_that_dies_ends_the_waiting_of_the_others(hosts: list[int], when:
         group.run(lambda rank: die(rank) if rank.rank == last else body(rank))
 
 
-class Program:
-    """Random bunches of operations that all ranks know; each submits those of a bunch in an order of its own."""
-
-    def __init__(self, seed: int, size: int) -> None:
-        chance = random.Random(seed)
-        self.bunches = [
-            [
-                (chance.choice("sssmbg"), chance.choice([1, 6, 300, 9000, 30_000]), chance.randrange(size))
-                for _ in range(n)
-            ]
-            for n in (chance.randrange(1, 12) for _ in range(12))
-        ]
-
-    def play(self, rank: Rank) -> None:
-        order = random.Random(rank.rank)
-        for bunch in self.bunches:
-            todo = list(enumerate(bunch))
-            order.shuffle(todo)
-            submitted = [self._submit(rank, i, *operation) for i, operation in todo]
-            order.shuffle(submitted)
-            for handle, array, expected in submitted:
-                rank.finish(handle)
-                np.testing.assert_array_equal(array, np.full(array.shape, expected))
-
-    @staticmethod
-    def _submit(rank: Rank, i: int, kind: str, count: int, root: int) -> tuple[int, np.ndarray, int]:
-        name = f"{kind}{i} {count} {root}"
-        array = np.full(count, i + rank.rank)
-        if kind == "b":
-            return rank.submit("broadcast", name, [array], root_rank=root), array, i + root
-        if kind == "g":  # the result is not looked at here
-            return rank.submit("allgather", name, [array[: rank.rank]]), array, i + rank.rank
-        if kind == "m":
-            return rank.submit("allreduce", name, [array], reduce_op=3), array, i
-        return rank.submit("allreduce", name, [array], reduce_op=1), array, rank.size * i + triangle(rank.size - 1)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2, 1]], ids=str)
-@over_every_relay
-def test_any_program_gives_its_results(hosts: list[int], relay: Relay, seed: int) -> None:
-    program = Program(seed, sum(hosts))
-    with Group(hosts, relay=relay, fusion_bytes=1 << 17, cache_capacity=24, spin_us=(0, 50, 1000)[seed]) as group:
-        group.run(program.play)
-
-
 # ---- The relay itself ----
-
-
-def test_a_relay_passes_on_every_byte_and_the_end() -> None:
-    data = random.Random(5).randbytes(3_000_000)
-    for relay in (
-        Relay(data_delay_s=0.01),
-        Relay(data_chunk_bytes=50_000),
-        Relay(data_delay_s=0.01, data_chunk_bytes=70_000),
-    ):
-        relays, here, there = connected(relay)
-        with here, there:
-            writer = threading.Thread(target=lambda end=here: (end.sendall(data), end.shutdown(socket.SHUT_WR)))
-            writer.start()
-            there.sendall(b"back")
-            assert received(there) == data
-            there.close()
-            assert received(here) == b"back"
-            writer.join()
-        relays.close()
-
-
-def test_a_relay_tells_the_sender_that_nobody_reads() -> None:
-    relays, here, there = connected(Relay(data_delay_s=0.001))
-    with here:
-        there.close()
-        with pytest.raises(BrokenPipeError):
-            while True:
-                here.sendall(bytes(1000))
-    relays.close()
-
-
-def connected(relay: Relay) -> tuple[Relays, socket.socket, socket.socket]:
-    def pair() -> tuple[int, int]:
-        one, other = socket.socketpair()
-        return one.detach(), other.detach()
-
-    relays = Relays(relay)
-    here, there = (socket.socket(fileno=fd) for fd in relays.connect(Purpose.DATA, pair))
-    relays.start()
-    return relays, here, there
-
-
-def received(end: socket.socket) -> bytes:
-    """All up to the end."""
-    end.settimeout(20)
-    return b"".join(iter(lambda: end.recv(1 << 16), b""))
-
-
-def test_a_relay_leaves_no_thread_and_no_descriptor() -> None:
-    def threads() -> int:
-        return sum(thread.name == "relay" for thread in threading.enumerate())
-
-    def run(hosts: list[int], relay: Relay | None) -> None:
-        with Group(hosts, relay=relay) as group:
-            assert threads() == (relay is not None)
-            group.run(lambda rank: check_sum(rank, 10_000, "x"))
-
-    run([1, 1], None)  # what is loaded once is loaded now
-    before = open_descriptors()
-    for relay in RELAYS.values():
-        run([2, 2], relay)
-    assert threads() == 0
-    wait_for(lambda: open_descriptors() <= before)

@@ -48,8 +48,7 @@ def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
 
     def body(rank: Rank) -> None:
         handle = rank.context.submit(requests[rank.rank])
-        rank.context.wait(handle)
-        rank.context.release(handle)
+        rank.finish(handle)
 
     run_ranks(body, hosts)
     assert [array.tolist() for array in arrays] == [[11.0] * 3] * 2

@@ -69,7 +69,8 @@ def test_options_that_the_user_has_set_win(sanitizer: str) -> None:
 @pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
 def test_a_part_of_the_tests_can_be_chosen(sanitizer: str) -> None:
     everything = sanitize.selection(sanitizer, [])
-    assert everything[0] == str(FOLDER)
+    assert everything == [str(FOLDER / f"test_{name}.py") for name in sanitize.FILES[sanitizer]]
+    assert [file for file in everything if not Path(file).is_file()] == [], "name the file that has its tests now"
     assert sanitize.selection(sanitizer, ["-k", "ring", "-x"]) == [*everything, "-k", "ring", "-x"]
     for path in (__file__, f"{__file__}::test_some[1::2]"):
         assert sanitize.selection(sanitizer, ["-x", path]) == ["-x", path]

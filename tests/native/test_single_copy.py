@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks
 from test_alltoall import Plan, check
 from test_reducescatter import scatter
-from test_teams import Links
 
 from horo.errors import PeerLostError
 
@@ -91,11 +90,10 @@ def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
 def test_a_team_on_one_of_several_hosts_reads() -> None:
     """Its members are not the first ranks of their host."""
     host_of_rank = [0, 1, 0, 1, 1]
-    links = Links(host_of_rank)
 
     def body(rank: Rank) -> None:
         members = [3, 4]
-        team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+        team = rank.add_team(members)
         for turn in range(4 if rank.rank in members else 0):
             handle = rank.submit(
                 "broadcast", "b", [array := np.full(5000, rank.rank)], root_rank=3 + turn % 2, team=team
@@ -109,28 +107,15 @@ def test_a_team_on_one_of_several_hosts_reads() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 33, 64, 500, 600])
-def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(count: int) -> None:
+@on_ranks([3], segment_bytes=4096, direct_bytes=1)
+def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(rank: Rank, count: int) -> None:
     """512 addresses fit a slot."""
-
-    def body(rank: Rank) -> None:
-        for turn in range(3):
-            arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
-            handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
-            rank.finish(handle)
-            for i, array in enumerate(arrays):
-                assert np.all(array == turn % rank.size * 1000 + i + turn)
-
-    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1)
-
-
-def test_moves_by_either_way_and_sums_take_turns_over_the_same_slots() -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(40):
-            gather(rank, [100, 3000, 20_000][turn % 3], turn)
-            total = rank.allreduce(np.full([10, 30_000][turn % 2], turn, np.float32))
-            assert np.all(total == turn * rank.size)
-
-    run_ranks(body, [3], segment_bytes=4096, direct_bytes=1 << 14)
+    for turn in range(3):
+        arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
+        handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
+        rank.finish(handle)
+        for i, array in enumerate(arrays):
+            assert np.all(array == turn % rank.size * 1000 + i + turn)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

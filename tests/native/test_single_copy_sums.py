@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, recorded_stderr, run_ranks
+from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, on_ranks, recorded_stderr, run_ranks
 from test_reducescatter import rows_of, scatter, table
 from test_single_copy import INFO, READS
 
@@ -38,20 +38,17 @@ def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str, op: st
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 64, 200])
-def test_groups_of_more_tensors_than_one_read_takes(count: int) -> None:
+@on_ranks([3], segment_bytes=1 << 14, direct_bytes=1)
+def test_groups_of_more_tensors_than_one_read_takes(rank: Rank, count: int) -> None:
     """Of several kinds, and some without rows for some ranks."""
-
-    def body(rank: Rank) -> None:
-        for turn in range(3):
-            arrays = [
-                table(i * 37 % 101 * (9 if i % 5 == 0 else 1), 3, [np.float32, np.float64, np.int16][i % 3]) + turn
-                for i in range(count)
-            ]
-            for got, array in zip(scatter(rank, arrays), arrays, strict=True):
-                mine = array[rows_of(len(array), rank.size, rank.rank)]
-                assert np.array_equal(got, sum(mine for _ in range(rank.size)))
-
-    run_ranks(body, [3], segment_bytes=1 << 14, direct_bytes=1)
+    for turn in range(3):
+        arrays = [
+            table(i * 37 % 101 * (9 if i % 5 == 0 else 1), 3, [np.float32, np.float64, np.int16][i % 3]) + turn
+            for i in range(count)
+        ]
+        for got, array in zip(scatter(rank, arrays), arrays, strict=True):
+            mine = array[rows_of(len(array), rank.size, rank.rank)]
+            assert np.array_equal(got, sum(mine for _ in range(rank.size)))
 
 
 @pytest.mark.parametrize(("size", "segment_bytes"), [(2, 1 << 12), (3, 1 << 12), (9, 1 << 15), (17, 1 << 15)])
@@ -64,18 +61,6 @@ def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: i
                 assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
 
     run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)
-
-
-def test_sums_and_moves_by_either_way_take_turns_over_the_same_slots() -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(40):
-            rows = [100, 3000, 20_000][turn % 3]
-            (got,) = scatter(rank, [np.full((rows, 2), turn, np.float32)], f"s{rows}", prescale=[1.0, 2.0][turn % 2])
-            assert np.all(got == turn * rank.size * [1, 2][turn % 2])
-            gathered, _ = rank.allgather(np.full(rows, rank.rank + turn, np.int32), f"g{rows}")
-            assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + turn, rows))
-
-    run_ranks(body, [3], segment_bytes=1 << 14, direct_bytes=1 << 14)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 from fabric import make_team_links
-from ranks import Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.errors import StalledError
 
@@ -40,16 +40,14 @@ def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int]) -> None:
     assert re.search(r"ranks? [\d, ]*\b1\b[\d, ]* \(host\d\) ha(s|ve) not submitted 'late'", text) is None, text
 
 
-def test_a_stall_ends_the_job_if_so_configured() -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            wait_for(lambda: rank.context.health() is not None)
-            assert str(rank.context.health()).startswith("this rank has not submitted what others wait for")
-            return
-        with pytest.raises(StalledError, match=r"rank 1 \(host0\) has not submitted what others wait for"):
-            rank.barrier()
-
-    run_ranks(body, [2], stall_warning_ms=50, stall_shutdown_ms=200)
+@on_ranks([2], stall_warning_ms=50, stall_shutdown_ms=200)
+def test_a_stall_ends_the_job_if_so_configured(rank: Rank) -> None:
+    if rank.rank == 1:
+        wait_for(lambda: rank.context.health() is not None)
+        assert str(rank.context.health()).startswith("this rank has not submitted what others wait for")
+        return
+    with pytest.raises(StalledError, match=r"rank 1 \(host0\) has not submitted what others wait for"):
+        rank.barrier()
 
 
 @pytest.mark.parametrize(

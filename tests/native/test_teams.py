@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from fabric import make_team_links
-from ranks import Group, Rank, run_ranks, sockets_of, wait_for
+from ranks import Group, Links, Rank, hosts_of, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core.context import Context
@@ -22,56 +21,22 @@ from horo.errors import (
     UsageError,
 )
 
+__all__ = ["Links", "hosts_of", "run_in_teams"]
+
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
-
-
-class Links:
-    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
-
-    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
-        self._host_of_rank = host_of_rank
-        self._sockets = sockets
-        self._lock = threading.Lock()
-        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
-        self._sockets_of: dict[int, set[str]] = {}
-
-    def of(self, rank: int, ranks: Sequence[int], key: object) -> dict[str, list[int]]:
-        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host."""
-        if rank not in ranks:
-            return {}
-        with self._lock:
-            if (key, tuple(ranks)) not in self._made:
-                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
-                self._made[key, tuple(ranks)] = made
-                for member, by_kind in made.items():
-                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
-                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
-            return self._made[key, tuple(ranks)][rank]
-
-    def sockets_of(self, rank: int) -> set[str]:
-        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
-        numbers may be another rank's by now.
-        """
-        with self._lock:
-            return self._sockets_of.get(rank, set())
 
 
 def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
     """Calls ``step(rank, members, team, number)`` four times on each member of teams that overlap, over three hosts."""
     host_of_rank = [0, 1, 2, 0, 1, 2, 0]
-    links = Links(host_of_rank)
 
     def body(rank: Rank) -> None:
         for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
-            team = rank.context.add_team(members, **links.of(rank.rank, members, 0))
+            team = rank.add_team(members)
             for number in range(4 if rank.rank in members else 0):
                 step(rank, members, team, number)
 
     run_ranks(body, host_of_rank=host_of_rank)
-
-
-def hosts_of(hosts: Sequence[int]) -> list[int]:
-    return [host for host, size in enumerate(hosts) for _ in range(size)]
 
 
 def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
@@ -93,72 +58,37 @@ def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
 # ---- What they do ----
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(hosts: list[int]) -> None:
-    links = Links([0] * 2 if hosts == [2] else [0, 1])
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        if rank.rank == 1:
-            for _ in range(2):
-                with pytest.raises(UnsupportedError):
-                    rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
-        rank.context.remove_team(team)
-        assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) -> None:
+    team = rank.add_team([0, 1])
+    if rank.rank == 1:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError):
+                rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
+    rank.context.remove_team(team)
+    assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 3], [1, 2], [0, 3], [1, 2, 3], [0, 1, 2, 3], [3]], ids=str)
-def test_members_do_all_operations_among_themselves(hosts: list[int], ranks: list[int]) -> None:
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
-        assert team == 1
-        for step in range(4):
-            if rank.rank in ranks:
-                check_all(rank, team, ranks, step)
-            check_all(rank, 0, range(4), step)
-        rank.context.remove_team(team)
-
-    run_ranks(body, hosts, segment_bytes=1 << 14)
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_teams_that_overlap_run_side_by_side(hosts: list[int]) -> None:
-    """All ranks submit to all their teams, in orders of their own, under the same names, before they wait."""
-    links, sets = Links(hosts_of(hosts)), [[0, 1], [1, 2], [2, 3], [0, 1, 2, 3], [0, 2, 3]]
-
-    def body(rank: Rank) -> None:
-        teams = [rank.context.add_team(ranks, **links.of(rank.rank, ranks, i)) for i, ranks in enumerate(sets)]
-        mine = [(team, ranks) for team, ranks in zip(teams, sets, strict=True) if rank.rank in ranks]
-        chance = np.random.default_rng(rank.rank)
-        for step in range(30):
-            handles = []
-            for place in chance.permutation(len(mine)):
-                team, ranks = mine[place]
-                array = np.full(1 + 5000 * (step % 3), step + team, np.float64)
-                handle = rank.submit("allreduce", "same", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-                handles.append((handle, array, len(ranks) * (step + team)))
-            for handle, array, wanted in handles:
-                rank.finish(handle)
-                assert (array == wanted).all()
-        rank.barrier()
-
-    with Group(hosts, teams=8) as group:
-        group.run(body)
+@on_ranks(*HOSTS, segment_bytes=1 << 14)
+def test_members_do_all_operations_among_themselves(rank: Rank, ranks: list[int]) -> None:
+    team = rank.add_team(ranks)
+    assert team == 1
+    for step in range(4):
+        if rank.rank in ranks:
+            check_all(rank, team, ranks, step)
+        check_all(rank, 0, range(4), step)
+    rank.context.remove_team(team)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
     """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
-    links, done = Links(hosts_of(hosts)), threading.Event()
+    done = threading.Event()
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
-        other = rank.context.add_team([2, 3], **links.of(rank.rank, [2, 3], 0))
+        team = rank.add_team([1, 2])
+        other = rank.add_team([2, 3])
         array = np.ones(20_000, np.float32)
         if rank.rank == 0:
             assert done.wait(30)
@@ -182,25 +112,22 @@ def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
     run_ranks(body, hosts)
 
 
-def test_a_team_has_its_own_numbers_in_the_flight_recorder() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2])
-        if rank.rank > 0:
-            rank.allreduce(np.ones(3, np.float32), "inside", team=team)
-            events = [event for event in rank.context.events() if event.name == "inside"]
-            assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
-            assert {event.team for event in events} == {team}
-        assert "add_process_set" in {event.op for event in rank.context.events()}
-
-    run_ranks(body, [3])
+@on_ranks([3])
+def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
+    team = rank.context.add_team([1, 2])
+    if rank.rank > 0:
+        rank.allreduce(np.ones(3, np.float32), "inside", team=team)
+        events = [event for event in rank.context.events() if event.name == "inside"]
+        assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
+        assert {event.team for event in events} == {team}
+    assert "add_process_set" in {event.op for event in rank.context.events()}
 
 
 def test_several_sockets_per_peer_serve_teams_too() -> None:
     hosts, ranks = [2, 2], [0, 1, 2, 3]
-    links = Links(hosts_of(hosts), sockets=3)
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, 0))
+        team = rank.add_team(ranks)
         array = np.full(3_000_000, rank.rank, np.float32)
         assert (rank.allreduce(array, team=team) == 6).all()
 
@@ -212,14 +139,13 @@ def test_several_sockets_per_peer_serve_teams_too() -> None:
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
 def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: list[int]) -> None:
-    links = Links(hosts_of(hosts))
 
     def body(rank: Rank) -> None:
         for step in range(40):
             sets = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
             ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
-            team = rank.context.add_team(ranks, **links.of(rank.rank, ranks, (step, 0)))
-            other = rank.context.add_team(others, **links.of(rank.rank, others, (step, 1)))
+            team = rank.add_team(ranks)
+            other = rank.add_team(others)
             assert (team, other) == (1 + step * 256, 2 + step * 256)  # the ids are not
             if step > 0:
                 for former in (team - 256, other - 256):
@@ -240,84 +166,47 @@ def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: li
         assert group.contexts[0].counters()["link_bytes"] >= before["link_bytes"]
 
 
-def test_there_are_at_most_64_teams() -> None:
-    def body(rank: Rank) -> None:
-        teams = [rank.context.add_team([i % 2]) for i in range(63)]
-        assert teams == list(range(1, 64))
-        with pytest.raises(ResourceError, match="there are 64 process sets already"):
-            rank.context.add_team([0, 1])
-        rank.context.remove_team(17)
-        assert rank.context.add_team([0, 1]) == 17 + 256
-        rank.allreduce(np.ones(4, np.float32), team=17 + 256)
-
-    with Group([2], segment_bytes=4096, teams=64) as group:
-        group.run(body)
+@on_ranks([2], segment_bytes=4096, teams=64)
+def test_there_are_at_most_64_teams(rank: Rank) -> None:
+    teams = [rank.context.add_team([i % 2]) for i in range(63)]
+    assert teams == list(range(1, 64))
+    with pytest.raises(ResourceError, match="there are 64 process sets already"):
+        rank.context.add_team([0, 1])
+    rank.context.remove_team(17)
+    assert rank.context.add_team([0, 1]) == 17 + 256
+    rank.allreduce(np.ones(4, np.float32), team=17 + 256)
 
 
-def test_ranks_that_ask_for_different_teams_hear_it_and_go_on() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
-            rank.context.add_team([1] if rank.rank == 1 else [0, 1])
-        first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-        with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
-            rank.context.remove_team(second if rank.rank == 1 else first)
-        with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
-            rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
-        for team in (0, first, second):
-            assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
-        rank.context.remove_team(first)
-        with pytest.raises(UsageError, match="process set 1 has been removed"):
-            rank.allreduce(np.ones(5, np.float32), team=first)
-
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> None:
+    with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
+        rank.context.add_team([1] if rank.rank == 1 else [0, 1])
+    first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
+    with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
+        rank.context.remove_team(second if rank.rank == 1 else first)
+    with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
+        rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
+    for team in (0, first, second):
+        assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
+    rank.context.remove_team(first)
+    with pytest.raises(UsageError, match="process set 1 has been removed"):
+        rank.allreduce(np.ones(5, np.float32), team=first)
 
 
-def test_a_team_that_came_to_nothing_goes_while_others_come_and_go() -> None:
-    """Its links are let go of by the caller, the list of those in use is the driver's: for the thread sanitizer."""
-    links = Links([0, 1])
-
-    def differ(rank: Rank) -> None:
-        for step in range(30):
-            ranks = [0, 1] if rank.rank == 0 else [1]
-            with pytest.raises(MismatchError):
-                rank.context.add_team(ranks, **links.of(rank.rank, ranks, ("differ", step)))
-            first.wait(30)
-            second.wait(30)
-
-    def agree(rank: Rank) -> None:
-        for step in range(30):
-            first.wait(30)
-            team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], ("agree", step)))
+@on_ranks([2])
+def test_a_rank_that_removes_a_team_at_work_is_told(rank: Rank) -> None:
+    team = rank.context.add_team([0, 1])
+    array = np.ones(3, np.float32)
+    if rank.rank == 0:
+        handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+        with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
             rank.context.remove_team(team)
-            second.wait(30)
-
-    def body(rank: Rank) -> None:
-        thread = threading.Thread(target=differ, args=(rank,))
-        thread.start()
-        agree(rank)
-        thread.join(60)
-        assert not thread.is_alive()
-
-    first, second = threading.Barrier(4), threading.Barrier(4)
-    run_ranks(body, [1, 1])
-
-
-def test_a_rank_that_removes_a_team_at_work_is_told() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1])
-        array = np.ones(3, np.float32)
-        if rank.rank == 0:
-            handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-            with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
-                rank.context.remove_team(team)
-            rank.barrier()
-            rank.finish(handle)
-        else:
-            rank.barrier()
-            rank.allreduce(array, team=team)
-        rank.context.remove_team(team)
-
-    run_ranks(body, [2])
+        rank.barrier()
+        rank.finish(handle)
+    else:
+        rank.barrier()
+        rank.allreduce(array, team=team)
+    rank.context.remove_team(team)
 
 
 BAD = {
@@ -331,93 +220,54 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_impossible_teams_are_refused_before_anybody_hears_of_them(what: str) -> None:
+@on_ranks([2])
+def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank, what: str) -> None:
     ranks, text = BAD[what]
-
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match=text):
-            rank.context.add_team(ranks)
-        assert rank.context.add_team([0, 1]) == 1
-
-    run_ranks(body, [2])
+    with pytest.raises(UsageError, match=text):
+        rank.context.add_team(ranks)
+    assert rank.context.add_team([0, 1]) == 1
 
 
-def test_what_a_team_cannot_do_is_refused() -> None:
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2])
-        if rank.rank == 0:
-            with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
-                rank.barrier(team=team)
-        else:
-            with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
-                rank.broadcast(np.ones(1, np.float32), 0, team=team)
-        for unknown in (-1, 5, 64, 10**6):
-            with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
-                rank.barrier(team=unknown)
-        for unknown in (-1, 5, 64):
-            with pytest.raises(UsageError, match="does not exist"):
-                rank.context.remove_team(unknown)
-        with pytest.raises(UsageError, match="process set 0 has all ranks"):
-            rank.context.remove_team(0)
-
-    run_ranks(body, [3])
+@on_ranks([3])
+def test_what_a_team_cannot_do_is_refused(rank: Rank) -> None:
+    team = rank.context.add_team([1, 2])
+    if rank.rank == 0:
+        with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
+            rank.barrier(team=team)
+    else:
+        with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
+            rank.broadcast(np.ones(1, np.float32), 0, team=team)
+    for unknown in (-1, 5, 64, 10**6):
+        with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
+            rank.barrier(team=unknown)
+    for unknown in (-1, 5, 64):
+        with pytest.raises(UsageError, match="does not exist"):
+            rank.context.remove_team(unknown)
+    with pytest.raises(UsageError, match="process set 0 has all ranks"):
+        rank.context.remove_team(0)
 
 
-def test_a_missing_link_is_named() -> None:
-    def body(rank: Rank) -> None:
-        with pytest.raises(UsageError, match="was given no connection for agreement to host"):
-            rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
-        with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
-            rank.context.add_team([0, 1])
-
-    run_ranks(body, [1, 1])
+@on_ranks([1, 1])
+def test_a_missing_link_is_named(rank: Rank) -> None:
+    with pytest.raises(UsageError, match="was given no connection for agreement to host"):
+        rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
+    with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
+        rank.context.add_team([0, 1])
 
 
 # ---- Ends ----
 
 
-@pytest.mark.parametrize(
-    "hosts, dying", [([3], 0), ([3], 2), ([1, 2], 0), ([2, 1], 2), ([1, 1, 1], 0), ([1, 1, 1], 1)], ids=str
-)
-def test_a_death_ends_teams_and_is_named_by_all(hosts: list[int], dying: int) -> None:
-    """Who dies is alone on its host, or there is one: its thread lives on, and must not speak for others."""
-    links = Links(hosts_of(hosts))
-    others = [rank for rank in range(3) if rank != dying]
-
-    def body(rank: Rank) -> str:
-        both = rank.context.add_team(others, **links.of(rank.rank, others, 0))
-        pair = sorted([others[0], dying])
-        team = rank.context.add_team(pair, **links.of(rank.rank, pair, 1))
-        if rank.rank == dying:
-            rank.barrier()
-            group.kill(dying, links.sockets_of(dying))
-            return "dead"
-        handle = rank.submit("barrier", "barrier", [])
-        group.await_kill(dying)
-        wait_for(lambda: rank.context.poll(handle))
-        with pytest.raises(PeerLostError) as caught:
-            if rank.rank in pair:
-                rank.allreduce(np.ones(100_000, np.float32), team=team)
-            while True:
-                rank.barrier("others", team=both)
-        return str(caught.value)
-
-    with Group(hosts) as group:
-        texts = group.run(body)
-        assert all(f"rank {dying} " in text for rank, text in enumerate(texts) if rank != dying), texts
-
-
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[int]) -> None:
     """The answer is that of every call then, not that the removal is under way."""
-    links = Links(hosts_of(hosts))
     is_there = threading.Barrier(2)
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        team = rank.add_team([0, 1])
         is_there.wait(20)
         if rank.rank == 1:
-            group.kill(1, links.sockets_of(1))
+            group.kill(1)
             return
         for _ in range(2):
             with pytest.raises(PeerLostError):
@@ -433,13 +283,12 @@ def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(hosts: list[i
 @pytest.mark.parametrize("leaving", [0, 1, 2])
 def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) -> None:
     """Also in teams that the rank that leaves is no member of, whose leader has nothing to do."""
-    links = Links(hosts_of(hosts))
     others = [rank for rank in range(3) if rank != leaving]
 
     def body(rank: Rank) -> None:
-        rank.context.remove_team(rank.context.add_team(others, **links.of(rank.rank, others, 2)))
-        pair = rank.context.add_team(others, **links.of(rank.rank, others, 0))
-        three = rank.context.add_team([0, 1, 2], **links.of(rank.rank, [0, 1, 2], 1))
+        rank.context.remove_team(rank.add_team(others))
+        pair = rank.add_team(others)
+        three = rank.add_team([0, 1, 2])
         ones = np.ones(10, np.float32)
         handle = rank.submit("allreduce", "x", [ones], reduce_op=1, team=pair) if rank.rank == others[1] else None
         rank.allreduce(np.ones(10, np.float32), team=three)
@@ -454,34 +303,6 @@ def test_a_shutdown_ends_what_waits_in_any_team(hosts: list[int], leaving: int) 
 
     with Group(hosts) as group:
         group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [3], [2, 2]], ids=str)
-def test_what_was_agreed_on_is_finished_before_the_end(hosts: list[int]) -> None:
-    """Every rank submits to its teams and shuts down at once: each operation is done by all its members or by none."""
-    size = sum(hosts)
-    ranks, some = list(range(size)), list(range(1, size))
-    links = Links(hosts_of(hosts))
-    for attempt in range(25):
-        outcomes: dict[int, list[bool]] = {}
-
-        def body(rank: Rank, outcomes: dict[int, list[bool]] = outcomes, attempt: int = attempt) -> None:
-            sets = [ranks, some]
-            teams = [rank.context.add_team(part, **links.of(rank.rank, part, attempt)) for part in sets]
-            done = []
-            for team, part in zip(teams, sets, strict=True):
-                if rank.rank in part:
-                    array = np.full(3000, rank.rank, np.float64)
-                    handle = rank.submit("allreduce", "last", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-                    done.append((team, handle, array, float(sum(part))))
-            for _, handle, array, wanted in done:
-                rank.context.wait(handle)
-                assert (array == wanted).all()
-            outcomes[rank.rank] = [True]
-
-        with Group(hosts, segment_bytes=4096) as group:
-            group.run(body)
-        assert len(outcomes) == size
 
 
 def test_a_context_that_goes_while_a_team_is_being_added_ends_in_order() -> None:

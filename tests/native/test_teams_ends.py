@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
-from test_teams import Links, hosts_of
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, run_script, wait_for
 
 from horo.core import context as _core
 from horo.errors import AbortedError, PeerLostError
 
-FOLDER = Path(__file__).resolve().parent
-
-
-def run_script(script: str, timeout_s: float = 60) -> str:
-    """What a program of its own, whose ranks are processes that it forks, writes."""
-    path = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parent.parent)]
-    code = f"import sys; sys.path[:0] = {path!r}\n{script}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_has_left(hosts: list[int]) -> None:
-    links, begun = Links(hosts_of(hosts)), [threading.Event() for _ in range(3)]
+    begun = [threading.Event() for _ in range(3)]
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        team = rank.add_team([1, 2])
         if rank.rank == 0:
             assert all(event.wait(60) for event in begun[1:])
             rank.context.destroy()
@@ -50,10 +35,10 @@ def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_h
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
 def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hosts: list[int]) -> None:
-    links, is_over = Links(hosts_of(hosts)), threading.Event()
+    is_over = threading.Event()
 
     def body(rank: Rank) -> None:
-        team = rank.context.add_team([1, 2], **links.of(rank.rank, [1, 2], 0))
+        team = rank.add_team([1, 2])
         if rank.rank == 0:
             rank.context.destroy()
         elif rank.rank == 2:
@@ -68,11 +53,10 @@ def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hos
 
 def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:
     """Who makes a synchronous call then drives itself: nobody is woken for it."""
-    links = Links([0, 0, 1, 1])
 
     def body(rank: Rank) -> int:
         alone = [rank.context.add_team([member]) for member in range(4)][rank.rank]
-        pair = rank.context.add_team([1, 3], **links.of(rank.rank, [1, 3], 0))
+        pair = rank.add_team([1, 3])
         rank.barrier()
         rank.context.remove_team(pair)
         rank.barrier()
@@ -83,8 +67,7 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
             rank.run("barrier", "alone", [], team=alone)
         return rank.context.counters()["wakes"] - before
 
-    with Group([2, 2], teams=8) as group:
-        wakes = group.run(body)
+    wakes = run_ranks(body, [2, 2], teams=8)
     assert wakes[1] == wakes[3] == 0, wakes
 
 
@@ -134,7 +117,7 @@ def test_each_team_has_its_stall_reports() -> None:
 FORK = """
 import os
 from ranks import Group
-from test_teams import Links
+from ranks import Links
 
 from horo.errors import PeerLostError
 from horo.core.context import ffi, lib
@@ -163,19 +146,15 @@ def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() 
     assert int(run_script(FORK)) == world + node + team
 
 
-def test_a_result_outlives_its_team() -> None:
+@on_ranks([3])
+def test_a_result_outlives_its_team(rank: Rank) -> None:
     """Also where another team has its number by then."""
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1, 2])
-        handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
-        rank.context.wait(handle)
-        rank.context.remove_team(team)
-        assert rank.context.add_team([1]) % 256 == team
-        data, rows = rank.context.take_result(handle, 0)
-        rank.context.release(handle)
-        assert rows == [1, 2, 3]
-        assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6
-
-    with Group([3]) as group:
-        group.run(body)
+    team = rank.context.add_team([0, 1, 2])
+    handle = rank.submit("allgather", "g", [np.full((rank.rank + 1, 2), rank.rank, np.int64)], team=team)
+    rank.context.wait(handle)
+    rank.context.remove_team(team)
+    assert rank.context.add_team([1]) % 256 == team
+    data, rows = rank.context.take_result(handle, 0)
+    rank.context.release(handle)
+    assert rows == [1, 2, 3]
+    assert np.frombuffer(data, np.int64).tolist() == [0, 0] + [1] * 4 + [2] * 6

@@ -22,7 +22,6 @@ from links import (
     Rank,
     create_tcp,
     joining,
-    poll_until,
     socket_pair,
 )
 
@@ -34,29 +33,6 @@ MIB = 1 << 20
 def join(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[Join]:
     """join(hosts) makes a fabric of stream sockets."""
     yield from joining(native, request.param)
-
-
-def test_small_messages_share_a_system_call(join: Join) -> None:
-    sender, receiver = join(2).ranks
-    sends = [sender.send(1, b"message") for _ in range(16)]
-    receives = [receiver.recv(0, 7) for _ in range(16)]
-    assert sender.progress()
-    assert all(io.done for io in sends)
-    poll_until(receiver.progress, "arrival")
-    assert all(io.done for io in receives)
-
-
-def test_sleep_names_each_busy_link_with_its_directions(join: Join) -> None:
-    rank = join(4).ranks[0]
-    rank.recv(1, 1, DATA)
-    rank.send(2, b"x", DATA)
-    rank.recv(3, 1, CONTROL)
-    rank.send(3, b"x", CONTROL)
-    count, named = rank.sleep_fds()
-    assert count == 3
-    assert sorted(events for _, events in named) == [1, 4, 5]  # POLLIN, POLLOUT, both
-    assert rank.sleep_fds(capacity=2) == (3, named[:2])
-    assert rank.sleep_fds(capacity=0) == (3, [])
 
 
 def test_hundreds_of_links_are_all_served(native: ModuleType) -> None:
@@ -128,51 +104,20 @@ def test_only_control_links_give_up_on_a_peer_that_does_not_acknowledge(native: 
         data.detach()
 
 
-def test_keepalive_is_never_asked_for_zero_seconds(native: ModuleType) -> None:
+@pytest.mark.parametrize("timeout_s", [0.001, 65_535, 65_536, 1_000_000, 2_147_483])
+def test_keepalive_takes_any_timeout(native: ModuleType, timeout_s: float) -> None:
+    """Never zero seconds, and at most 32767 s, which is what Linux takes; HORO_PEER_TIMEOUT may be up to 1000000 s."""
     near, far = socket_pair("tcp")
     with near, far:
-        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=1)
-        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
-        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1
-        rank.destroy()
-        near.detach()
-
-
-@pytest.mark.parametrize("timeout_s", [65_535, 65_536, 1_000_000, 2_147_483])
-def test_a_timeout_beyond_what_the_kernel_counts_is_taken(native: ModuleType, timeout_s: int) -> None:
-    """Linux takes at most 32767 s for keepalive; HORO_PEER_TIMEOUT may be up to 1000000 s."""
-    near, far = socket_pair("tcp")
-    with near, far:
-        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=timeout_s * 1000)
+        rank = create_tcp(native, [-1, near.fileno()], peer_timeout_ms=round(timeout_s * 1000))
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, interval_s, probes = (near.getsockopt(socket.IPPROTO_TCP, option) for option in options)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-        idle_s, interval_s, probes = (
-            near.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        )
-        assert 0 <= idle_s + interval_s * probes - timeout_s <= interval_s
-        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == min(timeout_s // 2, 32_767)
-        assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == min(timeout_s // 2 // 5, 32_767)
+        assert idle_s == min(max(int(timeout_s) // 2, 1), 32_767)
+        assert interval_s == min(max(int(timeout_s) // 2 // 5, 1), 32_767)
+        assert timeout_s < 1 or 0 <= idle_s + interval_s * probes - timeout_s <= interval_s
         rank.destroy()
         near.detach()
-
-
-def test_a_reset_connection_counts_as_closed(native: ModuleType) -> None:
-    near, far = socket_pair("tcp")
-    rank = create_tcp(native, [-1, near.detach()])
-    received = rank.recv(1, 1)
-    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    far.close()
-    assert rank.wait(received) == PEER_LOST
-    assert rank.loss(1) == CLOSED
-    rank.destroy()
-
-
-def test_a_closed_connection_is_told_as_such(join: Join) -> None:
-    fabric = join(2)
-    fabric.crash(1)
-    rank = fabric.ranks[0]
-    assert rank.wait(rank.recv(1, 1)) == PEER_LOST
-    assert rank.loss(1) == CLOSED
 
 
 def test_a_peer_that_reads_no_control_is_lost_as_silent_after_the_timeout(native: ModuleType) -> None:
@@ -294,16 +239,6 @@ def test_a_message_may_be_done_before_an_earlier_one_on_another_socket(
     assert first.posted and second.bytes() == b"2"
     far[0].sendall(b"1")
     assert rank.wait(first) == 0
-
-
-def test_sleep_names_each_busy_socket(striped: tuple[Rank, list[socket.socket]]) -> None:
-    rank, _ = striped
-    for size in (0, 1, 1):
-        rank.recv(1, size)
-    rank.progress()
-    rank.send(1, b"x")
-    count, named = rank.sleep_fds()
-    assert (count, sorted(events for _, events in named)) == (2, [1, 5])
 
 
 @pytest.mark.parametrize("broken", range(3))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core.context import ffi, lib
@@ -106,8 +106,7 @@ def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str
             may_go_on.set()
             rank.finish(following)
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
@@ -130,29 +129,25 @@ def test_each_waiter_gets_the_sentence_of_the_error(hosts: list[int]) -> None:
                 assert isinstance(outcome, MismatchError)
                 assert "[4]" in str(outcome) and "[5]" in str(outcome)
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
-def test_who_comes_after_the_release_is_told_so() -> None:
-    def body(rank: Rank) -> None:
-        context = rank.context
-        handle = rank.submit("barrier", "b", [])
-        context.finish(handle)
-        gone = f"Handle {handle} was not created or has been cleared."
-        for call in (context.wait, context.finish, context.finish_or_keep, context.release, context.poll):
-            with pytest.raises(UsageError, match=gone) as raised:
-                call(handle)
-            assert type(raised.value) is UsageError
-            assert raised.value._is_released
-        native = context._context
-        assert lib.horo_wait(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
-        assert lib.horo_finish(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
-        assert lib.horo_release(native, handle) == lib.HORO_ERR_HANDLE
-        context.wait_any([handle, handle])
-
-    with Group([2]) as group:
-        group.run(body)
+@on_ranks([2])
+def test_who_comes_after_the_release_is_told_so(rank: Rank) -> None:
+    context = rank.context
+    handle = rank.submit("barrier", "b", [])
+    context.finish(handle)
+    gone = f"Handle {handle} was not created or has been cleared."
+    for call in (context.wait, context.finish, context.finish_or_keep, context.release, context.poll):
+        with pytest.raises(UsageError, match=gone) as raised:
+            call(handle)
+        assert type(raised.value) is UsageError
+        assert raised.value._is_released
+    native = context._context
+    assert lib.horo_wait(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_finish(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_release(native, handle) == lib.HORO_ERR_HANDLE
+    context.wait_any([handle, handle])
 
 
 def test_a_pending_handle_is_not_released() -> None:
@@ -169,8 +164,7 @@ def test_a_pending_handle_is_not_released() -> None:
             assert lib.horo_wait(rank.context._context, handle, 0, ffi.NULL, 0) == lib.HORO_IN_PROGRESS
         rank.finish(handle)
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
@@ -196,8 +190,7 @@ def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], mon
             ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
             assert ends == [AbortedError] * (WAITERS - 1)
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
 def test_a_process_set_may_go_while_those_that_have_waited_in_it_return() -> None:
@@ -224,5 +217,4 @@ def test_a_process_set_may_go_while_those_that_have_waited_in_it_return() -> Non
                 rank.barrier(f"turned {turn}")
             assert waiters.outcomes == [None] * (15 if rank.rank == 0 else 0)
 
-    with Group([2]) as group:
-        group.run(body)
+    run_ranks(body, [2])

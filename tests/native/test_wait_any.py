@@ -29,8 +29,7 @@ def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
             rank.context.wait_any(handles)
             assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
             has_ended.set()
-            for handle in handles:
-                rank.finish(handle)
+            rank.finish(*handles)
             return
         rank.allreduce(np.ones(9), f"x{order[0]}")
         assert has_ended.wait(60)
@@ -58,8 +57,7 @@ def test_it_does_not_poll(hosts: list[int]) -> None:
         waits.set()
         rank.context.wait_any(handles)
         sleeps.append(rank.context.counters()["sleeps"] - before)
-        for handle in handles:
-            rank.finish(handle)
+        rank.finish(*handles)
 
     run_ranks(body, hosts)
     assert sleeps[0] < 50  # it was 250 with a look every 2 ms

@@ -42,7 +42,7 @@ class Request:
     op: int = ALLREDUCE
     reduce_op: int = 0
     transient: bool = False
-    by_nccl: bool = False
+    on_gpu: bool = False
     root_rank: int = 0
     prescale: float = 1.0
     postscale: float = 1.0
@@ -70,7 +70,7 @@ def request(value: Request) -> bytes:
         "<BBBidd",
         value.op,
         value.reduce_op if reduces else 0,
-        value.transient | (value.by_nccl and value.op in MOVE_DATA) << 1,
+        value.transient | (value.on_gpu and value.op in MOVE_DATA) << 1,
         value.root_rank if value.op == BROADCAST else 0,
         value.prescale if reduces else 1.0,
         value.postscale if reduces else 1.0,
@@ -187,7 +187,7 @@ def samples() -> dict[str, bytes]:
         "adasum": Request("delta.0", reduce_op=ADASUM, postscale=0.5, tensors=(Tensor(7, (9,), 6), Tensor(8, (2, 3)))),
         "allgather": Request("gather/é", op=ALLGATHER, tensors=(Tensor(4, (9, 3)), Tensor(5, ()))),
         "broadcast": Request("b", op=BROADCAST, root_rank=3, transient=True, tensors=(Tensor(0, (0, 5)),)),
-        "by NCCL": Request("n", reduce_op=1, by_nccl=True, tensors=(Tensor(7, (3,)),)),
+        "by NCCL": Request("n", reduce_op=1, on_gpu=True, tensors=(Tensor(7, (3,)),)),
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),

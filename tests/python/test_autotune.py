@@ -46,8 +46,7 @@ def noisy(cost: Callable[[Point], float], seed: int, noise: float) -> Callable[[
 
 points = st.lists(st.integers(1, 12), min_size=1, max_size=8).flatmap(
     lambda counts: st.tuples(
-        st.just(counts),
-        *[st.tuples(*(st.integers(0, count - 1) for count in counts)) for _ in range(3)],
+        st.just(counts), *[st.tuples(*(st.integers(0, count - 1) for count in counts)) for _ in range(3)]
     )
 )
 
@@ -214,11 +213,6 @@ def test_a_tuner_ends_at_the_quickest_values_and_writes_each_sample(tmp_path: Pa
     assert float(rows[-1]["score"]) == pytest.approx(3e6 / 0.01128 / 1e6, rel=1e-4)
     changed = {knob for values, _ in context.proposals for knob in values if values[knob] != 1}
     assert changed == {"segment", "fusion", "cycle"}
-
-
-def test_a_log_that_cannot_be_written_ends_without_harm(tmp_path: Path) -> None:
-    plan = Search({}, {"segment": (4096, 1 << 22)}, 1, 2, 10, str(tmp_path / "absent" / "log.csv"))
-    assert tune(plan, {"segment": 4096}, lambda values: 1 / values["segment"]).is_final
 
 
 def test_the_log_stays_in_the_folder_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,9 @@ from horo.errors import ResourceError, UsageError
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
 SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NODELIST": "h[1-2]",
-    "SLURM_NODEID": "0",
-}
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "h[1-2]", "SLURM_NODEID": "0",
+}  # fmt: skip
 HORORUN = {"HORO_RANK": "0", "HORO_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "HORO_SECRET": "ab" * 16}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
@@ -145,58 +141,11 @@ def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytes
     assert find(environ) == launch  # the same communicator: its starts are counted together
 
 
-@pytest.mark.parametrize(
-    ("environ", "kind"),
-    [({}, "none"), ({"OMPI_COMM_WORLD_SIZE": "1"}, "none"), (SRUN, "slurm"), (HORORUN, "hororun")],
-)
-def test_mpi_is_left_alone_where_it_started_nothing(
-    environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find(environ).kind == kind
-
-
-@pytest.mark.parametrize(("first", "kind"), [(HORORUN, "hororun"), (TORCHRUN, "torchrun")])
-@pytest.mark.parametrize("controller", ["auto", "gloo"])
-def test_hororun_and_torchrun_come_before_mpi(
-    first: dict[str, str], kind: str, controller: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**OPEN_MPI, **SRUN, **first, "HORO_CONTROLLER": controller}).kind == kind
-
-
-@pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "3"}])
-def test_another_mpis_mpirun_is_one_sentence_and_not_several_lone_jobs(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, 0, 1)
-    with pytest.raises(UsageError) as caught:
-        find(environ)
-    variable = next(iter(environ))
-    assert f"{variable}={environ[variable]}, but to mpi4py's MPI (Fake MPI 1.0) this is process 0 of 1" in str(
-        caught.value
-    )
-
-
 def test_missing_mpi4py_under_mpirun_says_what_to_install(no_mpi4py: None) -> None:
     with pytest.raises(ResourceError, match=r"OMPI_COMM_WORLD_SIZE=4: .*not installed.*pip install mpi4py"):
         find(OPEN_MPI)
     with pytest.raises(ResourceError, match=r"HORO_CONTROLLER=mpi: .*pip install mpi4py"):
         find({"HORO_CONTROLLER": "mpi"})
-
-
-def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = ModuleType("mpi4py")
-    package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
-
-    def explain(name: str) -> Any:
-        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
-
-    package.__getattr__ = explain  # type: ignore[method-assign]
-    monkeypatch.setitem(sys.modules, "mpi4py", package)
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):
-        find(HYDRA)
 
 
 def test_whether_there_is_an_mpi_is_known_without_starting_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +180,58 @@ PMI2 = {**SRUN, **HYDRA}
 PMIX = {**SRUN, "PMIX_RANK": "1"}
 
 
-@pytest.mark.parametrize("environ", [PMI2, PMIX])
-def test_under_srun_mpi_is_used_where_it_agrees(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 1, 4)
-    assert find(environ).kind == "mpi"
+DAEMON = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", **HYDRA}  # mpirun starts its daemons with srun, one for each node
+KINDS = [
+    ((1, 4), PMI2, "mpi"),
+    ((1, 4), PMIX, "mpi"),
+    ((0, 1), {"HORO_CONTROLLER": "mpi"}, "mpi"),
+    *((None, environ, "none") for environ in ({}, {"OMPI_COMM_WORLD_SIZE": "1"})),
+    (None, SRUN, "slurm"),
+    *((None, {**OPEN_MPI, **SRUN, **HORORUN, "HORO_CONTROLLER": each}, "hororun") for each in ("auto", "gloo")),
+    *((None, {**OPEN_MPI, **SRUN, **TORCHRUN, "HORO_CONTROLLER": each}, "torchrun") for each in ("auto", "gloo")),
+    (None, {**PMI2, "HOROVOD_CONTROLLER": "slurm"}, "slurm"),
+    (None, {**SRUN, "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}, "none"),  # a shell that srun has started
+    (None, {**SRUN, "PMIX_RANK": "0", "SLURM_STEP_ID": "4294967290"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("mpi", "environ", "kind"), KINDS)
+def test_the_launcher_that_is_found(
+    mpi: tuple[int, int] | None, environ: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``mpi``: the rank and the size that it gives; None: it must not even be imported."""
+    if mpi is None:
+        monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    else:
+        install(monkeypatch, *mpi)
+    assert find(environ).kind == kind
+
+
+ALONE_TO_MPI = "but to mpi4py's MPI (Fake MPI 1.0) this is process 0 of 1"
+REFUSED = [
+    ((0, 1), HYDRA, f"PMI_SIZE=4, {ALONE_TO_MPI}"),
+    ((0, 1), OPEN_MPI, f"OMPI_COMM_WORLD_SIZE=4, {ALONE_TO_MPI}"),
+    ((0, 1), {"PMIX_RANK": "3"}, f"PMIX_RANK=3, {ALONE_TO_MPI}"),
+    ((0, 3), PMI2, "PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"),
+    ((0, 1), DAEMON, "the mpirun of another MPI"),
+    ((0, 1), {**SRUN, **OPEN_MPI}, "the mpirun of another MPI"),
+    ((0, 1), {**HORORUN, "HORO_CONTROLLER": "mpi"}, "to MPI this is a single process, while hororun started 2"),
+    (None, {**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+    (None, {**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+    (None, {"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
+    (None, {"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
+]
+
+
+@pytest.mark.parametrize(("mpi", "environ", "told"), REFUSED, ids=[told for *_, told in REFUSED])
+def test_what_cannot_be_is_one_sentence(
+    mpi: tuple[int, int] | None, environ: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mpi is not None:
+        install(monkeypatch, *mpi)
+    with pytest.raises(UsageError) as caught:
+        find(environ)
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("environ", [PMI2, PMIX])
@@ -250,55 +247,6 @@ def test_under_srun_a_lone_mpi_is_told_and_slurm_decides(
 
 def test_under_srun_without_mpi4py_slurm_decides(no_mpi4py: None) -> None:
     assert find(PMI2).kind == "slurm"
-
-
-def test_under_srun_two_different_sizes_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 0, 3)
-    with pytest.raises(UsageError, match="PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"):
-        find(PMI2)
-
-
-def test_mpirun_inside_an_allocation_is_not_mistaken_for_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    # mpirun starts its daemons with srun, one for each node, and their variables reach the ranks.
-    install(monkeypatch, 0, 1)
-    daemons = {**SRUN, "SLURM_STEP_NUM_TASKS": "2"}
-    for environ in ({**daemons, **HYDRA}, {**SRUN, **OPEN_MPI}):
-        with pytest.raises(UsageError, match="the mpirun of another MPI"):
-            find(environ)
-
-
-@pytest.mark.parametrize("step", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967290"}])
-def test_a_shell_that_srun_has_started_is_no_mpi_job(step: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**SRUN, "PMIX_RANK": "0", **step}).kind == "none"
-
-
-@pytest.mark.parametrize("controller", ["gloo", "slurm"])
-def test_the_controller_keeps_mpi_out_under_srun(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
-    assert find({**PMI2, "HOROVOD_CONTROLLER": controller}).kind == "slurm"
-
-
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
-        ({**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
-        ({"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
-        ({"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
-    ],
-)
-def test_a_controller_that_cannot_be_is_an_error(environ: dict[str, str], told: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        find(environ)
-    assert told in str(caught.value)
-
-
-def test_forced_mpi_that_is_alone_among_several_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 0, 1)
-    with pytest.raises(UsageError, match="to MPI this is a single process, while hororun started 2"):
-        find({**HORORUN, "HORO_CONTROLLER": "mpi"})
-    assert find({"HORO_CONTROLLER": "mpi"}).size == 1
 
 
 def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +327,20 @@ def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
     detect_launch(environ, read_config(environ))
     detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text
+
+
+def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("mpi4py")
+    package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
+
+    def explain(name: str) -> Any:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
+
+    package.__getattr__ = explain  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):
+        find(HYDRA)
 
 
 def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

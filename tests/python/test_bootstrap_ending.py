@@ -61,14 +61,6 @@ def test_the_status_of_a_process_that_an_exception_ends(error: BaseException, st
     assert exit_status(error) == status
 
 
-def test_an_exception_without_a_message_is_described_all_the_same() -> None:
-    class Silent(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no")
-
-    assert describe_exception(Silent()) == "Silent: (its message cannot be made)"
-
-
 def caught(where: Path, error: str) -> BaseException:
     """The error of a script that calls into horo, which raises."""
     where.write_text(
@@ -178,18 +170,6 @@ def test_the_hook_that_was_there_is_called_first_and_once() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "mine: x\nx <string>, line 7\n", "")
 
 
-def test_an_exception_does_not_end_an_interactive_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-i", "-c", HOOKED],
-        input="print('on')\n",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.stdout == "mine: x\non\n"
-
-
 PUT_BACK = """
 import sys, threading
 before = sys.excepthook, sys.exit, threading.excepthook
@@ -229,3 +209,11 @@ def test_what_horo_has_replaced_is_put_back_unless_others_have_replaced_it_since
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stdout == """["ZeroDivisionError('division by zero')", "ValueError('x')"]\n"""
+
+
+def test_an_exception_without_a_message_is_described_all_the_same() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert describe_exception(Silent()) == "Silent: (its message cannot be made)"

@@ -6,11 +6,9 @@ import mmap
 import os
 
 import pytest
-from descriptors import open_descriptors
 from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
-from wiring import check_wiring
 
 from horo.bootstrap.auth.handshake import Purpose
 from horo.bootstrap.host.grouping import control_peers, data_peers, group_ranks
@@ -60,11 +58,6 @@ def test_tree_reaches_every_host_from_the_root(count: int) -> None:
     assert above == set(parents.items())
 
 
-def test_tree_of_eight_is_the_binomial_one() -> None:
-    peers = [control_peers(host, 8) for host in range(8)]
-    assert peers == [[1, 2, 4], [0], [0, 3], [2], [0, 5, 6], [4], [4, 7], [6]]
-
-
 @given(st.integers(1, 300))
 def test_data_links_have_two_ends_and_lead_a_power_of_two_round_the_ring(count: int) -> None:
     pairs = {(host, other) for host in range(count) for other in data_peers(host, count)}
@@ -84,18 +77,6 @@ def test_data_links_have_two_ends_and_lead_a_power_of_two_round_the_ring(count: 
 )
 def test_a_rank_has_few_data_links_however_many_hosts_there_are(count: int, peers: int) -> None:
     assert {len(data_peers(host, count)) for host in range(count)} == {peers}
-
-
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("host_of_rank", [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1], [0, 0, 1, 2, 2, 2, 3]])
-def test_fabric_connects_the_right_ranks(host_of_rank: list[int], tcp: bool) -> None:
-    before = open_descriptors()
-    setups = make_setups(host_of_rank=host_of_rank, tcp=tcp, spin_us=0)
-    check_wiring(setups)
-    assert all(setup.spin_us == 0 for setup in setups)
-    for setup in setups:
-        close_setup(setup)
-    assert open_descriptors() <= before
 
 
 def test_arena_memory_cannot_be_made_shorter() -> None:

@@ -112,27 +112,20 @@ def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.Monke
         inherited.refuse_inherited(child)
 
 
-def test_variables_that_mpi_adds_in_the_rank_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="inherited"):
-        inherited.refuse_inherited({**child_of(OPEN_MPI, monkeypatch), "PMIX_MCA_mca_base_component": "1"})
-
-
-def test_the_rank_itself_may_start_again() -> None:
-    named: list[str] = []
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(inherited, "name_for_children", named.append)
-        inherited.name_rank(HORORUN, Launch("hororun", 1, 2, "h"))
-    inherited.refuse_inherited({**HORORUN, "HORO_RANK_PROCESS": named[0]})
-
-
-def test_a_process_id_that_came_again_is_another_process() -> None:
-    named: list[str] = []
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(inherited, "name_for_children", named.append)
-        context.setattr(inherited, "_start_of_process", lambda: 1)
-        inherited.name_rank(HORORUN, Launch("hororun", 1, 2, "h"))
-    with pytest.raises(UsageError, match="inherited"):
-        inherited.refuse_inherited({**HORORUN, "HORO_RANK_PROCESS": named[0]})
+def test_the_rank_itself_may_start_again_and_a_process_id_that_came_again_is_another() -> None:
+    for is_another in (False, True):
+        named: list[str] = []
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(inherited, "name_for_children", named.append)
+            if is_another:
+                context.setattr(inherited, "_start_of_process", lambda: 1)
+            inherited.name_rank(HORORUN, Launch("hororun", 1, 2, "h"))
+        environ = {**HORORUN, "HORO_RANK_PROCESS": named[0]}
+        if is_another:
+            with pytest.raises(UsageError, match="inherited"):
+                inherited.refuse_inherited(environ)
+        else:
+            inherited.refuse_inherited(environ)
 
 
 def test_a_nested_job_of_mpich_with_equal_numbers_has_a_connection_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,7 @@ from horo.bootstrap.net.interfaces import (
 )
 from horo.errors import ResourceError, UsageError
 
-AVAILABLE = {
-    "lo": ["127.0.0.1", "::1"],
-    "eth0": ["192.168.7.3"],
-    "ib0": ["10.1.4.3", "fd00:7::3"],
-    "down0": [],
-}
+AVAILABLE = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.7.3"], "ib0": ["10.1.4.3", "fd00:7::3"], "down0": []}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -19,7 +19,6 @@ from horo.bootstrap.launchers.variables import Launch
 from horo.bootstrap.peer_info import PeerInfo, exchange_peer_info
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection
-from horo.bootstrap.start_secret import derive_start_secret
 from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.protocol import prefixed
 from horo.bootstrap.store.server import StoreServer
@@ -68,33 +67,6 @@ def test_of_the_ranks_of_one_host_one_warns_each_time() -> None:
         again = [rank._speaks_for_host("topic/0", 2) for rank in reversed(ranks)]
     assert first == [True, False, False, True]
     assert again == [True, True, False, False]  # another one, since the first may have what it waited for
-
-
-@pytest.mark.parametrize(
-    "wait", [lambda own: own.share("topic", b"", lambda _: b""), lambda own: derive_start_secret(own, None)]
-)
-def test_whoever_waits_for_the_same_ranks_counts_the_same_warnings(
-    monkeypatch: pytest.MonkeyPatch, wait: Callable[[Rendezvous], bytes]
-) -> None:
-    about: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
-    real = Rendezvous._speaks_for_host
-
-    def speak(self: Rendezvous, what: str, number: int) -> bool:
-        about[self.rank].add(what)
-        return real(self, what, number)
-
-    monkeypatch.setattr(Rendezvous, "_speaks_for_host", speak)
-    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
-    with serving() as server, ExitStack() as stack:
-        ranks = [stack.enter_context(rendezvous(server, rank, 3, "a")) for rank in range(3)]
-
-        def come_late() -> bytes:
-            wait_until(lambda: bool(about[0] and about[1]))
-            return wait(ranks[2])
-
-        run_threads([lambda: wait(ranks[0]), lambda: wait(ranks[1]), come_late])
-    assert about[0] == about[1]
-    assert len(about[0]) == 1
 
 
 TWO = ((0, "a", 0.4), (1, "b", 0.2))

@@ -16,7 +16,6 @@ from horo.config.table import Config, read_config
 from horo.errors import MismatchError
 
 PEER_INFO = PeerInfo.of(Launch("none", 0, 1, "h\u00f6st"), Config(), read_identity("label"), "fd00::1", "1+abi1")
-PARTS = {"boot_id": "other", "network": 2, "uid": 5, "label": "x"}
 
 
 def name(rank: int, host: str) -> str:

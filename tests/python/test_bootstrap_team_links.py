@@ -11,10 +11,9 @@ from itertools import accumulate
 import numpy as np
 import pytest
 from descriptors import open_descriptors
-from fabric import close_setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joining import SECRET, environments, join_all, run_threads, serving, wait_until
+from joining import SECRET, environments, run_threads, serving, wait_until
 from wiring import check_links
 
 from horo.bootstrap import team_links
@@ -24,10 +23,10 @@ from horo.bootstrap.directory import Directory, PeerAddress
 from horo.bootstrap.host.grouping import Grouping, group_ranks
 from horo.bootstrap.job import start
 from horo.bootstrap.links import Links
-from horo.bootstrap.running_rank import Connection, RunningRank
+from horo.bootstrap.running_rank import RunningRank
 from horo.bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
 from horo.core.context import DTYPES, OPS, RequestBuffer, Tensor
-from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, ResourceError, TimeoutError, UsageError
+from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
 
@@ -230,18 +229,6 @@ def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monk
     assert "did not connect to rank 0 (h0) at 127.0.0.1:" in str(errors[0])
 
 
-def test_a_member_that_cannot_listen_ends_it_for_all_before_anybody_dials(tight: None) -> None:
-    known = directories([0, 1, 2])
-    known[0] = replace(known[0], interfaces="no-such-interface")
-    board = Board(3)
-    errors = failures(connect_all(known, [0, 1], board=board))
-    assert board.calls == [1] * 3
-    assert isinstance(errors[0], UsageError)
-    for error in errors[1:]:
-        assert isinstance(error, AbortedError)
-        assert "rank 0 (h0): HORO_NETWORK_INTERFACES='no-such-interface' matches no interface" in str(error)
-
-
 def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
     """Rank 1 hangs after the first exchange, until the others have given up."""
     board = Board(3)
@@ -285,17 +272,6 @@ def test_a_rank_that_cannot_connect_tells_its_own_reason_to_all(
         assert f"rank {failing} (h{failing}): OSError: [Errno {errno.EMFILE}] Too many open files" in str(outcome)
 
 
-def test_a_rank_without_descriptors_says_whom_it_could_not_dial(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("horo.bootstrap.links.dial", refuse)
-    errors = failures(connect_all(directories([0, 1]), [0, 1]))
-    assert isinstance(errors[1], ResourceError)
-    for error in errors:
-        assert f"rank 0 (h0) could not be dialed: [Errno {errno.EMFILE}] Too many open files" in str(error)
-
-
 @pytest.mark.parametrize("missing_exchange", [1, 2])
 def test_a_rank_that_stays_away_from_an_exchange_leaves_nothing_open(tight: None, missing_exchange: int) -> None:
     board = Board(3)
@@ -329,21 +305,6 @@ def test_news_of_a_loss_ends_the_wait_for_connections(tight: None) -> None:
     errors = failures(connect_all(directories([0, 1]), [0, 1], board=board, exchanges={1: hang}, check=check))
     assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
     assert "rank 0 (h0): rank 1 (h1) is lost" in str(errors[1])
-
-
-def test_an_interrupt_on_one_rank_is_heard_of_by_the_others(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Links.dial
-
-    def interrupted(self: Links, find: Callable[[int], object]) -> None:
-        if self._directory.rank == 1:
-            raise KeyboardInterrupt
-        real(self, find)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Links, "dial", interrupted)
-    outcomes = connect_all(directories([0, 1, 2], timeout_s=0.3), [0, 1])
-    assert isinstance(outcomes[1], KeyboardInterrupt)
-    assert isinstance(outcomes[0], TimeoutError)
-    assert isinstance(outcomes[2], AbortedError)
 
 
 def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
@@ -386,23 +347,6 @@ def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: lis
 # --- from a job that has really started
 
 
-def test_a_started_job_knows_what_its_teams_need(tight: None) -> None:
-    hosts = [0, 1, 0, 2, 1]
-    with serving() as server:
-        environs = environments(server, len(hosts), {"HORO_SOCKETS_PER_PEER": "2"})
-        for environ, host in zip(environs, hosts, strict=True):
-            environ["HORO_HOST_ID"] = str(host)
-        connections = [result for result in join_all(environs) if isinstance(result, Connection)]
-    assert len(connections) == len(hosts)
-    known = [connection.directory for connection in connections]
-    check_team(connect_all(known, [1, 2, 3, 4]), [1, 2, 3, 4], hosts, 2)
-    for shown in (repr(connections[0]), repr(known[0])):
-        assert repr(SECRET) not in shown
-        assert SECRET.hex() not in shown
-    for connection in connections:
-        close_setup(connection.setup)
-
-
 def gathering(job: RunningRank) -> Callable[[bytes], list[bytes]]:
     """An exchange by the job's own allgather."""
 
@@ -440,11 +384,3 @@ def test_a_running_job_makes_links_by_its_own_allgather(tight: None) -> None:
     assert len(made) == len(hosts), outcomes
     for number, team in enumerate(teams):
         check_team([links[number] for links in made], team, hosts, 1)
-
-
-def test_a_job_of_one_rank_has_teams_of_one() -> None:
-    job = start({})
-    links = connect_team(job.directory, 1, [0], lambda mine: [mine])
-    assert links is not None
-    assert (links.members, links.control_fds, links.data_fds) == ((0,), [-1], [-1])
-    job.close()

@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fabric import close_setup
-from joining import join_all, run_threads, wait_until
-from wiring import check_wiring
+from joining import run_threads, wait_until
 
-from horo.bootstrap.launchers.torch_store import TorchStore, open_torch_store
-from horo.bootstrap.launchers.variables import TorchMaster
+from horo.bootstrap.launchers.torch_store import TorchStore
 from horo.bootstrap.rendezvous import Rendezvous
-from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
 from horo.bootstrap.store.signed import signed
 from horo.errors import PeerLostError
@@ -112,44 +108,8 @@ def test_store_that_is_gone_is_a_lost_peer() -> None:
         client.get("a", 5)
 
 
-def test_unreachable_master_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(PeerLostError, match=f"torch's store at 127.0.0.1:{port} .* cannot be reached"):
-        open_torch_store(TorchMaster("127.0.0.1", port, True), 0, 0.2)
-
-
-def test_ranks_of_torchrun_start_through_the_agents_store(torch_server: Any) -> None:
-    environs = [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": "3",
-            "LOCAL_RANK": str(rank % 2),
-            "LOCAL_WORLD_SIZE": "2" if rank < 2 else "1",
-            "GROUP_RANK": str(rank // 2),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(torch_server.port),
-            "TORCHELASTIC_RUN_ID": "r",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "HORO_HOST_ID": str(rank // 2),
-            "HORO_START_TIMEOUT": "20",
-        }
-        for rank in range(3)
-    ]
-    connections = join_all(environs)
-    whole = [connection for connection in connections if isinstance(connection, Connection)]
-    assert len(whole) == 3, connections
-    check_wiring([connection.setup for connection in whole])
-    assert [tuple(connection.place) for connection in whole] == [(0, 2, 0, 2), (1, 2, 0, 1), (0, 1, 1, 2)]
-    assert not whole[0].is_homogeneous
-    for connection in whole:
-        close_setup(connection.setup)
-
-
-@pytest.mark.parametrize("secret", ["", "5a" * 32], ids=["without a secret", "with a secret"])
 def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
-    torch_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, secret: str
+    torch_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
     said = "rank 0 has begun init() but not come through it"
@@ -161,7 +121,7 @@ def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
         real(self, topic, value)
 
     monkeypatch.setattr(Rendezvous, "publish", publish)
-    stores = [signed(client_of(torch_server), secret.encode() or None) for _ in range(2)]
+    stores = [signed(client_of(torch_server), b"5a" * 16) for _ in range(2)]
     ranks = [Rendezvous(store, rank, 2, "h", 20) for rank, store in enumerate(stores)]
 
     def gather(rank: Rendezvous) -> list[bytes]:
@@ -170,38 +130,6 @@ def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
         return rank.gather("topic")
 
     assert run_threads([lambda rank=rank: gather(rank) for rank in ranks]) == [[b"0", b"1"]] * 2  # type: ignore[misc]
-
-
-def test_real_torchrun_starts_ranks_twice_over(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from horo.bootstrap.job import start
-            from horo.core.context import RequestBuffer
-            for _ in range(2):
-                job = start()
-                handle = job.context.submit(RequestBuffer.of(3, "barrier"))
-                job.context.wait(handle)
-                job.context.release(handle)
-                sys.stdout.write(f"{job.rank}/{job.size} local {job.local_rank}/{job.local_size}\\n")
-                sys.stdout.flush()
-                job.close()
-            """
-        ),
-        encoding="utf-8",
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")[:-1]) == ["0/2 local 0/2"] * 2 + ["1/2 local 1/2"] * 2
 
 
 def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_star_import_leaves_pythons_own_names_alone() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_an_error_can_be_pickled(name: str, protocol: int) -> None:
     error = getattr(errors, name)("allreduce 'w': rank 1 (h2) is gone")
     for other in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):

@@ -11,92 +11,25 @@ import pytest
 import horo.torch as hvd
 import horo.torch.mpi_ops
 
-HOROVOD = [
-    "elastic",
-    "Compression",
-    "DistributedOptimizer",
-    "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "allreduce",
-    "allreduce_async",
-    "allreduce_",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "grouped_allreduce_",
-    "grouped_allreduce_async_",
-    "sparse_allreduce_async",
-    "allgather",
-    "allgather_async",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "broadcast",
-    "broadcast_async",
-    "broadcast_",
-    "broadcast_async_",
-    "alltoall",
-    "alltoall_async",
-    "reducescatter",
-    "reducescatter_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "barrier",
-    "poll",
-    "synchronize",
-    "init",
-    "shutdown",
-    "is_initialized",
-    "start_timeline",
-    "stop_timeline",
-    "size",
-    "local_size",
-    "cross_size",
-    "rank",
-    "local_rank",
-    "cross_rank",
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-    "ProcessSet",
-    "global_process_set",
-    "add_process_set",
-    "remove_process_set",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
-    "HorovodInternalError",
-    "_check_has_gpu",
-    "mpi_ops",
-]
+_HOROVOD = """
+elastic Compression DistributedOptimizer SyncBatchNorm allgather_object broadcast_object broadcast_optimizer_state
+broadcast_parameters allreduce allreduce_async allreduce_ allreduce_async_ grouped_allreduce grouped_allreduce_async
+grouped_allreduce_ grouped_allreduce_async_ sparse_allreduce_async allgather allgather_async grouped_allgather
+grouped_allgather_async broadcast broadcast_async broadcast_ broadcast_async_ alltoall alltoall_async reducescatter
+reducescatter_async grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize init shutdown
+is_initialized start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built
+rocm_built ProcessSet global_process_set add_process_set remove_process_set Average Sum Adasum Min Max Product
+HorovodInternalError _check_has_gpu mpi_ops
+"""
+HOROVOD = _HOROVOD.split()
 """All that ``horovod.torch`` has."""
 MISSING = [name for name in HOROVOD if name not in {*hvd.__all__, "mpi_ops", "_check_has_gpu"}]
-NO_OPERATIONS = [
-    "elastic",
-    "SyncBatchNorm",
-    "DistributedOptimizer",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "add_process_set",
-    "remove_process_set",
-    "_check_has_gpu",
-    "mpi_ops",
-]
+_NO_OPERATIONS = """
+elastic SyncBatchNorm DistributedOptimizer allgather_object broadcast_object broadcast_optimizer_state
+broadcast_parameters add_process_set remove_process_set _check_has_gpu mpi_ops
+"""
+NO_OPERATIONS = _NO_OPERATIONS.split()
 """Of ``horovod.torch``, and not of ``horovod.torch.mpi_ops``."""
 
 

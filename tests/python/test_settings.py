@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from horo.bootstrap.mpi.data import check_mpi
-from horo.bootstrap.tuned_values import check_log, tuned_settings
+from horo.bootstrap.tuned_values import tuned_settings
 from horo.config.settings import settings_of
 from horo.config.sources import encode_sources
 from horo.config.table import Config, read_config, variables_of
@@ -176,18 +174,6 @@ def test_the_environment_is_read_by_init_and_not_by_import() -> None:
     assert (done.stdout, done.stderr) == ("2.0 3.0 9\n", "")
 
 
-def test_an_interface_that_is_not_here_is_refused_on_one_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HORO_NETWORK_INTERFACES", "nosuch0,203.0.113.0/24")
-    with pytest.raises(UsageError, match=r"HORO_NETWORK_INTERFACES='nosuch0,203.0.113.0/24' matches no interface"):
-        hvd.init()
-    with pytest.raises(UsageError, match=r"init\(network_interfaces='lo,10.1.0.0/99'\): '10.1.0.0/99' is not a n"):
-        hvd.init(network_interfaces="lo,10.1.0.0/99")
-    with pytest.raises(UsageError, match=r"^init\(network_interfaces='nope0'\) matches no interface"):
-        hvd.init(network_interfaces="nope0")
-    hvd.init(network_interfaces="nosuch0,lo")  # one of them is here
-    hvd.shutdown()
-
-
 def test_a_message_names_a_setting_as_it_was_set() -> None:
     environ = {"HOROVOD_CONTROLLER": "mpi", "HORO_NETWORK_INTERFACES": "nope0"}
     assert read_config(environ).told("controller") == "HOROVOD_CONTROLLER=mpi"
@@ -199,22 +185,3 @@ def test_a_message_names_a_setting_as_it_was_set() -> None:
     )
     assert read_config({}).told("controller") == Config().told("controller") == "HORO_CONTROLLER=auto"
     assert read_config({"HOROVOD_AUTOTUNE": "yes"}).told("autotune") == "HOROVOD_AUTOTUNE=1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"transport": "MPI"}, "init(transport='mpi'), but the ranks of this job did not start through MPI"),
-        ({"autotune": True, "autotune_log": "/no/a.csv"}, "init(autotune_log='/no/a.csv') cannot be written on rank 0"),
-    ],
-)
-def test_the_start_blames_the_argument(arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_log(read_config({}, arguments), rank=0)
-        check_mpi(read_config({}, arguments), None)
-    assert str(caught.value).startswith(sentence)
-
-
-def test_sources_are_a_list_that_json_reads() -> None:
-    (text,) = encode_sources({"HORO_SPIN_US": "7"}, {"HORO_SPIN_US": "file a.yaml"}).values()
-    assert json.loads(text) == {"HORO_SPIN_US": ["7", "file a.yaml"]}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-from skips import apt_install, no_compiler, ways_to_run
+from skips import ways_to_run
 
 REASONS = [
     *["no cluster: ip, sshd are not installed (`apt install iproute2 openssh-server`)"] * 3,
@@ -26,31 +21,3 @@ def test_each_way_is_one_line_with_the_number_of_its_tests() -> None:
         "    1 test:  as root, on a machine or in a container that may make network namespaces",
         "    1 test:  not on this machine, or not in this kind of run: the reasons are above",
     ]
-
-
-def test_all_missing_programs_are_named_at_once(tmp_path: Path) -> None:
-    (tmp_path / "there").touch(mode=0o755)
-    programs = {"there": "a", "srun": "slurm-client", "sinfo": "slurm-client", "munged": "munge"}
-    expected = "srun, sinfo, munged are not installed (`apt install munge slurm-client`)"
-    assert apt_install(programs, str(tmp_path)) == expected
-    assert apt_install({"there": "a"}, str(tmp_path)) == ""
-
-
-def test_a_missing_compiler_is_named_and_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "mycc -m64")
-    assert no_compiler(str(tmp_path)) == "mycc is not installed (`apt install gcc libc6-dev`)"
-    (tmp_path / "mycc").touch(mode=0o755)
-    assert no_compiler(str(tmp_path)) == ""
-
-
-def test_a_run_with_skipped_tests_ends_with_the_ways(tmp_path: Path) -> None:
-    suite = Path(__file__).parents[1]
-    (tmp_path / "conftest.py").write_text((suite / "conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\ndef test_it(): pytest.skip('munged is not installed (`apt install munge`)')\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", f"pythonpath={suite}", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    end = done.stdout.partition("what makes skipped tests run")[2].splitlines()
-    assert end[1] == "    1 test:  apt install munge"

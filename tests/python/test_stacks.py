@@ -18,12 +18,7 @@ INSIDE = str(Path(horo.__file__).with_name("_somewhere.py"))
 
 
 def functions_of_a_thread(code: str, run: Callable[[dict[str, Any]], None]) -> list[str]:
-    """The functions in which a thread is said to stand, the innermost last, while ``end.wait()`` blocks in it.
-
-    Args:
-        code: functions of a module of horo, which find ``begun`` and ``end``.
-        run: called in the thread, with the names of that module.
-    """
+    """The functions in which a thread is said to stand, the innermost last, while ``end.wait()`` blocks in it."""
     begun, end = threading.Event(), threading.Event()
     names: dict[str, Any] = {"begun": begun, "end": end}
     exec(compile(code, INSIDE, "exec"), names)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -19,7 +17,6 @@ from joining import wait_until
 
 from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
-from horo.bootstrap.net import listener as listener_module
 from horo.bootstrap.net.addresses import Endpoint, bind_all, parse_endpoints
 from horo.bootstrap.net.dial import dial
 from horo.bootstrap.net.listener import RefusalLog
@@ -122,14 +119,6 @@ def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServe
         assert client.get("text", 0) == b"abc"
 
 
-def test_deleted_keys_are_gone_and_unknown_ones_ignored(server: StoreServer) -> None:
-    with client_of(server) as client:
-        client.set("a", b"1")
-        client.delete(["a", "unknown"])
-        with pytest.raises(StoreTimeoutError):
-            client.get("a", 0)
-
-
 def test_prefixed_stores_do_not_see_each_other(server: StoreServer) -> None:
     with client_of(server) as client:
         one, other = prefixed(client, "1/"), prefixed(client, "2/")
@@ -158,24 +147,6 @@ def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServ
         with pytest.raises(UsageError, match="too long for one reply"):
             client.get_many([f"v{index}" for index in range(9)], 5)
         assert client.get("big", 5) == value
-
-
-def test_a_hundred_clients_exchange_values(server: StoreServer) -> None:
-    clients = [client_of(server) for _ in range(100)]
-    seen: list[int] = []
-
-    def exchange(index: int) -> None:
-        clients[index].set(f"r{index}", str(index).encode())
-        seen.append(sum(map(int, clients[index].get_many([f"r{i}" for i in range(100)], 20))))
-
-    threads = [threading.Thread(target=exchange, args=(index,)) for index in range(100)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    for client in clients:
-        client.close()
-    assert seen == [4950] * 100
 
 
 def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer) -> None:
@@ -301,20 +272,6 @@ def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: St
     wait_until(lambda: refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
 
 
-def test_random_bytes_are_refused_at_once_logged_once_and_service_goes_on(
-    server: StoreServer, refusals: list[str]
-) -> None:
-    with client_of(server) as client:
-        for _ in range(50):
-            with raw(server) as connection:
-                connection.sendall(b"\x00" + os.urandom(300))
-                with contextlib.suppress(ConnectionResetError):
-                    assert connection.recv(1) == b""
-        client.set("a", b"1")
-        assert client.get("a", 0) == b"1"
-    assert refusals == ["refused a connection from 127.0.0.1: it sent no handshake of horo"]
-
-
 def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:
     with raw(server) as silent, raw(server) as slow, client_of(server) as client:
         slow.sendall(b"HORO")
@@ -335,13 +292,6 @@ def test_many_silent_connections_cannot_keep_members_out() -> None:
         assert server._listener.half_open_count <= 4
         for connection in crowd:
             connection.close()
-
-
-def test_member_of_another_kind_is_refused(server: StoreServer, refusals: list[str]) -> None:
-    with pytest.raises(PeerLostError):
-        dial(server.endpoints, SECRET, Claim(Purpose.DATA, 1, 2), 0.05)
-    wait_until(lambda: bool(refusals))
-    assert "it wants a data link, this is the store" in refusals[0]
 
 
 @pytest.mark.parametrize("changed", [5, 6, 11, 15, 19, 23])
@@ -420,6 +370,9 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     assert len(log._last) <= RefusalLog._ADDRESSES_MAX
 
 
+# --- pure parts
+
+
 def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
     def fail(sentence: str) -> None:
         raise RuntimeError("reporter broke")
@@ -430,52 +383,6 @@ def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCapture
             wait_until(lambda: "reporting a refused connection failed" in caplog.text)
         with client_of(server) as client:
             client.set("a", b"")
-
-
-def test_listening_stops_without_descriptors_and_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(socket.socket):
-        refusals = 3
-
-        def accept(self) -> tuple[socket.socket, object]:
-            if Full.refusals:
-                Full.refusals -= 1
-                raise OSError(24, "Too many open files")
-            return super().accept()
-
-    plain = bind_all(["127.0.0.1"])[0]
-    full = Full(fileno=plain.detach())
-    full.setblocking(False)
-    monkeypatch.setattr(listener_module, "_NO_DESCRIPTOR_PAUSE_S", 0.01)
-    selector = selectors.DefaultSelector()
-    admitted: list[socket.socket] = []
-    listener = listener_module.Listener(
-        selector,
-        [full],
-        SECRET,
-        admit=lambda connection, handshake: None,
-        on_peer=lambda connection, handshake: admitted.append(connection),
-        on_refused=lambda sentence: None,
-    )
-    dialed: list[socket.socket] = []
-    target = [Endpoint(*full.getsockname())]
-    thread = threading.Thread(target=lambda: dialed.append(dial(target, SECRET, Claim(Purpose.DATA), 10)[0]))
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not admitted and time.monotonic() < deadline:
-        for key, _ in selector.select(listener.timeout_s(time.monotonic())):
-            key.data()
-        listener.expire(time.monotonic())
-    thread.join(10)
-    listener.close()
-    selector.close()
-    assert Full.refusals == 0
-    admitted[0].sendall(b"x")
-    assert dialed[0].recv(1) == b"x"
-    for connection in (*admitted, *dialed):
-        connection.close()
-
-
-# --- pure parts
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20))

@@ -130,10 +130,7 @@ def test_a_third_machine_may_share_operations_with_the_second_only(tmp_path: Pat
 
 def test_without_a_shared_operation_the_date_decides_and_that_is_said(tmp_path: Path) -> None:
     steps = steps_of(2, 5, 1000)
-    files = [
-        write(tmp_path / "0", 0, "a", lambda t: t, steps[0]),
-        write(tmp_path / "1", 1, "b", lambda t: t + 1e9, []),
-    ]
+    files = [write(tmp_path / "0", 0, "a", lambda t: t, steps[0]), write(tmp_path / "1", 1, "b", lambda t: t + 1e9, [])]
     said = merge(str(tmp_path / "out"), files)
     assert said[1] == "hb: shares no operation with the other files; its times are as right as the dates of ha and hb"
     parse_timeline(tmp_path / "out")
@@ -242,18 +239,3 @@ def test_nothing_of_a_file_moves_the_cursor(tmp_path: Path, capsys: pytest.Captu
     assert "horo.timeline: none\\x1b]0;title" in said.err
     for line in (said.out + said.err).splitlines():
         assert line.isprintable(), line
-
-
-def test_a_file_of_a_hundred_thousand_brackets_is_no_timeline(tmp_path: Path) -> None:
-    deep = tmp_path / "deep"
-    deep.write_text("[" * 100_000)
-    with pytest.raises(TimelineError, match=f"{deep}: is no timeline of a rank of horo"):
-        merge(str(tmp_path / "out"), [str(deep)])
-
-
-def test_a_name_that_is_no_text_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "0"
-    first = write(path, 0, "a", lambda t: t, steps_of(2, 3, 1000)[0], size=1)
-    path.write_text(path.read_text().replace('"x"', '"x\\ud800"'))
-    merge(str(tmp_path / "out"), [first])
-    assert any(event.get("args", {}).get("name") == "x\ud800" for event in json.loads((tmp_path / "out").read_text()))

@@ -57,17 +57,6 @@ def test_the_command_makes_the_file_and_removes_the_rows(tmp_path: Path, capsys:
     assert said.err == f"horo.timeline: {tmp_path}/none: there is neither this file nor {tmp_path}/none.rows\n"
 
 
-def test_one_that_cannot_be_made_does_not_keep_others_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = tmp_path / "t-0.json", tmp_path / "t-1.json"
-    Path(f"{first}.rows").write_bytes(b"no rows")
-    left_behind(second, WHOLE)
-    assert main([str(first), str(second)]) == 1
-    assert list(rows_of(parse_timeline(second))) == ["x"]
-    assert capsys.readouterr().err == f"horo.timeline: {first}.rows: has no rows of a timeline of horo\n"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_the_rows_and_how_to_go_on(tmp_path: Path, number: int) -> None:
     path, part = tmp_path / "t.json", tmp_path / "t.json.part"
@@ -101,11 +90,7 @@ def test_of_rows_that_are_cut_short_only_the_cut_one_is_lost(tmp_path: Path, byt
     path = tmp_path / "t.json"
     left_behind(path, [*WHOLE[:-1], WHOLE[-1][:bytes_left]])
     assert finish(str(path))
-    assert rows_of(parse_timeline(path, is_ended=False))["x"] == [
-        "NEGOTIATE_ALLREDUCE",
-        "ALLREDUCE",
-        "  SHM_ALLREDUCE",
-    ]
+    assert rows_of(parse_timeline(path, is_ended=False))["x"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
     assert [event["ph"] for event in parse_timeline(path, is_ended=False)[-3:]] == ["E", "B", "B"]
 
 

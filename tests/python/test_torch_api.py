@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
 import pickle
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,11 +107,6 @@ def test_reductions_are_shown_and_kept_as_what_they_are() -> None:
         assert kept is hvd.Sum
 
 
-def test_importing_horo_imports_no_torch() -> None:
-    code = "import horo, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-
-
 BEFORE_INIT: list[Callable[[], Any]] = [
     hvd.rank,
     hvd.size,
@@ -155,10 +148,6 @@ def test_shutdown_before_init_and_twice_does_nothing() -> None:
     hvd.shutdown()
     hvd.shutdown()
     assert not hvd.is_initialized()
-
-
-def test_whether_there_is_a_gpu_is_what_torch_says() -> None:
-    assert hvd._check_has_gpu() is torch.cuda.is_available()
 
 
 def test_horovods_object_behind_its_functions_has_them() -> None:
@@ -289,25 +278,13 @@ def test_what_is_no_process_set_is_refused(alone: None) -> None:
             call()
 
 
-def test_the_global_set_is_empty_handed_before_init() -> None:
-    found = hvd.global_process_set
-    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)
-
-
 def test_what_is_built_is_told_truthfully(alone: None) -> None:
     code = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"  # starts no MPI
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=60)
     assert hvd.mpi_built() is (done.returncode == 0)
     with pytest.raises(ValueError, match="did not start through MPI"):
         hvd.mpi_threads_supported()
-    for function in (
-        hvd.mpi_enabled,
-        hvd.gloo_enabled,
-        hvd.gloo_built,
-        hvd.ddl_built,
-        hvd.ccl_built,
-        hvd.rocm_built,
-    ):
+    for function in (hvd.mpi_enabled, hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
         assert function() is False
     # as tests/python/test_gpu_libraries.py shows with what is there and what is not
     assert isinstance(hvd.cuda_built(), bool)
@@ -364,10 +341,7 @@ BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),
     (lambda: hvd.allreduce(torch.ones(1), op="Sum"), "op='Sum' is not a reduction"),  # type: ignore[arg-type]
     (lambda: hvd.allreduce(torch.ones(1), 1), "average=1 is neither True nor False"),  # type: ignore[arg-type]
-    (
-        lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True),
-        "op=True is not a reduction",
-    ),
+    (lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True), "op=True is not a reduction"),
     (lambda: hvd.allreduce(torch.ones(1), postscale_factor="2"), "must be one real number, not '2'"),  # type: ignore[arg-type]
     (
         lambda: hvd.grouped_allreduce([torch.ones(1)], prescale_factor=torch.ones(2)),  # type: ignore[arg-type]
@@ -510,10 +484,6 @@ def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
         optimizer.set_backward_passes_per_step(0)
 
 
-def test_every_module_lists_its_names_and_stays_short() -> None:
-    for path in sorted(Path(hvd.__file__).parent.glob("*.py")):
-        text = path.read_text()
-        assert "__all__" in text, path
-        assert text.count("\n") < 500, path
-        for node in ast.walk(ast.parse(text)):
-            assert not isinstance(node, ast.Assert), path
+def test_the_global_set_is_empty_handed_before_init() -> None:
+    found = hvd.global_process_set
+    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)

@@ -3,101 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from jobs import Hororun, make_remote_shell
+from rank_pool import RankPool, one_of
 
 
-@pytest.fixture(scope="session")
-def ranks2() -> Iterator[RankPool]:
-    """Two ranks on this host."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def _pool(size: int, overlap: str = "", ready: str = "", *, init: bool = True, scope: Any = "session") -> Any:
+    """A fixture: ranks on this host; ``init``: they have called ``init()``. A test that ends the job has its own.
 
+    ``overlap`` ``always``: they reduce gradients while backward runs; ``never``: at its end, or at the step. ``ready``
+    ``step``: Horovod's order of calls.
+    """
 
-@pytest.fixture(scope="session")
-def ranks4() -> Iterator[RankPool]:
-    """Four ranks on this host."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+    @pytest.fixture(scope=scope)
+    def pool() -> Iterator[RankPool]:
+        environment = {"HORO_OVERLAP": overlap, "HORO_GRADIENTS_READY": ready or "backward"} if overlap else {}
+        with RankPool(size, init=init, environment=environment) as ranks:
+            yield ranks
 
-
-def _pool_with(size: int, overlap: str, ready: str = "backward") -> Iterator[RankPool]:
-    pool = RankPool(size, environment={"HORO_OVERLAP": overlap, "HORO_GRADIENTS_READY": ready})
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def ranks1_always() -> Iterator[RankPool]:
-    """One rank that treats gradients as several would while backward runs."""
-    yield from _pool_with(1, "always")
-
-
-@pytest.fixture(scope="session")
-def ranks1_never() -> Iterator[RankPool]:
-    """One rank that treats gradients as several would at the end of backward."""
-    yield from _pool_with(1, "never")
-
-
-@pytest.fixture(scope="session")
-def ranks1_step() -> Iterator[RankPool]:
-    """One rank in Horovod's order of calls."""
-    yield from _pool_with(1, "always", "step")
-
-
-@pytest.fixture(scope="session")
-def ranks1_step_never() -> Iterator[RankPool]:
-    """One rank in Horovod's order of calls, which looks at gradients at the step."""
-    yield from _pool_with(1, "never", "step")
-
-
-@pytest.fixture(scope="session")
-def ranks2_always() -> Iterator[RankPool]:
-    """Two ranks that reduce gradients while backward runs."""
-    yield from _pool_with(2, "always")
-
-
-@pytest.fixture(scope="session")
-def ranks2_never() -> Iterator[RankPool]:
-    """Two ranks that reduce gradients at the end of backward."""
-    yield from _pool_with(2, "never")
-
-
-@pytest.fixture(scope="session")
-def ranks2_step() -> Iterator[RankPool]:
-    """Two ranks in Horovod's order of calls, which reduce gradients from backward on."""
-    yield from _pool_with(2, "always", "step")
-
-
-@pytest.fixture(scope="session")
-def ranks2_step_never() -> Iterator[RankPool]:
-    """Two ranks in Horovod's order of calls, which reduce gradients at the step."""
-    yield from _pool_with(2, "never", "step")
-
-
-@pytest.fixture(scope="session")
-def ranks4_always() -> Iterator[RankPool]:
-    """Four ranks that reduce gradients while backward runs."""
-    yield from _pool_with(4, "always")
-
-
-@pytest.fixture(scope="session")
-def ranks4_never() -> Iterator[RankPool]:
-    """Four ranks that reduce gradients at the end of backward."""
-    yield from _pool_with(4, "never")
-
-
-@pytest.fixture(scope="session")
-def ranks4_step_never() -> Iterator[RankPool]:
-    """Four ranks in Horovod's order of calls, which reduce gradients at the step."""
-    yield from _pool_with(4, "never", "step")
-
-
-@pytest.fixture(params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks, then four."""
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
     return pool
+
+
+def _on_hosts(size: int, *ranks_per_host: int) -> Any:
+    """A fixture: ranks in a job that begins without process sets, so many on each host."""
+
+    @pytest.fixture(scope="module", params=ranks_per_host, ids=lambda count: f"{count} a host")
+    def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+        with RankPool(size, ranks_per_host=request.param) as ranks:
+            yield ranks
+
+    return pool
+
+
+three, four = _on_hosts(3, 3, 1), _on_hosts(4, 4, 2)
+ranks2, ranks4 = _pool(2), _pool(4)
+ranks = one_of("ranks2", "ranks4")
+ranks1_always, ranks1_never = _pool(1, "always"), _pool(1, "never")
+ranks1_step, ranks1_step_never = _pool(1, "always", "step"), _pool(1, "never", "step")
+ranks2_always, ranks2_never = _pool(2, "always"), _pool(2, "never")
+ranks2_step, ranks2_step_never = _pool(2, "always", "step"), _pool(2, "never", "step")
+ranks4_always, ranks4_never, ranks4_step_never = _pool(4, "always"), _pool(4, "never"), _pool(4, "never", "step")
+fresh2, fresh4 = _pool(2, init=False, scope="function"), _pool(4, scope="function")
+ranks2_in_backward = one_of("ranks2_always", "ranks2_never")
+ranks4_in_backward = one_of("ranks4_always", "ranks4_never")
+ranks2_in_step = one_of("ranks2_step", "ranks2_step_never")
+ranks2_in_each_order = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
+ranks2_in_most_orders = one_of("ranks2_always", "ranks2_never", "ranks2_step")
+
+
+@pytest.fixture
+def hororun(tmp_path: Path) -> Iterator[Hororun]:
+    """The launcher; hosts other than localhost are this one, through an agent."""
+    launcher = Hororun(make_remote_shell(tmp_path))
+    yield launcher
+    launcher.clean_up()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 
 import horo.torch as hvd
 
@@ -51,58 +51,46 @@ def _check_gradient(operation: Operation, own: torch.Tensor, *, mean: bool) -> N
 
 @pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 3.0)], ids=str)
 @pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
-def test_allreduce_of_every_op_has_the_gradient_of_the_summed_losses(
-    ranks: RankPool, op: str, factors: tuple[float, float]
-) -> None:
-    def check(op: str, factors: tuple[float, float]) -> None:
-        def single(tensor: torch.Tensor) -> torch.Tensor:
-            return hvd.allreduce(tensor, op=getattr(hvd, op), prescale_factor=factors[0], postscale_factor=factors[1])
+@on("ranks")
+def test_allreduce_of_every_op_has_the_gradient_of_the_summed_losses(op: str, factors: tuple[float, float]) -> None:
+    def single(tensor: torch.Tensor) -> torch.Tensor:
+        return hvd.allreduce(tensor, op=getattr(hvd, op), prescale_factor=factors[0], postscale_factor=factors[1])
 
-        def grouped(tensor: torch.Tensor) -> torch.Tensor:
-            parts = hvd.grouped_allreduce(
-                [tensor[0], torch.tensor([3]), tensor[1]], name="g", op=getattr(hvd, op), prescale_factor=factors[0]
-            )
-            return torch.cat([parts[0], parts[2]])
-
-        _check_gradient(single, _input(hvd.rank()), mean=False)
-        _check_gradient(grouped, _input(hvd.rank()), mean=False)
-
-    ranks.run(check, op, factors)
-
-
-def test_allgather_has_the_gradient_of_the_mean_loss(ranks: RankPool) -> None:
-    def check() -> None:
-        r = hvd.rank()
-        _check_gradient(hvd.allgather, _input(r, rows=r + 1), mean=True)
-        _check_gradient(
-            lambda t: torch.cat([p.flatten() for p in hvd.grouped_allgather([t, t[:1] * 2])]), _input(r), mean=True
+    def grouped(tensor: torch.Tensor) -> torch.Tensor:
+        parts = hvd.grouped_allreduce(
+            [tensor[0], torch.tensor([3]), tensor[1]], name="g", op=getattr(hvd, op), prescale_factor=factors[0]
         )
+        return torch.cat([parts[0], parts[2]])
 
-    ranks.run(check)
-
-
-def test_broadcast_has_the_gradient_of_the_mean_loss(ranks: RankPool) -> None:
-    def check() -> None:
-        root = hvd.size() - 1
-        _check_gradient(lambda t: hvd.broadcast(t, root), _input(hvd.rank()), mean=True)
-
-    ranks.run(check)
+    _check_gradient(single, _input(hvd.rank()), mean=False)
+    _check_gradient(grouped, _input(hvd.rank()), mean=False)
 
 
-def test_ties_share_the_gradient_of_min_and_max(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        for op in (hvd.Min, hvd.Max):
-            tied = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-            hvd.allreduce(tied, op=op).sum().backward()
-            assert tied.grad is not None
-            assert torch.equal(tied.grad, torch.ones(3, dtype=torch.float64))  # n losses, 1/n of each
-        own = torch.tensor([0.0 if r < 2 else -1.0], dtype=torch.float64, requires_grad=True)
-        hvd.allreduce(own, op=hvd.Max).sum().backward()
-        assert own.grad is not None
-        assert own.grad.item() == (n / 2 if r < 2 else 0.0)
+@on("ranks")
+def test_allgather_has_the_gradient_of_the_mean_loss() -> None:
+    r = hvd.rank()
+    _check_gradient(hvd.allgather, _input(r, rows=r + 1), mean=True)
+    _check_gradient(
+        lambda t: torch.cat([p.flatten() for p in hvd.grouped_allgather([t, t[:1] * 2])]), _input(r), mean=True
+    )
 
-    ranks.run(check)
+
+@on("ranks")
+def test_broadcast_has_the_gradient_of_the_mean_loss() -> None:
+    root = hvd.size() - 1
+    _check_gradient(lambda t: hvd.broadcast(t, root), _input(hvd.rank()), mean=True)
+
+
+@on("ranks")
+def test_ties_share_the_gradient_of_min_and_max() -> None:
+    n, r = hvd.size(), hvd.rank()
+    for op in (hvd.Min, hvd.Max):
+        tied = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        hvd.allreduce(tied, op=op).sum().backward()
+        assert torch.equal(tied.grad, torch.ones(3, dtype=torch.float64))  # n losses, 1/n of each
+    own = torch.tensor([0.0 if r < 2 else -1.0], dtype=torch.float64, requires_grad=True)
+    hvd.allreduce(own, op=hvd.Max).sum().backward()
+    assert own.grad.item() == (n / 2 if r < 2 else 0.0)
 
 
 def test_the_gradient_of_a_product_is_right_where_values_are_zero(ranks: RankPool) -> None:
@@ -112,7 +100,6 @@ def test_the_gradient_of_a_product_is_right_where_values_are_zero(ranks: RankPoo
         two_zeros = 0.0 if r < 2 else 5.0
         own = torch.tensor([one_zero, two_zeros, 3.0], dtype=torch.float64, requires_grad=True)
         hvd.allreduce(own, op=hvd.Product).sum().backward()
-        assert own.grad is not None
         return own.grad.tolist()
 
     n = ranks.size
@@ -120,53 +107,35 @@ def test_the_gradient_of_a_product_is_right_where_values_are_zero(ranks: RankPoo
     assert ranks.run(check) == wanted
 
 
-def test_sums_can_be_differentiated_twice(ranks2: RankPool) -> None:
-    def check() -> None:
-        own = _input(hvd.rank()).requires_grad_()
-        total = hvd.allreduce(own, op=hvd.Sum, name="twice")
-        (first,) = torch.autograd.grad(total.pow(3).sum(), own, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), own)
-        summed = _input(0) + _input(1)
-        torch.testing.assert_close(first, 2 * 3 * summed.pow(2))
-        torch.testing.assert_close(second, 4 * 6 * summed)
-
-    ranks2.run(check)
+@on("ranks2")
+def test_sums_can_be_differentiated_twice() -> None:
+    own = _input(hvd.rank()).requires_grad_()
+    total = hvd.allreduce(own, op=hvd.Sum, name="twice")
+    (first,) = torch.autograd.grad(total.pow(3).sum(), own, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), own)
+    summed = _input(0) + _input(1)
+    torch.testing.assert_close(first, 2 * 3 * summed.pow(2))
+    torch.testing.assert_close(second, 4 * 6 * summed)
 
 
-def test_compression_is_differentiable(ranks2: RankPool) -> None:
-    def check() -> None:
-        own = torch.ones(3, dtype=torch.float32, requires_grad=True)
-        hvd.allreduce(own, op=hvd.Sum, compression=hvd.Compression.bf16).sum().backward()
-        assert own.grad is not None
-        assert torch.equal(own.grad, torch.full((3,), 2.0))
-
-    ranks2.run(check)
-
-
-def test_compressed_extremes_send_the_gradient_to_whoever_holds_the_rounded_value(ranks2: RankPool) -> None:
+@on("ranks2")
+def test_compressed_extremes_send_the_gradient_to_whoever_holds_the_rounded_value() -> None:
     """bfloat16 cannot tell 1 and 1 + 2^-9 apart, so both ranks hold the first maximum."""
-
-    def check() -> None:
-        own = torch.tensor([1 + hvd.rank() * 2.0**-9, float(hvd.rank())], requires_grad=True)
-        result = hvd.allreduce(own, op=hvd.Max, compression=hvd.Compression.bf16)
-        assert torch.equal(result.detach(), torch.ones(2))
-        result.sum().backward()
-        assert own.grad is not None
-        assert own.grad.tolist() == [1.0, 2.0 * hvd.rank()]
-
-    ranks2.run(check)
+    own = torch.tensor([1 + hvd.rank() * 2.0**-9, float(hvd.rank())], requires_grad=True)
+    result = hvd.allreduce(own, op=hvd.Max, compression=hvd.Compression.bf16)
+    assert torch.equal(result.detach(), torch.ones(2))
+    result.sum().backward()
+    assert own.grad.tolist() == [1.0, 2.0 * hvd.rank()]
 
 
-def test_in_place_forms_do_not_lose_gradients_silently(ranks2: RankPool) -> None:
-    def check() -> None:
-        leaf = torch.ones(3, requires_grad=True)
-        computed = leaf * 2
-        for call in (hvd.allreduce_, hvd.allreduce_async_, lambda t: hvd.broadcast_(t, 0)):
-            with pytest.raises(ValueError, match="autograd cannot follow an in-place operation"):
-                call(computed)
-        saved = leaf * leaf  # remembers leaf
-        hvd.broadcast_(leaf, 0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            saved.sum().backward()
-
-    ranks2.run(check)
+@on("ranks2")
+def test_in_place_forms_do_not_lose_gradients_silently() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    computed = leaf * 2
+    for call in (hvd.allreduce_, hvd.allreduce_async_, lambda t: hvd.broadcast_(t, 0)):
+        with pytest.raises(ValueError, match="autograd cannot follow an in-place operation"):
+            call(computed)
+    saved = leaf * leaf  # remembers leaf
+    hvd.broadcast_(leaf, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()

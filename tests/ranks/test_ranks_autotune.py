@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankError, RankPool
-from small_model import make_loss, make_model, sgd
+from small_model import made, take_step
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -25,24 +25,19 @@ SEARCH = {
 
 def train(steps: int) -> tuple[list[torch.Tensor], bool]:
     """The parameters after each step, and whether the search is over."""
-    model = make_model()
-    optimizer = sgd(model)
+    model, optimizer = made()
     after = []
     for step in range(steps):
         optimizer.zero_grad()
-        make_loss(model, hvd.rank(), step % 7).backward()
-        optimizer.step()
+        take_step(model, optimizer, step % 7)
         after.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     return after, runtime.current().job.context.tuning()[1]
 
 
 def test_a_training_is_the_same_on_all_ranks_in_every_step_of_a_search(tmp_path: Path) -> None:
     log = tmp_path / "autotune.csv"
-    pool = RankPool(2, environment={**SEARCH, "HOROVOD_AUTOTUNE_LOG": str(log)})
-    try:
+    with RankPool(2, environment={**SEARCH, "HOROVOD_AUTOTUNE_LOG": str(log)}) as pool:
         (first, is_over), (second, is_over_there) = pool.run(train, 400)
-    finally:
-        pool.close()
     assert is_over
     assert is_over_there
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -67,19 +62,15 @@ def test_a_job_searches_once_optimizers_step_and_again_when_it_begins_again(tmp_
         over.append(train(400)[1])
         return over
 
-    pool = RankPool(2, environment={**SEARCH, "HORO_AUTOTUNE_LOG": str(log)})
-    try:
+    with RankPool(2, environment={**SEARCH, "HORO_AUTOTUNE_LOG": str(log)}) as pool:
         assert pool.run(twice) == [[True, True]] * 2
-    finally:
-        pool.close()
     assert [row["stage"] for row in csv.DictReader(log.open())].count("best") == 1
 
 
 def test_config_shows_what_the_search_has_put_in_force() -> None:
     def watch() -> list[tuple[list[tuple[Any, str]], list[Any]]]:
         seen = []
-        model = make_model()
-        optimizer = sgd(model)
+        model, optimizer = made()
         for step in range(400):
             settings = hvd.config()
             seen.append(
@@ -89,16 +80,12 @@ def test_config_shows_what_the_search_has_put_in_force() -> None:
                 )
             )
             optimizer.zero_grad()
-            make_loss(model, hvd.rank(), step % 7).backward()
-            optimizer.step()
+            take_step(model, optimizer, step % 7)
         hvd.init(segment_bytes=256 << 10)  # as it was set: no change
         return seen
 
-    pool = RankPool(2, environment=SEARCH)
-    try:
+    with RankPool(2, environment=SEARCH) as pool:
         both = pool.run(watch)
-    finally:
-        pool.close()
     for seen in both:
         assert seen[0][0] == [(256 << 10, "default"), ("always", "HORO_OVERLAP"), (1000, "default")]
         for (segment, overlap, spin), (native_segment, native_overlap) in seen:

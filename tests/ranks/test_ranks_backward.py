@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import signal
 import time
 import warnings
 from typing import Any
@@ -12,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupt
-from rank_pool import RankPool, one_of
+from rank_pool import RankPool, on
 from small_model import (
     assert_close,
+    backward_averages,
     gradients_of,
+    made,
     make_batch,
     make_loss,
     make_model,
@@ -28,249 +29,187 @@ from torch.utils.checkpoint import checkpoint
 import horo.torch as hvd
 from horo.torch.engine import runtime
 
-ranks2 = one_of("ranks2_always", "ranks2_never")
-"""Two ranks that reduce gradients while backward runs, then two that do it at its end."""
-
 
 def _requests() -> int:
     return runtime.current().core.counters()["requests"]
 
 
-def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_again(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model, op=hvd.Sum)
-        for step in range(3):
-            wanted = [2 * g for g in mean_gradients(model, 2, step)]
-            make_loss(model, hvd.rank(), step).backward()
-            before = _requests()
-            assert_close(gradients_of(model), wanted)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                if step:
-                    optimizer.synchronize()
-                if step == 2:
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
+@on("ranks2_in_backward")
+def test_gradients_are_averaged_when_backward_returns_and_no_call_averages_them_again() -> None:
+    model, optimizer = made(op=hvd.Sum)
+    for step in range(3):
+        wanted = [2 * g for g in mean_gradients(model, 2, step)]
+        make_loss(model, hvd.rank(), step).backward()
+        before = _requests()
+        assert_close(gradients_of(model), wanted)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if step:
+                optimizer.synchronize()
+            if step == 2:
+                with optimizer.skip_synchronize():
                     optimizer.step()
-            assert_close(gradients_of(model), wanted)
-            assert _requests() == before
-            optimizer.zero_grad()
-
-    ranks2.run(check)
-
-
-def test_gradients_changed_after_backward_go_into_the_step_as_they_are(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        make_loss(model, hvd.rank()).backward()
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, float(hvd.rank()))
-        optimizer.step()
-        assert all(g is not None and (g == hvd.rank()).all() for g in gradients_of(model))
-
-    ranks2.run(check)
+            else:
+                optimizer.step()
+        assert_close(gradients_of(model), wanted)
+        assert _requests() == before
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_may_be_cleared_at_any_time(ranks2: RankPool, set_to_none: bool) -> None:
-    def check(set_to_none: bool) -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        for step in range(2):
-            make_loss(model, hvd.rank(), step).backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            assert all((g is None) == set_to_none for g in gradients_of(model))
-            wanted = mean_gradients(model, 2, step + 5)
-            make_loss(model, hvd.rank(), step + 5).backward()
-            assert_close(gradients_of(model), wanted)
-            optimizer.step()
-            model.zero_grad(set_to_none=set_to_none)
-
-    ranks2.run(check, set_to_none)
-
-
-def test_no_sync_and_passes_per_step_save_exchanges(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model, backward_passes_per_step=3)
-        assert optimizer.backward_passes_per_step == 3
-        optimizer.step()  # the first reduction has one request more
-        counts = []
-        for number in range(6):
-            before = _requests()
-            make_loss(model, hvd.rank(), number).backward()
-            counts.append(_requests() - before)
+@on("ranks2_in_backward")
+def test_gradients_may_be_cleared_at_any_time(set_to_none: bool) -> None:
+    model, optimizer = made()
+    for step in range(2):
+        make_loss(model, hvd.rank(), step).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((g is None) == set_to_none for g in gradients_of(model))
+        backward_averages(model, step + 5)
         optimizer.step()
-        assert counts == [0, 0, 4, 0, 0, 5]  # the third reduction compares the samples of ranks
-        optimizer.set_backward_passes_per_step(1)
-        optimizer.zero_grad()
+        model.zero_grad(set_to_none=set_to_none)
+
+
+@on("ranks2_in_backward")
+def test_no_sync_and_passes_per_step_save_exchanges() -> None:
+    model, optimizer = made(backward_passes_per_step=3)
+    assert optimizer.backward_passes_per_step == 3
+    optimizer.step()  # the first reduction has one request more
+    counts = []
+    for number in range(6):
         before = _requests()
-        with optimizer.no_sync():
-            make_loss(model, hvd.rank(), 0).backward()
-            assert _requests() == before
-        wanted = mean_gradients(model, 2)
-        optimizer.step()
-        assert _requests() == before + 4
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
+        make_loss(model, hvd.rank(), number).backward()
+        counts.append(_requests() - before)
+    optimizer.step()
+    assert counts == [0, 0, 4, 0, 0, 5]  # the third reduction compares the samples of ranks
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    before = _requests()
+    with optimizer.no_sync():
+        make_loss(model, hvd.rank(), 0).backward()
+        assert _requests() == before
+    wanted = mean_gradients(model, 2)
+    optimizer.step()
+    assert _requests() == before + 4
+    assert_close(gradients_of(model), wanted)
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"op": hvd.Sum}], ids=["alone", "in a group", "summed"])
 @pytest.mark.parametrize("used", [[0, 1], [1]], ids=["by all", "by one rank"])
-def test_what_a_frozen_parameter_has_accumulated_is_averaged(
-    ranks2: RankPool, options: dict[str, Any], used: list[int]
-) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model, **options)
-        optimizer.step()
+@on("ranks2_in_backward")
+def test_what_a_frozen_parameter_has_accumulated_is_averaged(options: dict[str, Any], used: list[int]) -> None:
+    model, optimizer = made(**options)
+    optimizer.step()
+    optimizer.zero_grad()
+    alone = copy.deepcopy(model)
+    for ranks in (used, range(2)):
+        torch.stack([make_loss(alone, rank) for rank in ranks]).sum().div(2).backward()
+        alone[2].requires_grad_(False)
+    wanted = [grad * (2 if "op" in options else 1) for grad in gradients_of(alone) if grad is not None]
+    if hvd.rank() in used:
+        with optimizer.no_sync():
+            make_loss(model, hvd.rank()).backward()
+    model[2].requires_grad_(False)
+    make_loss(model, hvd.rank()).backward()
+    assert_close(gradients_of(model), wanted)
+    optimizer.step()
+    model[2].requires_grad_(True)
+    optimizer.zero_grad()
+
+
+@on("ranks2_in_backward")
+def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends() -> None:
+    model, optimizer = made()
+    for _ in range(3):
+        optimizer.step()  # the first three reductions have requests of their own
         optimizer.zero_grad()
-        alone = copy.deepcopy(model)
-        for ranks in (used, range(2)):
-            torch.stack([make_loss(alone, rank) for rank in ranks]).sum().div(2).backward()
-            alone[2].requires_grad_(False)
-        wanted = [grad * (2 if "op" in options else 1) for grad in gradients_of(alone) if grad is not None]
-        if hvd.rank() in used:
-            with optimizer.no_sync():
-                make_loss(model, hvd.rank()).backward()
-        model[2].requires_grad_(False)
-        make_loss(model, hvd.rank()).backward()
-        assert_close(gradients_of(model), wanted)
-        optimizer.step()
-        model[2].requires_grad_(True)
-        optimizer.zero_grad()
-
-    ranks2.run(check)
-
-
-def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        for _ in range(3):
-            optimizer.step()  # the first three reductions have requests of their own
-            optimizer.zero_grad()
-        for _ in range(2):
-            before = _requests()
-            batch = make_batch(hvd.rank()).requires_grad_()
-            checkpoint(model, batch, use_reentrant=True).square().mean().backward()
-            assert _requests() == before + 4
-            optimizer.step()
-            assert _requests() == before + 4
-            optimizer.zero_grad()
-        torch.autograd.grad(make_loss(model, hvd.rank()), list(model.parameters()), create_graph=True)
-        assert _requests() == before + 4
-
-    ranks2.run(check)
-
-
-def test_a_parameter_inside_and_outside_a_reentrant_checkpoint_is_right_or_refused(ranks2: RankPool) -> None:
-    def check() -> None:
-        always = runtime.current().job.overlap == "always"
-        layer = torch.nn.Linear(4, 4).double()
-        optimizer = sgd(layer)
-        batch = make_batch(hvd.rank()).requires_grad_()
-        loss = layer(checkpoint(layer, batch, use_reentrant=True)).square().mean()
-        if not always:
-            loss.backward()
-            assert layer.weight.grad is not None
-            mean = hvd.allreduce(layer.weight.grad, name="weight")
-            torch.testing.assert_close(mean, layer.weight.grad, rtol=1e-12, atol=0)
-            return
-        with pytest.raises(
-            ValueError, match=r"'(weight|bias)' was computed again while it was being reduced.*reentrant"
-        ):
-            loss.backward()
-        with pytest.raises(ValueError, match="was changed while it was being reduced"):
-            optimizer.synchronize()
-
-    ranks2.run(check)
-
-
-def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(ranks2: RankPool) -> None:
-    def check() -> None:
-        def halve(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-
-        def hook(model: torch.nn.Module) -> None:
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]
-
-        early, late = make_model(), make_model()
-        wanted = [g / 2 for g in mean_gradients(early, 2)]
-        hook(early)
-        optimizers = [sgd(early), sgd(late)]
-        hook(late)
-        make_loss(early, hvd.rank()).backward()
-        assert_close(gradients_of(early), wanted)
-        if runtime.current().job.overlap == "always":
-            with pytest.raises(ValueError, match="register hooks that change gradients before DistributedOptimizer"):
-                make_loss(late, hvd.rank()).backward()
-        else:
-            make_loss(late, hvd.rank()).backward()
-            assert_close(gradients_of(late), wanted)
-        assert len(optimizers) == 2
-
-    ranks2.run(check)
-
-
-def test_an_optimizer_that_is_garbage_keeps_no_gradient_from_an_early_reduction(ranks2_always: RankPool) -> None:
-    def check() -> None:
-        gc.disable()
-        forgotten = vars(sgd(make_model()))  # has the same names, and none of them in the core
-        forgotten["itself"] = forgotten
-        model = make_model()
-        optimizer = sgd(model)
-        early = []
-        model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(_requests()))
-        del forgotten
+    for _ in range(2):
         before = _requests()
-        make_loss(model, hvd.rank()).backward()
-        gc.enable()
-        assert early[0] > before
+        batch = make_batch(hvd.rank()).requires_grad_()
+        checkpoint(model, batch, use_reentrant=True).square().mean().backward()
+        assert _requests() == before + 4
         optimizer.step()
-
-    ranks2_always.run(check)
-
-
-def test_optimizers_of_one_loss_whose_order_differs_between_ranks_do_not_wait_in_a_circle(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.manual_seed(1)
-        layers = [torch.nn.Linear(4, 4).double() for _ in range(3)]
-        optimizers = [sgd(layer) for layer in layers]
-        order = layers if hvd.rank() == 0 else layers[::-1]
-        for step in range(3):
-            x = make_batch(hvd.rank(), step)
-            for layer in order:
-                x = torch.tanh(layer(x))
-            x.mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        sums = [layer.weight.detach().sum() for layer in layers]
-        for value in sums:
-            torch.testing.assert_close(hvd.allreduce(value), value, rtol=1e-9, atol=1e-12)
-
-    ranks2.run(check)
+        assert _requests() == before + 4
+        optimizer.zero_grad()
+    torch.autograd.grad(make_loss(model, hvd.rank()), list(model.parameters()), create_graph=True)
+    assert _requests() == before + 4
 
 
-def test_a_rank_whose_backward_touches_no_parameter_takes_part_at_its_step(ranks2: RankPool) -> None:
-    def check() -> None:
-        model, other = make_model(), make_model(4)
-        optimizer = sgd(model)
-        for step in range(2):
-            optimizer.zero_grad()
-            wanted = [g / 2 for g in torch.autograd.grad(make_loss(model, 0, step), list(model.parameters()))]
-            make_loss(model if hvd.rank() == 0 else other, 0, step).backward()
+@on("ranks2_in_backward")
+def test_a_parameter_inside_and_outside_a_reentrant_checkpoint_is_right_or_refused() -> None:
+    always = runtime.current().job.overlap == "always"
+    layer = torch.nn.Linear(4, 4).double()
+    optimizer = sgd(layer)
+    batch = make_batch(hvd.rank()).requires_grad_()
+    loss = layer(checkpoint(layer, batch, use_reentrant=True)).square().mean()
+    if not always:
+        loss.backward()
+        mean = hvd.allreduce(layer.weight.grad, name="weight")
+        torch.testing.assert_close(mean, layer.weight.grad, rtol=1e-12, atol=0)
+        return
+    with pytest.raises(ValueError, match=r"'(weight|bias)' was computed again while it was being reduced.*reentrant"):
+        loss.backward()
+    with pytest.raises(ValueError, match="was changed while it was being reduced"):
+        optimizer.synchronize()
+
+
+@on("ranks2_in_backward")
+def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused() -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    def hook(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+    early, late = make_model(), make_model()
+    wanted = [g / 2 for g in mean_gradients(early, 2)]
+    hook(early)
+    optimizers = [sgd(early), sgd(late)]
+    hook(late)
+    make_loss(early, hvd.rank()).backward()
+    assert_close(gradients_of(early), wanted)
+    if runtime.current().job.overlap == "always":
+        with pytest.raises(ValueError, match="register hooks that change gradients before DistributedOptimizer"):
+            make_loss(late, hvd.rank()).backward()
+    else:
+        make_loss(late, hvd.rank()).backward()
+        assert_close(gradients_of(late), wanted)
+    assert len(optimizers) == 2
+
+
+@on("ranks2_always")
+def test_an_optimizer_that_is_garbage_keeps_no_gradient_from_an_early_reduction() -> None:
+    gc.disable()
+    forgotten = vars(sgd(make_model()))  # has the same names, and none of them in the core
+    forgotten["itself"] = forgotten
+    model, optimizer = made()
+    early = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(_requests()))
+    del forgotten
+    before = _requests()
+    make_loss(model, hvd.rank()).backward()
+    gc.enable()
+    assert early[0] > before
+    optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_optimizers_of_one_loss_whose_order_differs_between_ranks_do_not_wait_in_a_circle() -> None:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, 4).double() for _ in range(3)]
+    optimizers = [sgd(layer) for layer in layers]
+    order = layers if hvd.rank() == 0 else layers[::-1]
+    for step in range(3):
+        x = make_batch(hvd.rank(), step)
+        for layer in order:
+            x = torch.tanh(layer(x))
+        x.mean().backward()
+        for optimizer in optimizers:
             optimizer.step()
-            assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
+            optimizer.zero_grad()
+    sums = [layer.weight.detach().sum() for layer in layers]
+    for value in sums:
+        torch.testing.assert_close(hvd.allreduce(value), value, rtol=1e-9, atol=1e-12)
 
 
 class _Broken(torch.autograd.Function):
@@ -285,185 +224,134 @@ class _Broken(torch.autograd.Function):
 
 @pytest.mark.parametrize("clear", ["optimizer", "model", "nobody"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
-def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(ranks2: RankPool, op: int, clear: str) -> None:
-    def check(op: int, clear: str) -> None:
-        model = make_model()
-        optimizer = sgd(model, op=op)
-        factor = 1 if op == hvd.Average else 2
-        optimizer.step()  # with an older torch, nothing travels in the first backward
-        optimizer.zero_grad()
-        for step in range(3):
-            with pytest.raises(RuntimeError, match="broken in the middle"):
-                model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
-            with pytest.raises(ValueError, match=r"step\(\): the backward\(\) before did not come to its end"):
-                optimizer.step()
-            partial = [torch.zeros_like(p) for p in model[0].parameters()]
-            if clear == "optimizer":
-                optimizer.zero_grad()
-            elif clear == "model":
-                model.zero_grad()
-            elif runtime.current().job.overlap == "always":  # autograd has added to what is being reduced
-                with pytest.raises(ValueError, match=r"backward\(\): the backward\(\) before did not come.*zero_grad"):
-                    make_loss(model, hvd.rank(), step).backward()
-                optimizer.zero_grad()
-            else:
-                alone = copy.deepcopy(model)
-                alone.zero_grad()
-                sum(alone[2](alone[0](make_batch(rank, 7))).square().mean() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
-                partial += [p.grad for p in alone[2].parameters()]
-            partial += [torch.zeros_like(p) for p in model.parameters()][len(partial) :]
-            wanted = [factor * (g + p) for g, p in zip(mean_gradients(model, 2, step), partial, strict=True)]
-            make_loss(model, hvd.rank(), step).backward()
-            assert_close(gradients_of(model), wanted)
+@on("ranks2_in_backward")
+def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(op: int, clear: str) -> None:
+    model, optimizer = made(op=op)
+    factor = 1 if op == hvd.Average else 2
+    optimizer.step()  # with an older torch, nothing travels in the first backward
+    optimizer.zero_grad()
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="broken in the middle"):
+            model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
+        with pytest.raises(ValueError, match=r"step\(\): the backward\(\) before did not come to its end"):
             optimizer.step()
+        partial = [torch.zeros_like(p) for p in model[0].parameters()]
+        if clear == "optimizer":
             optimizer.zero_grad()
-
-    ranks2.run(check, op, clear)
-
-
-def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        optimizer.zero_grad()
-        call = make_loss(model, hvd.rank()).backward
-        if hvd.rank() == 0:
-            with pytest.raises(RuntimeError, match="broken in the middle"):
-                model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
-            call = optimizer.zero_grad
-        with pytest.raises(
-            ValueError,
-            match=r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)",
-        ):
-            call()
-        for step in range(2):
+        elif clear == "model":
+            model.zero_grad()
+        elif runtime.current().job.overlap == "always":  # autograd has added to what is being reduced
+            with pytest.raises(ValueError, match=r"backward\(\): the backward\(\) before did not come.*zero_grad"):
+                make_loss(model, hvd.rank(), step).backward()
             optimizer.zero_grad()
-            wanted = mean_gradients(model, 2, step)
-            make_loss(model, hvd.rank(), step).backward()
-            assert_close(gradients_of(model), wanted)
-            optimizer.step()
-
-    ranks2.run(check)
-
-
-def test_gradients_as_they_are_take_part_after_an_exception(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        if hvd.rank() == 0:
-            with pytest.raises(RuntimeError, match="broken in the middle"):
-                model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
-            optimizer.synchronize()
         else:
-            make_loss(model, 1).backward()
-        for _ in range(2):
-            optimizer.zero_grad()
-            wanted = mean_gradients(model, 2)
-            make_loss(model, hvd.rank()).backward()
-            assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_a_mismatch_comes_out_of_backward_on_every_rank_and_the_job_goes_on(ranks2: RankPool) -> None:
-    def check() -> None:
-        layer = torch.nn.Linear(2 + hvd.rank(), 3).double()
-        optimizer = sgd(layer)
-        with pytest.raises(hvd.HorovodInternalError, match=r"(?s)'gradient\d*\.weight'.*\[3, 2\].*\[3, 3\]"):
-            layer(torch.ones(1, 2 + hvd.rank(), dtype=torch.float64)).sum().backward()
-        model = make_model()
-        optimizer = sgd(model)
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
+            alone = copy.deepcopy(model)
+            alone.zero_grad()
+            sum(alone[2](alone[0](make_batch(rank, 7))).square().mean() / 2 for rank in range(2)).backward()
+            partial += [p.grad for p in alone[2].parameters()]
+        partial += [torch.zeros_like(p) for p in model.parameters()][len(partial) :]
+        wanted = [factor * (g + p) for g, p in zip(mean_gradients(model, 2, step), partial, strict=True)]
+        make_loss(model, hvd.rank(), step).backward()
         assert_close(gradients_of(model), wanted)
         optimizer.step()
-
-    ranks2.run(check)
-
-
-def test_a_lost_rank_comes_out_of_backward(request: pytest.FixtureRequest) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        if hvd.rank() == 1:
-            signal.raise_signal(signal.SIGKILL)
-        with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
-            make_loss(model, 0).backward()
-        with pytest.raises((hvd.HorovodInternalError, ValueError)):
-            optimizer.step()
-
-    pool = RankPool(2)
-    try:
-        pool.run_each(check, [(), ()], lost=[1])
-    finally:
-        pool.close()
-
-
-def test_ctrl_c_comes_out_of_a_backward_that_waits(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-
-        def are_submitted() -> bool:
-            return any(request.label.startswith("gradient") for request in runtime.current().requests.values())
-
-        if hvd.rank() == 0:
-            interrupt(lambda: make_loss(model, 0).backward(), KeyboardInterrupt, are_submitted, 0.2)
-            deadline = time.monotonic() + 30
-            hvd.barrier()
-            while are_submitted():
-                for request in list(runtime.current().requests.values()):
-                    request.wait()
-                assert time.monotonic() < deadline
-        else:
-            hvd.barrier()
-            make_loss(model, 1).backward()
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        assert_close(gradients_of(model), wanted)
 
-    ranks2.run(check)
+
+@on("ranks2_in_backward")
+def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> None:
+    model, optimizer = made()
+    optimizer.zero_grad()
+    call = make_loss(model, hvd.rank()).backward
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match="broken in the middle"):
+            model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
+        call = optimizer.zero_grad
+    with pytest.raises(
+        ValueError, match=r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)"
+    ):
+        call()
+    for step in range(2):
+        optimizer.zero_grad()
+        backward_averages(model, step)
+        optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_gradients_as_they_are_take_part_after_an_exception() -> None:
+    model, optimizer = made()
+    if hvd.rank() == 0:
+        with pytest.raises(RuntimeError, match="broken in the middle"):
+            model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
+        optimizer.synchronize()
+    else:
+        make_loss(model, 1).backward()
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward_averages(model)
+
+
+@on("ranks2_in_backward")
+def test_a_mismatch_comes_out_of_backward_on_every_rank_and_the_job_goes_on() -> None:
+    layer = torch.nn.Linear(2 + hvd.rank(), 3).double()
+    optimizer = sgd(layer)
+    with pytest.raises(hvd.HorovodInternalError, match=r"(?s)'gradient\d*\.weight'.*\[3, 2\].*\[3, 3\]"):
+        layer(torch.ones(1, 2 + hvd.rank(), dtype=torch.float64)).sum().backward()
+    model, optimizer = made()
+    backward_averages(model)
+    optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_ctrl_c_comes_out_of_a_backward_that_waits() -> None:
+    model, optimizer = made()
+
+    def are_submitted() -> bool:
+        return any(request.label.startswith("gradient") for request in runtime.current().requests.values())
+
+    if hvd.rank() == 0:
+        interrupt(lambda: make_loss(model, 0).backward(), KeyboardInterrupt, are_submitted, 0.2)
+        deadline = time.monotonic() + 30
+        hvd.barrier()
+        while are_submitted():
+            for request in list(runtime.current().requests.values()):
+                request.wait()
+            assert time.monotonic() < deadline
+    else:
+        hvd.barrier()
+        make_loss(model, 1).backward()
+    optimizer.zero_grad()
+    backward_averages(model)
 
 
 @needs_cpu_scaler
-def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with optimizer.no_sync():
-            scaler.scale(make_loss(model, hvd.rank())).backward()
-        start = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(
-            ValueError, match=r"a gradient scaler looked at gradients that backward\(\) has not reduced"
-        ):
-            scaler.step(optimizer)
-        assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
-        optimizer.synchronize()
+@on("ranks2_in_backward")
+def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error() -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with optimizer.no_sync():
+        scaler.scale(make_loss(model, hvd.rank())).backward()
+    start = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"a gradient scaler looked at gradients that backward\(\) has not reduced"):
         scaler.step(optimizer)
-
-    ranks2.run(check)
-
-
-def test_the_argument_wins_over_the_environment(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model, gradients_ready="step")
-        make_loss(model, hvd.rank()).backward()
-        with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
-            optimizer.zero_grad()
-        optimizer.step()
-        with pytest.raises(ValueError, match="gradients_ready must be 'backward' or 'step', not 'now'"):
-            sgd(make_model(), gradients_ready="now")
-
-    ranks2.run(check)
+    assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+    optimizer.synchronize()
+    scaler.step(optimizer)
 
 
-def test_a_hook_that_steps_inside_backward_is_refused(ranks2: RankPool) -> None:
+@on("ranks2_in_backward")
+def test_the_argument_wins_over_the_environment() -> None:
+    model, optimizer = made(gradients_ready="step")
+    make_loss(model, hvd.rank()).backward()
+    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
+        optimizer.zero_grad()
+    optimizer.step()
+    with pytest.raises(ValueError, match="gradients_ready must be 'backward' or 'step', not 'now'"):
+        sgd(make_model(), gradients_ready="now")
+
+
+def test_a_hook_that_steps_inside_backward_is_refused(ranks2_in_backward: RankPool) -> None:
     def check(call: str) -> None:
-        model = make_model()
-        optimizer = sgd(model)
+        model, optimizer = made()
         before = [p.detach().clone() for p in model.parameters()]
         hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: getattr(optimizer, call)())
         with pytest.raises(ValueError, match=rf"{call}\(\) was called inside backward\(\), by a hook"):
@@ -472,9 +360,77 @@ def test_a_hook_that_steps_inside_backward_is_refused(ranks2: RankPool) -> None:
         assert_close(model.parameters(), before)
         optimizer.synchronize()  # takes part in what the other rank waits for
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        assert_close(gradients_of(model), wanted)
+        backward_averages(model)
 
-    ranks2.run(check, "step")
-    ranks2.run(check, "zero_grad")
+    ranks2_in_backward.run(check, "step")
+    ranks2_in_backward.run(check, "zero_grad")
+
+
+# ---- Sums: what was summed over the ranks is not summed again ----
+
+
+@on("ranks2_in_backward")
+def test_several_passes_are_summed_once_after_the_model_has_another_dtype() -> None:
+    model = make_model().float()
+    optimizer = sgd(model, op=hvd.Sum)
+    model.double()
+    for step in range(2):
+        optimizer.zero_grad()
+        wanted = [torch.zeros_like(p) for p in model.parameters()]
+        for number in range(3):
+            wanted = [w + 2 * g for w, g in zip(wanted, mean_gradients(model, 2, 3 * step + number), strict=True)]
+            make_loss(model, hvd.rank(), 3 * step + number).backward()
+        assert_close(gradients_of(model), wanted)
+        optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_a_dtype_that_changes_between_two_passes_is_refused() -> None:
+    model = make_model().float()
+    optimizer = sgd(model, op=hvd.Sum)
+    model(torch.ones(1, 4)).sum().backward()
+    model.double()
+    with pytest.raises(ValueError, match=r"op=Sum: parameter '.*' has got another dtype \(torch\.float64\)"):
+        make_loss(model, hvd.rank()).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    wanted = [2 * g for g in mean_gradients(model, 2)]
+    make_loss(model, hvd.rank()).backward()
+    assert_close(gradients_of(model), wanted)
+
+
+@on("ranks2_in_backward")
+def test_a_backward_that_adds_to_a_gradient_that_was_replaced_is_refused() -> None:
+    model, optimizer = made(op=hvd.Sum)
+    make_loss(model, hvd.rank()).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    with pytest.raises(ValueError, match=r"op=Sum: the gradient of '.*' was replaced.*in place"):
+        make_loss(model, hvd.rank(), 1).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    wanted = [2 * g for g in mean_gradients(model, 2)]
+    make_loss(model, hvd.rank()).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+    assert_close(gradients_of(model), [g / 2 for g in wanted])
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@on("ranks2_in_backward")
+def test_a_backward_adds_to_gradients_that_were_set_by_hand_after_older_ones_were_cleared(by_model: bool) -> None:
+    model, optimizer = made(op=hvd.Sum)
+    for step in range(3):
+        if by_model:
+            model.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + hvd.rank())
+        wanted = [2 * g + (0 if by_model else 3) for g in mean_gradients(model, 2, step)]
+        make_loss(model, hvd.rank(), step).backward()
+        assert_close(gradients_of(model), wanted)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)

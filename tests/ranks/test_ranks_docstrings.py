@@ -37,9 +37,8 @@ def test_a_function_says_what_it_takes_raises_and_when_it_returns(name: str) -> 
 
 @pytest.fixture(params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+    with RankPool(request.param) as pool:
+        yield pool
 
 
 def test_examples_run_on_one_rank_and_on_two(ranks: RankPool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import wait_until
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.errors import AbortedError, DeadlockError, MismatchError
@@ -30,6 +30,16 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "postscale": (lambda r: hvd.allreduce(torch.ones(2), postscale_factor=1.0 + r, name="x"), "factor 1", "factor 2"),
     "columns": (lambda r: hvd.allgather(torch.ones(1 + r, 2 + r), name="x"), "float32 [*, 2]", "float32 [*, 3]"),
     "dimensions": (lambda r: hvd.allgather(torch.ones((2,) * (1 + r)), name="x"), "float32 [*]", "float32 [*, 2]"),
+    "dtypes of equal size": (
+        lambda r: hvd.broadcast(torch.ones(2, dtype=[torch.complex64, torch.float64][r]), 0, name="x"),
+        "complex64 [2]",
+        "float64 [2]",
+    ),
+    "compression": (
+        lambda r: hvd.allreduce(torch.ones(3), compression=[hvd.Compression.none, hvd.Compression.bf16][r], name="x"),
+        "sent float32 [3], rank 1",
+        "sent float32 [3] as bfloat16",
+    ),
     "group": (lambda r: hvd.grouped_allreduce([torch.ones(2)] * (2 + r), name="x"), "2 tensors", "3 tensors"),
     "member": (
         lambda r: hvd.grouped_allreduce([torch.ones(2), torch.ones(3 + r)], name="x"),
@@ -59,69 +69,47 @@ def test_disagreement_names_both_ranks_and_values_and_the_job_goes_on(ranks2: Ra
             assert second in text
 
 
-def test_a_shape_that_changes_on_one_rank_only_is_found_after_many_equal_steps(ranks4: RankPool) -> None:
-    def check() -> None:
-        for step in range(30):
-            length = 5 if step == 20 and hvd.rank() == 2 else 4
-            if step == 20:
-                # The first two announcements that differ are named, and the ranks announce in any order.
-                with pytest.raises(MismatchError, match=r"rank \d \(") as caught:
-                    hvd.allreduce(torch.ones(length), name="steady")
-                assert re.search(r"rank 2 \([^)]*\) sent float32 \[5\]", str(caught.value))
-                assert re.search(r"rank [013] \([^)]*\) sent float32 \[4\]", str(caught.value))
-            else:
-                assert hvd.allreduce(torch.ones(length), name="steady").tolist() == [1.0] * 4
-
-    ranks4.run(check)
+@on("ranks4")
+def test_a_shape_that_changes_on_one_rank_only_is_found_after_many_equal_steps() -> None:
+    for step in range(30):
+        length = 5 if step == 20 and hvd.rank() == 2 else 4
+        if step == 20:
+            # The first two announcements that differ are named, and the ranks announce in any order.
+            with pytest.raises(MismatchError, match=r"rank \d \(") as caught:
+                hvd.allreduce(torch.ones(length), name="steady")
+            assert re.search(r"rank 2 \([^)]*\) sent float32 \[5\]", str(caught.value))
+            assert re.search(r"rank [013] \([^)]*\) sent float32 \[4\]", str(caught.value))
+        else:
+            assert hvd.allreduce(torch.ones(length), name="steady").tolist() == [1.0] * 4
 
 
-def test_a_name_in_flight_is_refused_and_the_first_use_is_untouched(ranks2: RankPool) -> None:
-    def check() -> None:
-        if hvd.rank() == 1:
-            hvd.broadcast_object(None)  # returns once rank 0 has tried twice
+@on("ranks2")
+def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone() -> None:
+    refused = pytest.raises(ValueError, match=r"'allreduce\.taken': a tensor of this name is being processed")
+    for free in ("synchronize", "poll", "garbage"):
         tensor = torch.ones(3)
-        handle = hvd.allreduce_async_(tensor, name="busy", op=hvd.Sum)
-        if hvd.rank() == 0:
-            with pytest.raises(
-                ValueError, match=r"'allreduce\.busy': a tensor of this name is being processed already"
-            ):
-                hvd.allreduce_async(torch.ones(3), name="busy")
-            hvd.broadcast_object(None)
-        assert hvd.synchronize(handle) is tensor
-        assert tensor.tolist() == [2.0] * 3
-
-    ranks2.run(check)
-
-
-def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone(ranks2: RankPool) -> None:
-    def check() -> None:
-        refused = pytest.raises(ValueError, match=r"'allreduce\.taken': a tensor of this name is being processed")
-        for free in ("synchronize", "poll", "garbage"):
-            tensor = torch.ones(3)
-            handle = hvd.allreduce_async_(tensor, name="taken", op=hvd.Sum)
-            hvd.barrier()  # it is done on all ranks: requests of a rank are done in their order
-            del tensor
-            kept = [handle]
-            assert type(handle) is int
-            assert handle > 0
-            with refused:
-                hvd.allreduce_async(torch.ones(3), name="taken")
-            with refused:
-                hvd.allreduce(torch.ones(3), name="taken")
-            del handle
-            with refused:
-                hvd.allreduce(torch.ones(3), name="taken")
-            if free == "poll":
-                wait_until(functools.partial(hvd.poll, kept[0]), "the operation is done", deadline_s=60)
-            if free == "synchronize":
-                assert hvd.synchronize(kept[0]).tolist() == [2.0] * 3
-            if free == "garbage":
-                kept.clear()
-            assert hvd.allreduce(torch.ones(1), name="taken").tolist() == [1.0]
-            assert hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="taken")).tolist() == [1.0]
-            hvd.barrier()
-
-    ranks2.run(check)
+        handle = hvd.allreduce_async_(tensor, name="taken", op=hvd.Sum)
+        hvd.barrier()  # it is done on all ranks: requests of a rank are done in their order
+        del tensor
+        kept = [handle]
+        assert isinstance(handle, int)
+        assert handle > 0
+        with refused:
+            hvd.allreduce_async(torch.ones(3), name="taken")
+        with refused:
+            hvd.allreduce(torch.ones(3), name="taken")
+        del handle
+        with refused:
+            hvd.allreduce(torch.ones(3), name="taken")
+        if free == "poll":
+            wait_until(functools.partial(hvd.poll, kept[0]), "the operation is done", deadline_s=60)
+        if free == "synchronize":
+            assert hvd.synchronize(kept[0]).tolist() == [2.0] * 3
+        if free == "garbage":
+            kept.clear()
+        assert hvd.allreduce(torch.ones(1), name="taken").tolist() == [1.0]
+        assert hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="taken")).tolist() == [1.0]
+        hvd.barrier()
 
 
 @pytest.mark.parametrize("by_thread", [False, True])
@@ -146,13 +134,10 @@ def test_ranks_that_wait_for_a_call_that_was_refused_for_its_name_are_told(by_th
             thread.join()
         return str(error.value)
 
-    pool = RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.5"})
-    try:
+    with RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.5"}) as pool:
         for told in pool.run(check, by_thread):
             assert re.search(r"\(\S+:\d+; a second 'allreduce\.twice' was refused before\)", told), told
             assert re.search(r"rank 1 for 'allreduce\.\w+' \(\S+:\d+\)", told), told
-    finally:
-        pool.close()
 
 
 def _fail() -> None:
@@ -160,41 +145,12 @@ def _fail() -> None:
         hvd.allreduce(torch.ones(3), name="twice")
 
 
-def test_an_old_handle_does_not_free_the_name_of_a_later_operation(ranks2: RankPool) -> None:
-    def check() -> None:
-        first = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
-        wait_until(lambda: hvd.poll(first), "the first is done", deadline_s=60)
-        second = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
-        assert hvd.synchronize(first).tolist() == [2.0]
-        with pytest.raises(ValueError, match=r"'allreduce\.again': a tensor of this name"):
-            hvd.allreduce(torch.ones(1), name="again")
-        assert hvd.synchronize(second).tolist() == [2.0]
-
-    ranks2.run(check)
-
-
-@pytest.mark.parametrize("root", [-1, 2, 0.0, None, "0"], ids=repr)
-def test_a_root_that_is_no_rank_is_named(ranks2: RankPool, root: Any) -> None:
-    def check(root: Any) -> None:
-        text = re.escape(f"root_rank {root!r} is not a rank of this job (0 to 1)")
-        for call in (
-            lambda: hvd.broadcast(torch.ones(1), root),
-            lambda: hvd.broadcast_async_(torch.ones(1), root, "n"),
-            lambda: hvd.broadcast_parameters({}, root),
-            lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], lr=1.0), root),
-            lambda: hvd.broadcast_object(1, root),
-        ):
-            with pytest.raises(ValueError, match=text):
-                call()
-
-    ranks2.run(check, root)
-
-
-def test_a_refused_call_without_a_name_is_one_call_as_that_of_the_others_is(ranks2: RankPool) -> None:
-    def check() -> None:
-        for bad in [torch.ones(1, device="meta"), torch.ones(1).to(torch.float8_e5m2), torch.eye(2).to_sparse()]:
-            with pytest.raises(ValueError, match="allreduce"):
-                hvd.allreduce(bad if hvd.rank() == 0 else torch.ones(1))
-        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item() == 1.0
-
-    ranks2.run(check)
+@on("ranks2")
+def test_an_old_handle_does_not_free_the_name_of_a_later_operation() -> None:
+    first = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
+    wait_until(lambda: hvd.poll(first), "the first is done", deadline_s=60)
+    second = hvd.allreduce_async(torch.ones(1), name="again", op=hvd.Sum)
+    assert hvd.synchronize(first).tolist() == [2.0]
+    with pytest.raises(ValueError, match=r"'allreduce\.again': a tensor of this name"):
+        hvd.allreduce(torch.ones(1), name="again")
+    assert hvd.synchronize(second).tolist() == [2.0]

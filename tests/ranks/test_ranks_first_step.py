@@ -2,156 +2,111 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
-from small_model import assert_close, gradients_of, make_loss, make_model, mean_gradients, sgd
+from rank_pool import RankPool, on, one_of
+from small_model import assert_close, gradients_of, made, make_loss, make_model, mean_gradients, sgd, take_step, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
-
-ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step")
-"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
+from horo.torch.optimizer.at_backward import BackwardReducer
 
 
-def test_parameters_that_differ_between_ranks_are_named_once(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        if hvd.rank() == 1:
-            with torch.no_grad():
-                model[0].bias[2] += 1e-9
-                model[2].weight[0, 0] = -model[2].weight[0, 0]
-        optimizer = sgd(model)
-        start = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(
-            ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
-        ):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
-        assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer.zero_grad()
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_a_state_without_value_is_as_no_state(ranks2: RankPool) -> None:
-    """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
-
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        if hvd.rank() == 1:
-            for parameter in model.parameters():
-                optimizer.state[parameter]["momentum_buffer"] = None
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_a_frozen_parameter_that_differs_between_ranks_is_named(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        model[0].weight.requires_grad_(False)
-        if hvd.rank() == 1:
-            model[0].weight[0, 0] += 1
-        optimizer = sgd(model)
-        with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
-
-    ranks2.run(check)
-
-
-def test_a_frozen_parameter_that_has_no_checksum_is_passed_over(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
-        wanted = mean_gradients(model, 2)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
-
-
-def test_parameters_of_a_group_that_comes_later_are_compared_then(ranks2: RankPool) -> None:
-    def check() -> None:
-        model, later = make_model(), torch.nn.Linear(3, 1).double()
+@on("ranks2_in_most_orders")
+def test_parameters_that_differ_between_ranks_are_named_once() -> None:
+    model = make_model()
+    if hvd.rank() == 1:
         with torch.no_grad():
-            later.weight.fill_(1.0)
-            later.bias.fill_(hvd.rank())
-        optimizer = sgd(model)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.add_param_group({"params": later.parameters()})
-        with pytest.raises(ValueError, match=r"parameter 'allreduce\.noname\.1\.1' is not equal.*\(1 of 2"):
-            later(model(torch.ones(1, 4, dtype=torch.float64))).sum().backward()
-            optimizer.step()
+            model[0].bias[2] += 1e-9
+            model[2].weight[0, 0] = -model[2].weight[0, 0]
+    optimizer = sgd(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
+    ):
+        take_step(model, optimizer)
+    assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.zero_grad()
+    train(model, optimizer, 0)
 
-    ranks2.run(check)
+
+@on("ranks2_in_most_orders")
+def test_a_state_without_value_is_as_no_state() -> None:
+    """SGD of torch 2.1 writes it in its first step; a rank that goes on may meet one that begins."""
+    model, optimizer = made()
+    if hvd.rank() == 1:
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = None
+    train(model, optimizer, 0)
+
+
+@on("ranks2_in_most_orders")
+def test_a_frozen_parameter_that_differs_between_ranks_is_named() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    if hvd.rank() == 1:
+        model[0].weight[0, 0] += 1
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
+        take_step(model, optimizer)
+
+
+@on("ranks2_in_most_orders")
+def test_a_frozen_parameter_that_has_no_checksum_is_passed_over() -> None:
+    model = make_model()
+    frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
+    train(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("what", ["state", "options"])
-def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(ranks2: RankPool, what: str) -> None:
-    def check(what: str) -> None:
-        model = make_model()
-        adam = torch.optim.Adam(model.parameters(), lr=0.1)
-        if hvd.rank() == 0:
-            if what == "state":
-                make_loss(model, 0).backward()
-                start = [p.detach().clone() for p in model.parameters()]
-                adam.step()
-                adam.zero_grad()
-                with torch.no_grad():
-                    for parameter, before in zip(model.parameters(), start, strict=True):
-                        parameter.copy_(before)
-            else:
-                adam.param_groups[0]["lr"] = 0.2
-        optimizer = hvd.DistributedOptimizer(adam, model)
-        sentence = {
-            "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
-            "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
-        }
-        with pytest.raises(ValueError, match=sentence[what]):
-            make_loss(model, hvd.rank()).backward()
-            optimizer.step()
+@on("ranks2_in_most_orders")
+def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str) -> None:
+    model = make_model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        if what == "state":
+            make_loss(model, 0).backward()
+            start = [p.detach().clone() for p in model.parameters()]
+            adam.step()
+            adam.zero_grad()
+            with torch.no_grad():
+                for parameter, before in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(before)
+        else:
+            adam.param_groups[0]["lr"] = 0.2
+    optimizer = hvd.DistributedOptimizer(adam, model)
+    sentence = {
+        "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
+        "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
+    }
+    with pytest.raises(ValueError, match=sentence[what]):
+        take_step(model, optimizer)
+    optimizer.zero_grad()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(2):
+        take_step(model, optimizer, step)
         optimizer.zero_grad()
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        for step in range(2):
-            make_loss(model, hvd.rank(), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for parameter in model.parameters():
-            assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
-
-    ranks2.run(check, what)
+    for parameter in model.parameters():
+        assert torch.equal(hvd.broadcast(parameter.detach(), 0), parameter)
 
 
-def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.manual_seed(5)
-        layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}).double()
-        parameters = list(layers.parameters())
-        order = parameters if hvd.rank() == 0 else parameters[::-1]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), layers)
-        for _ in range(2):
-            layers["b"](layers["a"](torch.ones(1, 4, dtype=torch.float64))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    ranks2.run(check)
+@on("ranks2_in_most_orders")
+def test_ranks_whose_optimizers_have_other_orders_compare_by_name() -> None:
+    torch.manual_seed(5)
+    layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}).double()
+    parameters = list(layers.parameters())
+    order = parameters if hvd.rank() == 0 else parameters[::-1]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(order, lr=0.1), layers)
+    for _ in range(2):
+        layers["b"](layers["a"](torch.ones(1, 4, dtype=torch.float64))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -164,126 +119,278 @@ def test_ranks_whose_optimizers_have_other_orders_compare_by_name(ranks2: RankPo
         ("groups", "the optimizer has 1 parameter groups on rank 0, but 2 on rank 1"),
     ],
 )
-def test_ranks_that_train_different_parameters_name_the_first(ranks2: RankPool, what: str, sentence: str) -> None:
-    def check(what: str, sentence: str) -> None:
+@on("ranks2_in_most_orders")
+def test_ranks_that_train_different_parameters_name_the_first(what: str, sentence: str) -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    last = named[-1][1]
+    if hvd.rank() == 1:
+        if what == "more":
+            named.append(("extra", torch.nn.Parameter(torch.ones(2))))
+        if what == "fewer":
+            named.pop()
+        if what == "renamed":
+            named[-1] = "other", last
+        last.requires_grad_(what != "frozen")
+    groups = [{"params": [p for _, p in named]}]
+    if hvd.rank() == 1 and what == "groups":
+        groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
+    with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
+        take_step(model, optimizer)
+    hvd.barrier()
+    hvd.shutdown()  # a gradient that only one rank has stays in progress
+    hvd.init()
+
+
+@on("ranks2_in_most_orders")
+def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third() -> None:
+    model = torch.nn.ParameterList(
+        [
+            torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
+            torch.nn.Parameter(torch.ones(3, 4).t()),
+            torch.nn.Parameter(torch.tensor(2.0)),
+            torch.nn.Parameter(torch.ones(0, 5)),
+        ]
+    )
+    optimizer = sgd(model)
+    counts = []
+    for _ in range(4):
+        before = runtime.current().core.counters()["requests"]
+        torch.stack([p.float().sum() for p in model]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(runtime.current().core.counters()["requests"] - before)
+    assert counts == [5, 4, 5, 4]
+
+
+@on("ranks2_in_most_orders")
+def test_a_model_in_ddp_is_named() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
         model = make_model()
-        named = list(model.named_parameters())
-        last = named[-1][1]
-        if hvd.rank() == 1:
-            if what == "more":
-                named.append(("extra", torch.nn.Parameter(torch.ones(2))))
-            if what == "fewer":
-                named.pop()
-            if what == "renamed":
-                named[-1] = "other", last
-            last.requires_grad_(what != "frozen")
-        groups = [{"params": [p for _, p in named]}]
-        if hvd.rank() == 1 and what == "groups":
-            groups = [{"params": [p]} for _, p in named[:1]] + [{"params": [p for _, p in named[1:]]}]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
-        with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
-            make_loss(model, hvd.rank()).backward()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+            hvd.DistributedOptimizer(plain, wrapped)
+        optimizer: Any = hvd.DistributedOptimizer(plain, wrapped.named_parameters())
+        with pytest.raises(ValueError, match=r"'module\.0\.weight' is wrapped in DistributedDataParallel"):
+            wrapped(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
             optimizer.step()
-        hvd.barrier()
-        hvd.shutdown()  # a gradient that only one rank has stays in progress
-        hvd.init()
+        del wrapped
+    finally:
+        torch.distributed.destroy_process_group()
+    hvd.barrier()
 
-    ranks2.run(check, what, sentence)
+
+ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
 
 
-def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = torch.nn.ParameterList(
-            [
-                torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)),
-                torch.nn.Parameter(torch.ones(3, 4).t()),
-                torch.nn.Parameter(torch.tensor(2.0)),
-                torch.nn.Parameter(torch.ones(0, 5)),
-            ]
-        )
-        optimizer = sgd(model)
-        counts = []
-        for _ in range(4):
-            before = runtime.current().core.counters()["requests"]
-            torch.stack([p.float().sum() for p in model]).sum().backward()
+@on("ranks1")
+def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = sgd(table, groups=1)
+    with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    tiny = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([tiny], lr=0.1))
+    with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
+        tiny.float().sum().backward()
+        optimizer.step()
+    model, optimizer = made()
+    if isinstance(optimizer._reducer, BackwardReducer):
+        model[0].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_loss(model, 0).backward()
+        with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
             optimizer.step()
-            optimizer.zero_grad()
-            counts.append(runtime.current().core.counters()["requests"] - before)
-        assert counts == [5, 4, 5, 4]
-
-    ranks2.run(check)
 
 
-def test_a_model_in_ddp_is_named(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-        try:
-            model = make_model()
-            wrapped = torch.nn.parallel.DistributedDataParallel(model)
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
-                hvd.DistributedOptimizer(plain, wrapped)
-            optimizer: Any = hvd.DistributedOptimizer(plain, wrapped.named_parameters())
-            with pytest.raises(ValueError, match=r"'module\.0\.weight' is wrapped in DistributedDataParallel"):
-                wrapped(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+@on("ranks1")
+def test_a_job_of_one_rank_trains_as_plain_torch() -> None:
+    """Also after a backward that raises, as in a notebook, whose next cell accumulates into what is there."""
+    model, alone = make_model(), make_model()
+    optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        for one, its in ((alone, plain), (model, optimizer)):
+            if isinstance(optimizer._reducer, BackwardReducer):
+                handle = one[0].register_full_backward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    make_loss(one, 0, step + 7).backward()
+                handle.remove()
+            make_loss(one, 0, step).backward()
+            its.step()
+            its.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+# ---- Gradients ----
+
+
+def _warnings_of(train: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train()
+    return [str(each.message) for each in seen]
+
+
+def _train(batch: int, steps: int = 5, scale: float = 1.0, **options: Any) -> None:
+    model, optimizer = made(**options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (make_loss(model, batch, step) * scale).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"op": hvd.Sum, "compression": hvd.Compression.fp16}])
+def test_ranks_with_the_same_samples_are_told_once(ranks2_in_most_orders: RankPool, options: dict[str, Any]) -> None:
+    def check(options: dict[str, Any]) -> list[str]:
+        return _warnings_of(lambda: _train(0, **options))
+
+    first, second = ranks2_in_most_orders.run(check, options)
+    assert second == []
+    (sentence,) = first
+    assert sentence.startswith("all ranks had exactly the same gradients in the first 3 steps")
+    assert "torch.utils.data.DistributedSampler(dataset, hvd.size(), hvd.rank())" in sentence
+    assert "torch.manual_seed(seed + hvd.rank())" in sentence
+
+
+def test_two_of_four_ranks_with_the_same_samples_are_named(ranks4: RankPool) -> None:
+    def check() -> list[str]:
+        return _warnings_of(lambda: _train([0, 1, 2, 1][hvd.rank()]))
+
+    (sentence,), *others = ranks4.run(check)
+    assert others == [[], [], []]
+    assert sentence.startswith("ranks 1, 3 had exactly the same gradients")
+
+
+def test_ranks_that_differ_are_told_of_nothing(ranks2_in_most_orders: RankPool) -> None:
+    def check() -> list[str]:
+        def no_gradient() -> None:
+            _train(0, scale=0.0)
+
+        def other_rows() -> None:  # of one table, in which equal values come to different rows
+            table = torch.nn.Embedding(3000, 4)
+            hvd.broadcast_parameters(table.state_dict(), 0)
+            optimizer = sgd(table)
+            for step in range(4):
+                optimizer.zero_grad()
+                table(torch.tensor([100 * step + 7 * hvd.rank()])).sum().backward()
                 optimizer.step()
-            del wrapped
-        finally:
-            torch.distributed.destroy_process_group()
-        hvd.barrier()
 
-    ranks2.run(check)
+        def unused() -> None:
+            optimizer = sgd(make_model())
+            for _ in range(4):
+                optimizer.step()
 
+        def one_step_differs() -> None:
+            model, optimizer = made()
+            for step in range(4):
+                optimizer.zero_grad()
+                make_loss(model, hvd.rank() * (step == 1), step).backward()
+                optimizer.step()
 
-def test_a_model_gives_the_names(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        assert [optimizer._parameter_names[p] for p in model.parameters()] == [
-            name for name, _ in model.named_parameters()
+        def not_a_number() -> None:
+            _train(0, scale=float("nan"))
+
+        return [
+            sentence
+            for train in (lambda: _train(hvd.rank()), no_gradient, other_rows, unused, one_step_differs, not_a_number)
+            for sentence in _warnings_of(train)
         ]
 
-    ranks2.run(check)
+    assert ranks2_in_most_orders.run(check) == [[], []]
 
 
-@pytest.mark.parametrize("pool", ["ranks1_always", "ranks1_never", "ranks1_step"])
-def test_a_job_of_one_rank_refuses_what_more_ranks_refuse(request: pytest.FixtureRequest, pool: str) -> None:
-    def check(in_backward: bool) -> None:
-        table = torch.nn.Embedding(6, 2, sparse=True)
-        optimizer = sgd(table, groups=1)
-        with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
-            table(torch.tensor([1])).sum().backward()
-            optimizer.step()
-        tiny = torch.nn.Parameter(torch.ones(2).to(torch.float8_e5m2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([tiny], lr=0.1))
-        with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
-            tiny.float().sum().backward()
-            optimizer.step()
-        model = make_model()
-        optimizer = sgd(model)
-        if in_backward:
-            model[0].register_full_backward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                make_loss(model, 0).backward()
-            with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
+def test_sparse_gradients_of_the_same_rows_are_found(ranks2_in_most_orders: RankPool) -> None:
+    def check() -> list[str]:
+        def train() -> None:
+            table = torch.nn.Embedding(6, 2, sparse=True)
+            hvd.broadcast_parameters(table.state_dict(), 0)
+            optimizer = sgd(table)
+            for step in range(4):
+                optimizer.zero_grad()
+                table(torch.tensor([step])).square().sum().backward()
                 optimizer.step()
 
-    def train() -> None:
-        model, alone = make_model(), make_model()
-        optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
-        for step in range(3):
-            for one, its in ((alone, plain), (model, optimizer)):
-                if in_backward:  # as in a notebook, whose next cell accumulates into what is there
-                    handle = one[0].register_full_backward_hook(lambda *_: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        make_loss(one, 0, step + 7).backward()
-                    handle.remove()
-                make_loss(one, 0, step).backward()
-                its.step()
-                its.zero_grad()
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+        return _warnings_of(train)
 
-    in_backward = "step" not in pool
-    ranks: RankPool = request.getfixturevalue(pool)
-    ranks.run(check, in_backward)
-    ranks.run(train)
+    first, second = ranks2_in_most_orders.run(check)
+    assert len(first) == 1
+    assert second == []
+
+
+def test_the_first_checks_can_be_left_out() -> None:
+    def check() -> list[str]:
+        def train() -> None:
+            model = make_model(seed=1 + hvd.rank())  # would be refused
+            optimizer = sgd(model)
+            for _ in range(4):
+                optimizer.zero_grad()
+                model[2](torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+
+        counters = runtime.current().core.counters
+        before = counters()["requests"]
+        seen = _warnings_of(train)
+        assert counters()["requests"] - before == 4 * 4  # nothing but the gradients
+        return seen
+
+    with RankPool(2, environment={"HORO_FIRST_CHECKS": "0"}) as pool:
+        assert pool.run(check) == [[], []]
+
+
+@pytest.fixture(scope="module")
+def checking2() -> Iterator[RankPool]:
+    """Two ranks that would reduce gradients while backward runs, if they did not look at them first."""
+    with RankPool(2, environment={"HORO_CHECK_NAN": "1", "HORO_OVERLAP": "always"}) as pool:
+        yield pool
+
+
+def _spoil(model: torch.nn.Module, name: str, value: float) -> Any:
+    """Has the gradient of one parameter get a value, when it is computed."""
+
+    def spoiled(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[-1] = value
+        return grad
+
+    return dict(model.named_parameters())[name].register_hook(spoiled)
+
+
+@pytest.mark.parametrize("ready", ["backward", "step"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@on("checking2")
+def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, ready: str) -> None:
+    model, optimizer = made(gradients_ready=ready)
+    for step in range(4):
+        optimizer.zero_grad()
+        wanted = mean_gradients(model, 2, step)
+        if step != 2:
+            make_loss(model, hvd.rank(), step).backward()
+        else:
+            handles = [_spoil(model, name, value) for name in ("0.weight", "2.bias")] if hvd.rank() == 1 else []
+            with pytest.raises(
+                ValueError,
+                match=r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 ",
+            ):
+                take_step(model, optimizer, step)
+            own = [p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None]
+            assert own == ([True] * 4 if hvd.rank() == 0 else [False, True, True, False])
+            for handle in handles:
+                handle.remove()
+            optimizer.zero_grad()
+            make_loss(model, hvd.rank(), step).backward()
+        optimizer.step()
+        assert_close(gradients_of(model), wanted)
+
+
+@on("checking2")
+def test_a_gradient_that_is_not_finite_is_found_before_adasum_combines_steps() -> None:
+    model, optimizer = made(op=hvd.Adasum)
+    if hvd.rank() == 0:
+        _spoil(model, "0.bias", float("inf"))
+    make_loss(model, hvd.rank()).backward()
+    with pytest.raises(ValueError, match=r"gradient of '0\.bias' .* on rank 0 in step 1 \(1 of 4"):
+        optimizer.step()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on, on_own
 
 import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
+from horo.torch.engine import runtime
+from horo.torch.engine.submit import start_broadcast
+from horo.torch.functions import broadcast_state, objects
 
 
 def _model(seed: int) -> torch.nn.Module:
@@ -19,53 +23,37 @@ def _model(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten())
 
 
-def test_parameters_and_buffers_become_the_roots(ranks: RankPool) -> None:
-    def check() -> None:
-        for root in (0, hvd.size() - 1):
-            wanted = _model(root).state_dict()
-            for form in (
-                dict,
-                lambda s: OrderedDict(reversed(s.items())),
-                lambda s: list(s.items()),
-                lambda s: iter(s.items()),
-            ):
-                model = _model(hvd.rank()).to(memory_format=torch.channels_last)
-                hvd.broadcast_parameters(form(model.state_dict()), root_rank=root)
-                for name, value in model.state_dict().items():
-                    assert torch.equal(value, wanted[name])
-            model = _model(hvd.rank())
-            hvd.broadcast_parameters(list(model.parameters()), root)
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(root).parameters(), strict=True))
-
-    ranks.run(check)
+@on("ranks")
+def test_parameters_and_buffers_become_the_roots() -> None:
+    for root in (0, hvd.size() - 1):
+        wanted = _model(root).state_dict()
+        for form in (
+            dict,
+            lambda s: OrderedDict(reversed(s.items())),
+            lambda s: list(s.items()),
+            lambda s: iter(s.items()),
+        ):
+            model = _model(hvd.rank()).to(memory_format=torch.channels_last)
+            hvd.broadcast_parameters(form(model.state_dict()), root_rank=root)
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, wanted[name])
+        model = _model(hvd.rank())
+        hvd.broadcast_parameters(list(model.parameters()), root)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(root).parameters(), strict=True))
 
 
-def test_many_tensors_travel_in_few_requests(ranks2: RankPool) -> None:
-    def check() -> None:
-        from horo.torch.engine import runtime  # noqa: PLC0415
-
-        tensors = [torch.full((10,), float(hvd.rank())) for _ in range(500)]
-        before = runtime.current().core.counters()["requests"]
-        hvd.broadcast_parameters(tensors, root_rank=1)
-        assert runtime.current().core.counters()["requests"] - before <= 2
-        assert all(torch.equal(t, torch.ones(10)) for t in tensors)
-
-    ranks2.run(check)
-
-
-def test_large_parameters_are_cut_into_requests(ranks2: RankPool) -> None:
-    def check() -> None:
-        from horo.torch.functions import broadcast_state as functions  # noqa: PLC0415
-
-        before, functions._CHUNK_BYTES = functions._CHUNK_BYTES, 1000
-        try:
-            tensors = [torch.full((size,), float(hvd.rank())) for size in (10, 300, 200, 60, 0, 100)]
+@on("ranks2")
+def test_many_tensors_travel_in_few_requests_and_large_ones_in_several() -> None:
+    tensors = [torch.full((size,), float(hvd.rank())) for size in (10, 300, 200, 60, 0, 100, *[10] * 494)]
+    for chunk_bytes, requests in ((broadcast_state._CHUNK_BYTES, range(3)), (1000, range(10, 100))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(broadcast_state, "_CHUNK_BYTES", chunk_bytes)
+            before = runtime.current().core.counters()["requests"]
             hvd.broadcast_parameters(tensors, root_rank=1)
-            assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
-        finally:
-            functions._CHUNK_BYTES = before
-
-    ranks2.run(check)
+        assert runtime.current().core.counters()["requests"] - before in requests
+        assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
+        for tensor in tensors:
+            tensor.fill_(hvd.rank())
 
 
 def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPool) -> None:
@@ -96,55 +84,48 @@ def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPoo
         ]
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (torch.ones(2), "expected a model, its state_dict\\(\\) or named_parameters\\(\\), or a list, not Tensor"),
+@on("ranks2")
+def test_what_is_no_list_of_tensors_is_named() -> None:
+    for params, message in (
+        (torch.ones(2), r"expected a model, its state_dict\(\) or named_parameters\(\), or a list, not Tensor"),
         (3, "not int"),
         ({"a": torch.ones(1), "b": 7}, "'b' is no tensor but int; use broadcast_object"),
         ([("x", None)], "'x' is no tensor but NoneType"),
         ([torch.ones(1, device="meta")], "'0': the tensor is on meta"),
-    ],
-)
-def test_what_is_no_list_of_tensors_is_named(ranks2: RankPool, params: Any, message: str) -> None:
-    def check(params: Any, message: str) -> None:
+    ):
         with pytest.raises(ValueError, match=message):
             hvd.broadcast_parameters(params, 0)
 
-    ranks2.run(check, params, message)
 
+@on("ranks2")
+def test_extra_states_of_modules_are_sent_as_objects() -> None:
+    class Scaled(torch.nn.Linear):
+        scale: Any = None
 
-def test_extra_states_of_modules_are_sent_as_objects(ranks2: RankPool) -> None:
-    def check() -> None:
-        class Scaled(torch.nn.Linear):
-            scale: Any = None
+        def get_extra_state(self) -> Any:
+            return self.scale
 
-            def get_extra_state(self) -> Any:
-                return self.scale
+        def set_extra_state(self, state: Any) -> None:
+            self.scale = state
 
-            def set_extra_state(self, state: Any) -> None:
-                self.scale = state
+    rank = hvd.rank()
+    model = torch.nn.Sequential(Scaled(2, 2), torch.nn.Linear(2, 2), Scaled(2, 2))
+    torch.nn.init.constant_(model[1].weight, rank)
+    model[0].scale, model[2].scale = {"amax": [rank, 2.5]}, torch.ones(rank + 1)  # a tensor of another shape, too
+    hvd.broadcast_parameters(model, 1)
+    assert model[1].weight.tolist() == [[1.0, 1.0]] * 2
+    assert model[0].scale == {"amax": [1, 2.5]}
+    assert model[2].scale.tolist() == [1.0, 1.0]
 
-        rank = hvd.rank()
-        model = torch.nn.Sequential(Scaled(2, 2), torch.nn.Linear(2, 2), Scaled(2, 2))
-        torch.nn.init.constant_(model[1].weight, rank)
-        model[0].scale, model[2].scale = {"amax": [rank, 2.5]}, torch.ones(rank + 1)  # a tensor of another shape, too
-        hvd.broadcast_parameters(model, 1)
-        assert model[1].weight.tolist() == [[1.0, 1.0]] * 2
-        assert model[0].scale == {"amax": [1, 2.5]}
-        assert model[2].scale.tolist() == [1.0, 1.0]
-
-        model[0].scale, model[2].scale = {"amax": rank}, torch.full((2,), float(rank))
-        state = model.state_dict()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            hvd.broadcast_parameters(state, 0)
-        assert state["0._extra_state"] == {"amax": 0}
-        assert model[2].scale.tolist() == [0.0, 0.0]
-        assert [str(each.message)[:43] for each in told] == ["broadcast_parameters: '0._extra_state' was "] * rank
-        assert all(each.filename == __file__ for each in told)
-
-    ranks2.run(check)
+    model[0].scale, model[2].scale = {"amax": rank}, torch.full((2,), float(rank))
+    state = model.state_dict()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hvd.broadcast_parameters(state, 0)
+    assert state["0._extra_state"] == {"amax": 0}
+    assert model[2].scale.tolist() == [0.0, 0.0]
+    assert [str(each.message)[:43] for each in told] == ["broadcast_parameters: '0._extra_state' was "] * rank
+    assert all(each.filename == __file__ for each in told)
 
 
 OPTIMIZERS = {
@@ -216,187 +197,150 @@ def test_optimizer_state_becomes_the_roots_and_parameters_do_not_move(
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_fresh_optimizer_has_zero_gradients_then(ranks: RankPool, wrapped: bool) -> None:
-    def check(wrapped: bool) -> None:
-        model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "other": torch.nn.Embedding(3, 2, sparse=True)})
-        model.used.bias.requires_grad_(False)
-        parameters = [model.used.weight, model.used.bias, model.other.weight]
-        for given in (None, model):
-            optimizer: Any = torch.optim.Adam(parameters)
-            if wrapped:
-                optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
-            optimizer.zero_grad()
-            hvd.broadcast_optimizer_state(optimizer, 0, given)
-            dense, none, either = (parameter.grad for parameter in parameters)
-            assert none is None
-            assert torch.equal(dense, torch.zeros(1, 2))
-            assert torch.equal(either.to_dense(), torch.zeros(3, 2))
-            assert either.is_sparse == (given is model)
-        model.used.weight.grad = torch.ones(1, 2)
+@on("ranks")
+def test_a_fresh_optimizer_has_zero_gradients_then(wrapped: bool) -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "other": torch.nn.Embedding(3, 2, sparse=True)})
+    model.used.bias.requires_grad_(False)
+    parameters = [model.used.weight, model.used.bias, model.other.weight]
+    for given in (None, model):
+        optimizer: Any = torch.optim.Adam(parameters)
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+        optimizer.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, 0, given)
+        dense, none, either = (parameter.grad for parameter in parameters)
+        assert none is None
+        assert torch.equal(dense, torch.zeros(1, 2))
+        assert torch.equal(either.to_dense(), torch.zeros(3, 2))
+        assert either.is_sparse == (given is model)
+    model.used.weight.grad = torch.ones(1, 2)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert torch.equal(model.used.weight.grad, torch.ones(1, 2))  # one that is there stays
+    sparse = torch.optim.SparseAdam([model.other.weight])
+    sparse.zero_grad()
+    hvd.broadcast_optimizer_state(sparse, 0)
+    model.other(torch.tensor([1])).sum().backward()  # without zero_grad()
+    sparse.step()
+    trained = torch.optim.SGD([model.used.weight], lr=0.1, momentum=0.9)
+    if hvd.rank() == 0:
+        trained.step()
+    trained.zero_grad()
+    hvd.broadcast_optimizer_state(trained, 0)
+    assert model.used.weight.grad is None
+
+
+@on("ranks2")
+def test_optimizers_with_other_groups_are_refused() -> None:
+    count = 2 + hvd.rank()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1)
+    with pytest.raises(MismatchError, match="rank 0, group 0 parameter 2 float32 \\[2\\] on rank 1"):
         hvd.broadcast_optimizer_state(optimizer, 0)
-        assert torch.equal(model.used.weight.grad, torch.ones(1, 2))  # one that is there stays
-        sparse = torch.optim.SparseAdam([model.other.weight])
-        sparse.zero_grad()
-        hvd.broadcast_optimizer_state(sparse, 0)
-        model.other(torch.tensor([1])).sum().backward()  # without zero_grad()
-        sparse.step()
-        trained = torch.optim.SGD([model.used.weight], lr=0.1, momentum=0.9)
-        if hvd.rank() == 0:
-            trained.step()
-        trained.zero_grad()
-        hvd.broadcast_optimizer_state(trained, 0)
-        assert model.used.weight.grad is None
-
-    ranks.run(check, wrapped)
 
 
-def test_optimizers_with_other_groups_are_refused(ranks2: RankPool) -> None:
-    def check() -> None:
-        count = 2 + hvd.rank()
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1)
-        with pytest.raises(MismatchError, match="rank 0, group 0 parameter 2 float32 \\[2\\] on rank 1"):
-            hvd.broadcast_optimizer_state(optimizer, 0)
-
-    ranks2.run(check)
-
-
-def test_state_that_the_root_cannot_send_fails_everywhere(ranks2: RankPool) -> None:
-    def check() -> None:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        if hvd.rank() == 0:
-            optimizer.param_groups[0]["odd"] = torch.eye(2).to_sparse()
-        with pytest.raises(ValueError, match="sparse"):
-            hvd.broadcast_optimizer_state(optimizer, 0)
-        assert hvd.broadcast_object(hvd.rank(), 1) == 1
-
-    ranks2.run(check)
+@on("ranks2")
+def test_state_that_the_root_cannot_send_fails_everywhere() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    if hvd.rank() == 0:
+        optimizer.param_groups[0]["odd"] = torch.eye(2).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    assert hvd.broadcast_object(hvd.rank(), 1) == 1
 
 
-def test_objects_travel_whole(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        own = {"rank": r, "list": list(range(r * 1000)), "function": (lambda x: x + r), "tensor": torch.full((3,), r)}
-        for root in range(n):
-            got = hvd.broadcast_object(own if r == root else None, root_rank=root, name="object")
-            assert got["rank"] == root
-            assert len(got["list"]) == root * 1000
-            assert got["function"](1) == root + 1
-            assert (got is own) == (r == root)
-        assert hvd.allgather_object(None) == [None] * n
-        assert [item["rank"] for item in hvd.allgather_object(own, name="all")] == list(range(n))
-        assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
-
-    ranks.run(check)
+@on("ranks")
+def test_objects_travel_whole() -> None:
+    n, r = hvd.size(), hvd.rank()
+    own = {"rank": r, "list": list(range(r * 1000)), "function": (lambda x: x + r), "tensor": torch.full((3,), r)}
+    for root in range(n):
+        got = hvd.broadcast_object(own if r == root else None, root_rank=root, name="object")
+        assert got["rank"] == root
+        assert len(got["list"]) == root * 1000
+        assert got["function"](1) == root + 1
+        assert (got is own) == (r == root)
+    assert hvd.allgather_object(None) == [None] * n
+    assert [item["rank"] for item in hvd.allgather_object(own, name="all")] == list(range(n))
+    assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
 
 
-def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting(ranks2: RankPool) -> None:
-    def check() -> None:
-        import threading  # noqa: PLC0415
+@on("ranks2")
+def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting() -> None:
+    odd = threading.Lock() if hvd.rank() == 0 else 5
+    wanted, text = (TypeError, "pickle") if hvd.rank() == 0 else (ValueError, "rank 0 could not")
+    with pytest.raises(wanted, match=text):
+        hvd.broadcast_object(odd, 0)
+    with pytest.raises(wanted, match=text):
+        hvd.allgather_object(odd)
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
-        odd = threading.Lock() if hvd.rank() == 0 else 5
-        wanted, text = (TypeError, "pickle") if hvd.rank() == 0 else (ValueError, "rank 0 could not")
-        with pytest.raises(wanted, match=text):
-            hvd.broadcast_object(odd, 0)
-        with pytest.raises(wanted, match=text):
-            hvd.allgather_object(odd)
-        assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
-    ranks2.run(check)
+class _LeftError(Exception):
+    pass
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "allgather"])
+@on_own(2)
 def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation: str) -> None:
     """Rank 0 leaves before it sends its object, rank 1 when it has sent its part, as by signal handlers that raise."""
 
-    def check() -> None:
-        from horo.torch.engine.submit import start_broadcast  # noqa: PLC0415
-        from horo.torch.functions import objects  # noqa: PLC0415
+    def run() -> Any:
+        return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
 
-        class LeftError(Exception):
-            pass
+    real, calls = objects.start_allgather, []
 
-        def run() -> Any:
-            return hvd.broadcast_object(8) if operation == "broadcast" else hvd.allgather_object(8)
+    def leave(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if operation == "allgather" and len(calls) == 1:
+            return real(*arguments, **options)
+        if hvd.rank() == 1:
+            (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
+        raise _LeftError
 
-        real = objects.start_allgather
-        calls = []
-
-        def leave(*arguments: Any, **options: Any) -> Any:
-            calls.append(arguments)
-            if operation == "allgather" and len(calls) == 1:
-                return real(*arguments, **options)
-            if hvd.rank() == 1:
-                (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
-            raise LeftError
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
-            with pytest.raises(LeftError):
-                run()
-        for _ in range(3):
-            assert run() == (8 if operation == "broadcast" else [8, 8])
-
-    pool = RankPool(2)
-    try:
-        pool.run(check)
-    finally:
-        pool.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
+        with pytest.raises(_LeftError):
+            run()
+    for _ in range(3):
+        assert run() == (8 if operation == "broadcast" else [8, 8])
 
 
 @pytest.mark.parametrize("name", [None, "settings"])
-def test_different_roots_of_an_object_are_named(ranks2: RankPool, name: str | None) -> None:
-    def check(name: str | None) -> None:
-        r = hvd.rank()
-        for own in ("x", "x" * (r + 1)):
-            with pytest.raises(MismatchError) as caught:
-                hvd.broadcast_object(own, root_rank=r, name=name)
-            assert str(caught.value) == (
-                "broadcast_object: root_rank is 0 on rank 0, but 1 on rank 1; give the same one on all ranks"
-            )
-        assert hvd.broadcast_object(r, 1, name) == 1
-
-    ranks2.run(check, name)
+@on("ranks2")
+def test_different_roots_of_an_object_are_named(name: str | None) -> None:
+    r = hvd.rank()
+    for own in ("x", "x" * (r + 1)):
+        with pytest.raises(MismatchError) as caught:
+            hvd.broadcast_object(own, root_rank=r, name=name)
+        assert str(caught.value) == (
+            "broadcast_object: root_rank is 0 on rank 0, but 1 on rank 1; give the same one on all ranks"
+        )
+    assert hvd.broadcast_object(r, 1, name) == 1
 
 
-def test_a_name_that_is_too_long_is_refused_in_the_words_of_the_call(ranks2: RankPool) -> None:
-    def check() -> None:
-        for call in (hvd.broadcast_object, hvd.allgather_object):
-            for name in ("x" * 2000, "\u00e9" * 505):
-                with pytest.raises(UsageError) as caught:
-                    call(1, name=name)
-                size = len(name.encode())
-                assert str(caught.value) == f"{call.__name__}: the name has {size} bytes; at most 999 are allowed"
-            assert call(1, name="\u00e9" * 498) in (1, [1, 1])
-            with pytest.raises(UsageError, match=f"{call.__name__}: name must be a string without NUL"):
-                call(1, name="a\0b")
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_name_that_is_too_long_is_refused_in_the_words_of_the_call() -> None:
+    for call in (hvd.broadcast_object, hvd.allgather_object):
+        for name in ("x" * 2000, "\u00e9" * 505):
+            with pytest.raises(UsageError) as caught:
+                call(1, name=name)
+            size = len(name.encode())
+            assert str(caught.value) == f"{call.__name__}: the name has {size} bytes; at most 999 are allowed"
+        assert call(1, name="\u00e9" * 498) in (1, [1, 1])
+        with pytest.raises(UsageError, match=f"{call.__name__}: name must be a string without NUL"):
+            call(1, name="a\0b")
 
 
-def test_buffers_become_the_mean_over_the_ranks(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2, track_running_stats=False))
-        model.register_buffer("scratch", torch.full((2,), float(r)), persistent=False)
-        model[0](torch.full((4, 3), 10.0 * r))
-        if r:
-            model[0](torch.zeros(4, 3))
-        means = [0.0] + [0.9 * k for k in range(1, n)]
-        hvd.average_buffers(model)
-        assert model[0].running_mean is not None
-        torch.testing.assert_close(model[0].running_mean, torch.full((3,), sum(means) / n))
-        assert int(model[0].num_batches_tracked) == 1
-        assert model.scratch.tolist() == [r, r]
-        hvd.average_buffers(torch.nn.Linear(2, 2))
-
-    ranks.run(check)
-
-
-def test_buffers_that_differ_in_shape_are_named_and_stay(ranks: RankPool) -> None:
-    def check() -> None:
-        model = torch.nn.BatchNorm1d(2 + hvd.rank())
-        with pytest.raises(MismatchError, match="running_mean"):
-            hvd.average_buffers(model)
-        assert torch.equal(model.running_var, torch.ones(2 + hvd.rank()))
-
-    ranks.run(check)
+@on("ranks")
+def test_buffers_become_the_mean_over_the_ranks() -> None:
+    n, r = hvd.size(), hvd.rank()
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(2, track_running_stats=False))
+    model.register_buffer("scratch", torch.full((2,), float(r)), persistent=False)
+    model[0](torch.full((4, 3), 10.0 * r))
+    if r:
+        model[0](torch.zeros(4, 3))
+    means = [0.0] + [0.9 * k for k in range(1, n)]
+    hvd.average_buffers(model)
+    assert model[0].running_mean is not None
+    torch.testing.assert_close(model[0].running_mean, torch.full((3,), sum(means) / n))
+    assert int(model[0].num_batches_tracked) == 1
+    assert model.scratch.tolist() == [r, r]
+    hvd.average_buffers(torch.nn.Linear(2, 2))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
+from rank_pool import on, one_of
 
 import horo.torch as hvd
 from horo.torch.optimizer import at_backward, backward_hooks
@@ -21,7 +21,7 @@ from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
 ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
 
-_ROUNDS = 200
+_ROUNDS = 60
 _FIRST_RUN = 1000
 """The number of the first run of autograd, higher than that of any other."""
 
@@ -61,7 +61,7 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
     reducer.submitter.submit = count
     for leaf in leaves:
         leaf.grad = torch.ones(2)
-    assert _call_at_once([lambda leaf=leaf: reducer.gradient_ready(leaf) for leaf in leaves]) == []  # type: ignore[misc]
+    assert _call_at_once([lambda leaf=leaf: reducer.gradient_ready(leaf) for leaf in leaves]) == []
     submits = reducer._overlaps and COUNTS_IN_HOOKS  # an older torch does not in the first step
     assert len(submitted) == (0 if not submits else 1 if groups else 2)
     assert len({state.kind for state in reducer.states.values()}) == 1
@@ -74,24 +74,22 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
 
 
 @pytest.mark.parametrize("groups", [None, 1])
-def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(ranks1: RankPool, groups: int | None) -> None:
-    def check(groups: int | None) -> None:
-        ends: list[Callable[[], None]] = []
+@on("ranks1")
+def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(groups: int | None) -> None:
+    ends: list[Callable[[], None]] = []
 
-        class Engine:
-            queue_callback = staticmethod(ends.append)
+    class Engine:
+        queue_callback = staticmethod(ends.append)
 
-        turn_s = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            for run in range(_FIRST_RUN, _FIRST_RUN + _ROUNDS):
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
-                    patch.setattr(backward_hooks, "current_run", lambda run=run: run)
-                    patch.setattr(at_backward, "current_run", lambda run=run: run)
-                    patch.setattr(at_backward, "_refuse_in_backward", lambda what: None)
-                    _backward_in_two_threads(run, groups, ends)
-        finally:
-            sys.setswitchinterval(turn_s)
-
-    ranks1.run(check, groups)
+    turn_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for run in range(_FIRST_RUN, _FIRST_RUN + _ROUNDS):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
+                patch.setattr(backward_hooks, "current_run", lambda run=run: run)
+                patch.setattr(at_backward, "current_run", lambda run=run: run)
+                patch.setattr(at_backward, "_refuse_in_backward", lambda what: None)
+                _backward_in_two_threads(run, groups, ends)
+    finally:
+        sys.setswitchinterval(turn_s)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import on
 
 import horo.torch as hvd
 from horo.torch.engine import runtime as _runtime
@@ -30,7 +30,7 @@ runtime = _runtime.current()
 signal.signal(signal.SIGALRM, handler)
 submit = {"allreduce": lambda t, n: hvd.allreduce(t, name=n), "async": lambda t, n: hvd.allreduce_async(t, name=n),
           "grouped": lambda t, n: hvd.grouped_allreduce_async([t, t], name=n),
-          "allgather": lambda t, n: hvd.allgather_async(t, name=n)}[sys.argv[1]]
+          }[sys.argv[1]]
 for trial in range(int(sys.argv[2])):
     try:
         i = 0
@@ -58,9 +58,9 @@ print("fine")
 """
 
 
-@pytest.mark.parametrize("form", ["allreduce", "async", "grouped", "allgather"])
+@pytest.mark.parametrize("form", ["allreduce", "grouped"])
 def test_interrupts_at_random_leave_no_request_without_an_owner(form: str) -> None:
-    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", _TIMER, form, "1000"]
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", _TIMER, form, "300"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (0, "fine\n"), ended.stderr
 
@@ -98,57 +98,52 @@ def _interrupted(call: Callable[[], Any], at: int) -> bool:
 
 _FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
     "async in place": lambda t, n: hvd.allreduce_async_(t, name=n),
-    "async": lambda t, n: hvd.allreduce_async(t, name=n),
     "grouped": lambda t, n: hvd.grouped_allreduce_async_([t], name=n),
     "allgather": lambda t, n: hvd.allgather_async(t, name=n),
-    "broadcast": lambda t, n: hvd.broadcast_async_(t, 0, name=n),
     "sync": lambda t, n: hvd.allreduce(t, name=n, op=hvd.Sum),
-    "sync in place": lambda t, n: hvd.allreduce_(t, name=n),
     "sync broadcast": lambda t, n: hvd.broadcast(t, 0, name=n),
 }
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first", "again"])
 @pytest.mark.parametrize("form", _FORMS)
-def test_memory_stays_wherever_the_interrupt_comes(ranks2: RankPool, form: str, warm: bool) -> None:
-    def check() -> None:
-        call, runtime = _FORMS[form], _runtime.current()
-        waits = form.startswith("sync")
-        places = 5 if waits else 100  # a wait has no end
+@on("ranks2")
+def test_memory_stays_wherever_the_interrupt_comes(form: str, warm: bool) -> None:
+    call, runtime = _FORMS[form], _runtime.current()
+    waits = form.startswith("sync")
+    places = 5 if waits else 100  # a wait has no end
 
-        def take_part(name: str) -> None:
-            answer = call(torch.ones(8), name)
-            if not waits:
-                hvd.synchronize(answer)
+    def take_part(name: str) -> None:
+        answer = call(torch.ones(8), name)
+        if not waits:
+            hvd.synchronize(answer)
 
-        if warm:
-            for at in range(places if waits else 20):
-                take_part(f"{form}.{at}")
-        if hvd.rank() == 1:
-            for name in hvd.broadcast_object(None):
-                take_part(name)
-            return
-        names = []
-        more = True
-        while more and len(names) < places:
-            names.append(f"{form}.{len(names)}")
-            before = runtime.core.counters()["requests"]
-            tensor = torch.ones(8)
-            memory = weakref.ref(tensor)
-            more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
-            del tensor
-            gc.collect()  # frames that the exception has kept
-            assert not runtime.active_calls, names[-1]
-            assert runtime.core.counters()["requests"] == before + 1
-            assert runtime.core.in_progress(before + 1)
-            assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
-        assert len(names) >= 5
-        hvd.broadcast_object(names)
-        for request in list(runtime.requests.values()):
-            request.wait()
-        deadline = time.monotonic() + 50
-        while runtime.abandoned:  # until rank 1 has taken part in all
-            runtime.release_abandoned()
-            assert time.monotonic() < deadline
-
-    ranks2.run(check)
+    if warm:
+        for at in range(places if waits else 20):
+            take_part(f"{form}.{at}")
+    if hvd.rank() == 1:
+        for name in hvd.broadcast_object(None):
+            take_part(name)
+        return
+    names = []
+    more = True
+    while more and len(names) < places:
+        names.append(f"{form}.{len(names)}")
+        before = runtime.core.counters()["requests"]
+        tensor = torch.ones(8)
+        memory = weakref.ref(tensor)
+        more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
+        del tensor
+        gc.collect()  # frames that the exception has kept
+        assert not runtime.active_calls, names[-1]
+        assert runtime.core.counters()["requests"] == before + 1
+        assert runtime.core.in_progress(before + 1)
+        assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
+    assert len(names) >= 5
+    hvd.broadcast_object(names)
+    for request in list(runtime.requests.values()):
+        request.wait()
+    deadline = time.monotonic() + 50
+    while runtime.abandoned:  # until rank 1 has taken part in all
+        runtime.release_abandoned()
+        assert time.monotonic() < deadline

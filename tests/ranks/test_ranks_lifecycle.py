@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,214 +17,169 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on
+from small_model import made, make_loss, make_model, sgd, take_step
 
 import horo.torch as hvd
 from horo.errors import AbortedError, NotInitializedError, PeerLostError, UsageError
+from horo.torch.lifecycle import _at_exit
 
 
-@pytest.fixture
-def fresh2() -> Iterator[RankPool]:
-    """Two ranks that have not called ``init()``."""
-    pool = RankPool(2, init=False)
-    yield pool
-    pool.close()
+@on("fresh2", deadline_s=100)
+def test_many_jobs_in_one_process_leak_nothing() -> None:
+    process = psutil.Process()
 
-
-@pytest.fixture
-def fresh4() -> Iterator[RankPool]:
-    """Four ranks that are not used by another test."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-def test_a_hundred_jobs_in_one_process_leak_nothing(fresh2: RankPool) -> None:
-    def check() -> None:
-        process = psutil.Process()
-
-        def cycle() -> None:
-            hvd.init()
-            assert hvd.allreduce(torch.ones(1000), op=hvd.Sum)[0].item() == 2.0
-            unfetched = hvd.allreduce_async(torch.ones(10))
-            hvd.allgather(torch.ones(3))
-            hvd.barrier()
-            hvd.shutdown()
-            hvd.shutdown()
-            assert not hvd.is_initialized()
-            with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
-                hvd.synchronize(unfetched)
-
-        def threads() -> set[int]:
-            return {thread.id for thread in process.threads()}
-
-        def rest(allowed: set[int]) -> None:
-            """Waits for the end of all other threads: Python's join() comes back shortly before a thread is gone."""
-            gc.collect()
-            deadline = time.monotonic() + 20
-            while not threads() <= allowed and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert threads() == allowed
-
-        for _ in range(4):
-            cycle()
-        lasting = threads()
-        cycle()
-        lasting &= threads()  # one of a job that goes on for a moment is not among them, since each job has its own
-        rest(lasting)
-        descriptors, memory = process.num_fds(), process.memory_info().rss
-        for _ in range(100):
-            cycle()
-        rest(lasting)
-        assert process.num_fds() == descriptors
-        assert process.memory_info().rss - memory < 8 << 20
-        with open("/proc/self/maps") as maps:  # noqa: PTH123
-            assert "memfd" not in maps.read()
-
-    fresh2.run(check, deadline_s=100)
-
-
-def test_requests_from_before_a_shutdown_say_so(fresh2: RankPool) -> None:
-    def check() -> None:
-        os.environ["HORO_OVERLAP"] = "always"  # else the optimizer has no request in progress
+    def cycle() -> None:
         hvd.init()
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-        old = hvd.allreduce_async(torch.ones(1))
-        optimizer = hvd.DistributedOptimizer(optimizer, gradients_ready="step")
-        optimizer.param_groups[0]["params"][0].sum().backward()
-        hvd.barrier()  # a rank that has left already would abort what comes above
-        hvd.shutdown()
-        hvd.init()
-        for call in (hvd.poll, hvd.synchronize):
-            with pytest.raises(AbortedError, match=f"Handle {old} was created before horo was shut down"):
-                call(old)
-        with pytest.raises(hvd.HorovodInternalError, match="shut down"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["params"][0].sum().backward()
-        optimizer.step()
+        assert hvd.allreduce(torch.ones(1000), op=hvd.Sum)[0].item() == 2.0
+        unfetched = hvd.allreduce_async(torch.ones(10))
+        hvd.allgather(torch.ones(3))
         hvd.barrier()
         hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
+            hvd.synchronize(unfetched)
 
-    fresh2.run(check)
+    def threads() -> set[int]:
+        return {thread.id for thread in process.threads()}
+
+    def rest(allowed: set[int]) -> None:
+        """Waits for the end of all other threads: Python's join() comes back shortly before a thread is gone."""
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while not threads() <= allowed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threads() == allowed
+
+    for _ in range(4):
+        cycle()
+    lasting = threads()
+    cycle()
+    lasting &= threads()  # one of a job that goes on for a moment is not among them, since each job has its own
+    rest(lasting)
+    descriptors, memory = process.num_fds(), process.memory_info().rss
+    for _ in range(40):
+        cycle()
+    rest(lasting)
+    assert process.num_fds() == descriptors
+    assert process.memory_info().rss - memory < 8 << 20
+    with open("/proc/self/maps") as maps:  # noqa: PTH123
+        assert "memfd" not in maps.read()
+
+
+@on("fresh2")
+def test_requests_from_before_a_shutdown_say_so() -> None:
+    os.environ["HORO_OVERLAP"] = "always"  # else the optimizer has no request in progress
+    hvd.init()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    old = hvd.allreduce_async(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(optimizer, gradients_ready="step")
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    hvd.barrier()  # a rank that has left already would abort what comes above
+    hvd.shutdown()
+    hvd.init()
+    for call in (hvd.poll, hvd.synchronize):
+        with pytest.raises(AbortedError, match=f"Handle {old} was created before horo was shut down"):
+            call(old)
+    with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    optimizer.step()
+    hvd.barrier()
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("overlap", ["always", "never"])
-def test_a_backward_that_broke_in_an_ended_job_is_forgotten(fresh2: RankPool, overlap: str) -> None:
-    def check(overlap: str) -> None:
-        os.environ["HORO_OVERLAP"] = overlap
+@on("fresh2")
+def test_a_backward_that_broke_in_an_ended_job_is_forgotten(overlap: str) -> None:
+    os.environ["HORO_OVERLAP"] = overlap
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    held = torch.ones(2, requires_grad=True)
+    held.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (weight * (held * 1)).sum().backward()
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    optimizer.zero_grad()
+    (weight * (hvd.rank() + 1.0)).sum().backward()
+    assert weight.grad.tolist() == [1.5, 1.5]
+    optimizer.step()
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@on("fresh2")
+def test_a_handle_stands_for_one_call_of_one_job() -> None:
+    stale: list[int] = []
+    for _ in range(3):
         hvd.init()
-        weight = torch.nn.Parameter(torch.ones(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
-        held = torch.ones(2, requires_grad=True)
-        held.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            (weight * (held * 1)).sum().backward()
-        hvd.barrier()
+        own = [hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum)]
+        for _ in range(3):  # the first call goes the long way, the others repeat it
+            hvd.synchronize(own.pop())
+            own.append(hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum))
+        with pytest.raises(ValueError, match="was not created or has been cleared"):
+            hvd.synchronize(own[0] + 1)
+        for handle in stale:
+            with pytest.raises(hvd.HorovodInternalError, match="before horo was shut down"):
+                hvd.poll(handle)
+        assert hvd.synchronize(own[0]).tolist() == [2.0, 2.0]
+        assert not set(own) & set(stale)
+        stale += own
+        hvd.barrier()  # a rank that has left already would abort what comes above
         hvd.shutdown()
-        hvd.init()
-        optimizer.zero_grad()
-        (weight * (hvd.rank() + 1.0)).sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [1.5, 1.5]
-        optimizer.step()
-        hvd.barrier()
-        hvd.shutdown()
-
-    fresh2.run(check, overlap)
+    hvd.init()
 
 
-def test_a_handle_stands_for_one_call_of_one_job(fresh2: RankPool) -> None:
-    def check() -> None:
-        stale: list[int] = []
-        for _ in range(3):
-            hvd.init()
-            own = [hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum)]
-            for _ in range(3):  # the first call goes the long way, the others repeat it
-                hvd.synchronize(own.pop())
-                own.append(hvd.allreduce_async_(torch.ones(2), name="x", op=hvd.Sum))
-            with pytest.raises(ValueError, match="was not created or has been cleared"):
-                hvd.synchronize(own[0] + 1)
-            for handle in stale:
-                with pytest.raises(hvd.HorovodInternalError, match="before horo was shut down"):
-                    hvd.poll(handle)
-            assert hvd.synchronize(own[0]).tolist() == [2.0, 2.0]
-            assert not set(own) & set(stale)
-            stale += own
-            hvd.barrier()  # a rank that has left already would abort what comes above
-            hvd.shutdown()
-        hvd.init()
-
-    fresh2.run(check)
-
-
-def test_a_shutdown_elsewhere_aborts_what_waits_for_that_rank(fresh2: RankPool) -> None:
-    def check() -> str | None:
-        hvd.init()
-        hvd.barrier()
-        if hvd.rank() == 1:
-            hvd.shutdown()
-            return None
-        with pytest.raises(hvd.HorovodInternalError) as caught:
-            hvd.allreduce(torch.ones(1), name="waiting")
-        hvd.shutdown()
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    text = fresh2.run(check)[0]
-    assert text.startswith("AbortedError: ")
-    assert "rank 1" in text
-
-
-def test_init_after_a_shutdown_elsewhere_begins_a_new_job(fresh2: RankPool) -> None:
+@on("fresh2")
+def test_init_after_a_shutdown_elsewhere_begins_a_new_job() -> None:
     """Also where this rank has not called ``shutdown()``: what it had from the job that has ended is of no use."""
-
-    def check() -> None:
-        hvd.init()
-        hvd.barrier()
-        if hvd.rank() == 1:
-            hvd.shutdown()
-        else:
-            with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
-                hvd.allreduce(torch.ones(1), name="waiting")
-            assert hvd.is_initialized()
-        alone = hvd.ProcessSet([0])
-        hvd.init(process_sets=[alone], cycle_time_ms=0.5)
-        assert hvd.config()["cycle_time_ms"] == 0.5
-        assert alone.process_set_id == 1
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="waiting").item() == 2
-        hvd.init()  # nothing: the process is in a job
-        assert alone.process_set_id == 1
-        hvd.barrier()
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
         hvd.shutdown()
-
-    fresh2.run(check)
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+            hvd.allreduce(torch.ones(1), name="waiting")
+        assert hvd.is_initialized()
+    alone = hvd.ProcessSet([0])
+    hvd.init(process_sets=[alone], cycle_time_ms=0.5)
+    assert hvd.config()["cycle_time_ms"] == 0.5
+    assert alone.process_set_id == 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="waiting").item() == 2
+    hvd.init()  # nothing: the process is in a job
+    assert alone.process_set_id == 1
+    hvd.barrier()
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("call", ["init", "shutdown"])
-def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(fresh2: RankPool, call: str) -> None:
+@on("fresh2")
+def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(call: str) -> None:
     """Others are still in theirs then."""
 
-    def check(call: str) -> None:
-        def work(handle: int) -> None:
-            with pytest.raises(hvd.HorovodInternalError):
-                hvd.synchronize(handle)
-            getattr(hvd, call)()
+    def work(handle: int) -> None:
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.synchronize(handle)
+        getattr(hvd, call)()
 
-        for _ in range(10):
-            hvd.init()
-            waiting = range(0 if hvd.rank() == 1 else 4)
-            handles = [hvd.allreduce_async(torch.ones(1), name=f"waiting {number}") for number in waiting]
-            hvd.barrier()
-            if hvd.rank() == 1:
-                hvd.shutdown()
-            with ThreadPoolExecutor(4) as threads:
-                list(threads.map(work, handles))
-            hvd.init()
-            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    for _ in range(10):
+        hvd.init()
+        waiting = range(0 if hvd.rank() == 1 else 4)
+        handles = [hvd.allreduce_async(torch.ones(1), name=f"waiting {number}") for number in waiting]
         hvd.barrier()
-        hvd.shutdown()
-
-    fresh2.run(check, call)
+        if hvd.rank() == 1:
+            hvd.shutdown()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, handles))
+        hvd.init()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.barrier()
+    hvd.shutdown()
 
 
 def test_a_signal_handler_that_calls_init_while_init_waits_for_other_ranks_gets_an_error(
@@ -253,7 +210,7 @@ def test_a_signal_handler_that_calls_init_while_init_waits_for_other_ranks_gets_
     assert (tmp_path / "told").read_text().startswith("init() was called while init() was at work")
 
 
-@pytest.mark.parametrize("where", ["idle", "waiting", "backward"])
+@pytest.mark.parametrize("where", ["waiting", "backward"])
 def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool, where: str) -> None:
     def check(where: str) -> tuple[str, float] | None:
         start = time.monotonic()
@@ -289,39 +246,32 @@ def test_a_killed_rank_is_an_error_on_all_others_within_seconds(fresh4: RankPool
         assert seconds < 60
 
 
-def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact(ranks2: RankPool) -> None:
-    def check() -> None:
-        pending = hvd.allreduce_async(torch.ones(100), name="before")
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            answers = [str(hvd.rank() == int(os.environ["HOROVOD_RANK"]))]
-            for call in (
-                lambda: hvd.allreduce(torch.ones(1)),
-                lambda: hvd.synchronize(pending),
-                hvd.barrier,
-                hvd.init,
-            ):
-                try:
-                    call()
-                    answers.append("no error")
-                except UsageError as error:
-                    answers.append(str(error))
-            hvd.shutdown()
-            os.write(writer, "\n".join(answers).encode())
-            os._exit(0)
-        os.close(writer)
-        assert os.waitpid(child, 0) == (child, 0)
-        with os.fdopen(reader) as stream:
-            ranked, *answers = stream.read().split("\n")
-        assert ranked == "True"
-        assert len(answers) == 4
-        assert all(f"was forked from rank {hvd.rank()}" in answer for answer in answers[:3])
-        assert "was forked from a rank" in answers[3]
-        assert hvd.synchronize(pending).tolist() == [1.0] * 100
-        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact() -> None:
+    pending = hvd.allreduce_async(torch.ones(100), name="before")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answers = [str(hvd.rank() == int(os.environ["HOROVOD_RANK"]))]
+        for call in (lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.synchronize(pending), hvd.barrier, hvd.init):
+            try:
+                call()
+                answers.append("no error")
+            except UsageError as error:
+                answers.append(str(error))
+        hvd.shutdown()
+        os.write(writer, "\n".join(answers).encode())
+        os._exit(0)
+    os.close(writer)
+    assert os.waitpid(child, 0) == (child, 0)
+    with os.fdopen(reader) as stream:
+        ranked, *answers = stream.read().split("\n")
+    assert ranked == "True"
+    assert len(answers) == 4
+    assert all(f"was forked from rank {hvd.rank()}" in answer for answer in answers[:3])
+    assert "was forked from a rank" in answers[3]
+    assert hvd.synchronize(pending).tolist() == [1.0] * 100
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
 
 
 class _Dataset(torch.utils.data.Dataset[Any]):
@@ -332,21 +282,17 @@ class _Dataset(torch.utils.data.Dataset[Any]):
         return torch.full((2,), float(index + 100 * hvd.rank()))  # rank() may be key in a worker
 
 
-def test_data_loader_workers_come_and_go_during_training(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
-        for _ in range(2):
-            loader = torch.utils.data.DataLoader(
-                _Dataset(), batch_size=4, num_workers=2, multiprocessing_context="fork"
-            )
-            for batch in loader:
-                assert batch.min().item() >= 100 * hvd.rank()
-                optimizer.zero_grad()
-                model(batch).sum().backward()
-                optimizer.step()
-
-    ranks2.run(check)
+@on("ranks2")
+def test_data_loader_workers_come_and_go_during_training() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters())
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(_Dataset(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        for batch in loader:
+            assert batch.min().item() >= 100 * hvd.rank()
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
 
 
 def _until_a_call_waits() -> None:
@@ -357,65 +303,171 @@ def _until_a_call_waits() -> None:
         time.sleep(0.001)
 
 
-def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on(ranks2: RankPool) -> None:
+@on("ranks2")
+def test_an_interrupt_during_a_wait_reaches_python_and_the_wait_can_go_on() -> None:
     def interrupt() -> None:
         _until_a_call_waits()
         os.kill(os.getpid(), signal.SIGINT)
 
-    def check() -> None:
-        if hvd.rank() == 1:
-            hvd.broadcast_object(None)
-            assert hvd.allreduce(torch.ones(2), name="late", op=hvd.Sum).tolist() == [2.0, 2.0]
-            return
-        tensor = torch.ones(2)
-        handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
-        interrupter = threading.Thread(target=interrupt)
-        with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
-            interrupter.start()
-            hvd.synchronize(handle)
-        interrupter.join()
+    if hvd.rank() == 1:
         hvd.broadcast_object(None)
-        assert hvd.synchronize(handle) is tensor
-        assert tensor.tolist() == [2.0, 2.0]
+        assert hvd.allreduce(torch.ones(2), name="late", op=hvd.Sum).tolist() == [2.0, 2.0]
+        return
+    tensor = torch.ones(2)
+    handle = hvd.allreduce_async_(tensor, name="late", op=hvd.Sum)
+    interrupter = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):  # whose thread must not be early
+        interrupter.start()
+        hvd.synchronize(handle)
+    interrupter.join()
+    hvd.broadcast_object(None)
+    assert hvd.synchronize(handle) is tensor
+    assert tensor.tolist() == [2.0, 2.0]
 
-    ranks2.run(check)
+
+@on("ranks2")
+def test_shutdown_is_refused_while_another_thread_waits() -> None:
+    if hvd.rank() == 1:
+        hvd.broadcast_object(None)
+        hvd.allreduce(torch.ones(2), name="awaited")
+        return
+    waiter = threading.Thread(target=hvd.allreduce, args=(torch.ones(2),), kwargs={"name": "awaited"})
+    waiter.start()
+    _until_a_call_waits()
+    with pytest.raises(UsageError, match="another thread waits in an operation"):
+        hvd.shutdown()
+    hvd.broadcast_object(None)
+    waiter.join()
+    assert hvd.is_initialized()
 
 
-def test_shutdown_is_refused_while_another_thread_waits(ranks2: RankPool) -> None:
-    def check() -> None:
-        if hvd.rank() == 1:
-            hvd.broadcast_object(None)
-            hvd.allreduce(torch.ones(2), name="awaited")
-            return
-        waiter = threading.Thread(target=hvd.allreduce, args=(torch.ones(2),), kwargs={"name": "awaited"})
-        waiter.start()
-        _until_a_call_waits()
-        with pytest.raises(UsageError, match="another thread waits in an operation"):
+@on("ranks2")
+def test_a_grandchild_keeps_its_own_files() -> None:
+    """The child's copies of the rank's descriptors are closed, so its own files get their numbers."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
+        grandchild = os.fork()
+        if grandchild == 0:
+            lost = []
+            for file in files:
+                try:
+                    os.fstat(file)
+                except OSError:
+                    lost.append(file)
+            os.write(writer, repr(lost).encode())
+            os._exit(0)
+        os.waitpid(grandchild, 0)
+        os._exit(0)
+    os.close(writer)
+    assert os.waitpid(child, 0) == (child, 0)
+    with os.fdopen(reader) as stream:
+        assert stream.read() == "[]"
+    hvd.barrier()
+
+
+# ---- The end of a rank ----
+
+
+@pytest.mark.parametrize("end", ["script", "shutdown"])
+def test_a_rank_that_runs_out_of_data_is_named_with_the_steps_of_both(fresh2: RankPool, end: str) -> None:
+    def check() -> str:
+        hvd.init()
+        model, optimizer = made()
+        for _ in range(2):
+            take_step(model, optimizer)
+            optimizer.zero_grad()
+        text = ""
+        if hvd.rank() == 0:
+            with pytest.raises(AbortedError) as caught:
+                make_loss(model, 0).backward()
+                optimizer.step()
+            text = str(caught.value)
+        if end == "script":
+            _at_exit()
+        else:
             hvd.shutdown()
-        hvd.broadcast_object(None)
-        waiter.join()
-        assert hvd.is_initialized()
+        return text
 
-    ranks2.run(check)
+    done = {"script": "came to the end of its script", "shutdown": "has shut horo down"}[end]
+    told = "uneven data or an early stop; use drop_last, DistributedSampler or hvd.join()"
+    pattern = rf"rank 1 \(.*\) {done} after 2 steps, while rank 0 is in step 3: {re.escape(told)}"
+    assert re.match(pattern, fresh2.run(check)[0])
 
 
-def test_threads_of_one_rank_may_work_at_once(ranks2: RankPool) -> None:
-    def check() -> None:
-        failures: list[BaseException] = []
+def test_training_whose_gradients_nothing_averages_is_told_of_at_the_end(fresh2: RankPool) -> None:
+    """Only where a program has made the models equal, and then trained them each for itself by oversight."""
 
-        def work(number: int) -> None:
-            try:
-                for step in range(50):
-                    result = hvd.allreduce(torch.full((5,), float(step)), name=f"thread{number}", op=hvd.Sum)
-                    assert result.tolist() == [2.0 * step] * 5
-            except BaseException as error:
-                failures.append(error)
+    def check() -> dict[str, list[str]]:
+        told: dict[str, list[str]] = {}
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
+        def train(case: str, *, begins_equal: bool = True, steps: int = 3, is_wrapped: bool = False) -> None:
+            hvd.init()
+            model = make_model()
+            optimizer: Any = sgd(model) if is_wrapped else torch.optim.SGD(model.parameters(), lr=0.1)
+            if begins_equal:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            for _ in range(steps):
+                make_loss(model, hvd.rank()).backward()
+                if case == "averages itself":
+                    hvd.allreduce(next(model.parameters()).grad)
+                optimizer.step()
+            records: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record: records.append(record.getMessage())
+            logging.getLogger("horo").addHandler(handler)
+            hvd.shutdown()
+            logging.getLogger("horo").removeHandler(handler)
+            told[case] = records
 
-    ranks2.run(check)
+        train("forgotten")
+        train("averages itself")
+        train("begins apart", begins_equal=False)
+        train("evaluates", steps=0)
+        train("wrapped", is_wrapped=True)
+        return told
+
+    told, others = fresh2.run(check)
+    (warning,) = told.pop("forgotten")
+    assert warning.startswith("optimizer.step() was called 3 times, and nothing was averaged between the 2 ranks")
+    assert "optimizer = hvd.DistributedOptimizer(optimizer, " in warning
+    assert not any(told.values())
+    assert not any(others.values())
+
+
+@on("fresh2")
+def test_what_horo_has_put_into_the_interpreter_is_taken_out_by_shutdown() -> None:
+    def now() -> list[Any]:
+        return [sys.excepthook, sys.exit, threading.excepthook, *sys.meta_path]
+
+    before = now()
+    for _ in range(2):
+        hvd.init()
+        assert now()[:3] != before[:3]
+        hvd.shutdown()
+        assert now() == before
+
+
+def test_the_exception_that_has_ended_a_thread_is_told_when_its_rank_comes_to_its_end(fresh2: RankPool) -> None:
+    def check() -> str:
+        hvd.init()
+
+        def work() -> None:
+            hvd.barrier()
+            raise ValueError("bad sample")
+
+        if hvd.rank() == 0:
+            hvd.barrier()
+            with pytest.raises(PeerLostError) as caught:
+                hvd.barrier()
+            hvd.shutdown()
+            return str(caught.value)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        _at_exit()
+        return ""
+
+    told = fresh2.run(check)[0]
+    assert re.match(r"rank 1 \(.*\) ended with ValueError: bad sample \(in a thread\)", told)

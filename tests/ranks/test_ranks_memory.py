@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 
-import pytest
 from jobs import TORCH_S, Hororun
 
 PROGRAM = """
@@ -42,13 +40,6 @@ for form, call in FORMS.items():
     grown[form] = dirty_kib() - before
 print(grown, flush=True)
 """
-
-
-@pytest.fixture
-def hororun() -> Iterator[Hororun]:
-    launcher = Hororun()
-    yield launcher
-    launcher.clean_up()
 
 
 def test_a_name_costs_no_tensor(hororun: Hororun) -> None:

@@ -6,21 +6,21 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from rank_pool import RankPool
 
-hvd = pytest.importorskip("horo.torch")
+import horo.torch as hvd
+from horo.torch.engine import runtime
 
 
 def uneven_means() -> tuple[dict[str, float], dict[str, float], int]:
-    import torch  # noqa: PLC0415
-
     averages = hvd.MetricAverage("loss", "accuracy", "never")
     for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
         averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
     averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
-    before = hvd._runtime.current().core.counters()["requests"]
+    before = runtime.current().core.counters()["requests"]
     first = averages.compute()
-    requests = hvd._runtime.current().core.counters()["requests"] - before
+    requests = runtime.current().core.counters()["requests"] - before
     averages.reset()
     averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
     return first, averages.compute(), requests
@@ -57,8 +57,6 @@ def test_a_process_set_averages_among_its_members(ranks4: RankPool) -> None:
 
 
 def test_what_is_wrong_with_a_metric_is_named() -> None:
-    import torch  # noqa: PLC0415
-
     for names in ((), ("a", "a"), ("a", ""), (1,)):
         with pytest.raises(hvd.UsageError, match="expected the names of the metrics, each once"):
             hvd.MetricAverage(*names)
@@ -75,8 +73,6 @@ def test_what_is_wrong_with_a_metric_is_named() -> None:
 
 
 def test_an_update_that_fails_counts_nothing_and_names_metric_and_value() -> None:
-    import torch  # noqa: PLC0415
-
     averages = hvd.MetricAverage("a", "b")
     wrong = [("x", "'x'"), ("1", "'1'"), (None, "None"), ([1], "[1]"), (10**400, "1000")]
     for value, shown in [*wrong, (torch.ones(1) * 1j, "a tensor of torch.complex")]:
@@ -99,8 +95,6 @@ def test_an_update_that_fails_counts_nothing_and_names_metric_and_value() -> Non
 
 
 def rates(steps: int, calls: int, beside: bool = False) -> list[float]:
-    import torch  # noqa: PLC0415
-
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 * hvd.size(), momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model)
@@ -131,8 +125,6 @@ def test_the_rate_rises_from_that_of_one_rank_to_that_of_all(ranks: RankPool) ->
 
 
 def resumed_rates() -> tuple[list[float], list[float]]:
-    import torch  # noqa: PLC0415
-
     def make() -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5 * hvd.size())
         return optimizer, hvd.LearningRateWarmup(optimizer, 5)
@@ -162,8 +154,6 @@ def test_a_warmup_goes_on_from_its_state(ranks2: RankPool) -> None:
 
 
 def rates_in_a_set() -> float:
-    import torch  # noqa: PLC0415
-
     first = hvd.add_process_set([0, 1, 2])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
     hvd.LearningRateWarmup(optimizer, 5, process_set=first)
@@ -176,8 +166,6 @@ def test_a_process_set_has_as_many_ranks_as_it_has(ranks4: RankPool) -> None:
 
 
 def test_what_is_wrong_with_a_warmup_is_named() -> None:
-    import torch  # noqa: PLC0415
-
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     for steps in (-1, 2.5, "5", None):
         with pytest.raises(hvd.UsageError, match=r"LearningRateWarmup\(steps=.*from 0 on"):

@@ -14,7 +14,7 @@ from doubles import CUDA, NCCL, build_double
 from rank_pool import RankPool
 
 import horo.torch as hvd
-from horo.errors import MismatchError, PeerLostError, UnsupportedError, UsageError
+from horo.errors import HoroError, MismatchError, PeerLostError, UnsupportedError, UsageError
 
 BY_NCCL = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
 pytestmark = pytest.mark.skipif(
@@ -26,13 +26,20 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def doubles(tmp_path: Path) -> tuple[str, str]:
-    cuda = build_double(CUDA, tmp_path, DELAYS=20)
+    cuda = build_double(CUDA, tmp_path, DELAYS=20, DEVICES=8)
     return str(cuda), str(build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5))
 
 
 @pytest.fixture
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, environment=BY_NCCL)
+def pool(doubles: tuple[str, str]) -> Iterator[RankPool]:
+    """Two ranks that find the doubles in their process, and see eight GPUs."""
+
+    def begin(*paths: str) -> None:
+        gpu_double.load(*paths)
+        hvd.init()
+
+    pool = RankPool(2, init=False, environment=BY_NCCL)
+    pool.run(begin, *doubles)
     yield pool
     pool.close()
 
@@ -84,6 +91,57 @@ def test_functions_by_nccl(pool: RankPool, doubles: tuple[str, str]) -> None:
             hvd.allreduce(gpu.put(own, r) if r == 0 else own, op=hvd.Sum)
 
     pool.run(check, *doubles)
+
+
+def test_a_tensor_on_another_gpu_is_an_error_that_names_both(pool: RankPool, doubles: tuple[str, str]) -> None:
+    """Each rank has chosen the GPU of the other one."""
+
+    def check(*paths: str) -> str:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+        hvd.shutdown()
+        hvd.init(device=f"cuda:{1 - r}")
+        hvd.init(device=1 - r)  # again, which does nothing
+        with pytest.raises(UsageError, match=rf"init\(device='cuda:{r}'\): horo is initialized already, with cuda:"):
+            hvd.init(device=r)
+        with pytest.raises(UsageError) as caught:
+            hvd.allreduce(gpu.put(torch.ones(3), r if r == 1 else 1), name="x")
+        x = gpu.put(torch.full((3,), r + 1.0), 1 - r)
+        assert gpu.read(hvd.allreduce(x, op=hvd.Sum)).tolist() == [3, 3, 3]
+        return str(caught.value)
+
+    words = pool.run(check, *doubles)
+    assert "its tensors are on cuda:1, and NCCL was set up for cuda:0" in words[1]
+    assert words[0].startswith("rank 1 (")
+    assert words[0].endswith(words[1])
+
+
+def test_a_rank_without_nccl_ends_init_on_all(doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> tuple[str, str]:
+        gpu_double.load(*paths)
+        with pytest.raises(HoroError) as caught:
+            hvd.init()
+        assert not hvd.is_initialized()
+        return type(caught.value).__name__, str(caught.value)
+
+    pool = RankPool(2, init=False, environment=BY_NCCL)
+    (kind, words), (other_kind, other) = pool.run_each(check, [doubles, doubles[:1]])
+    pool.close()
+    assert (kind, other_kind) == ("AbortedError", "ResourceError")
+    assert words == other
+    assert words.startswith("NCCL on rank 1 (")
+    assert "no usable NCCL: " in words
+
+
+def test_a_rank_alone_joins(doubles: tuple[str, str]) -> None:
+    def check(*paths: str) -> None:
+        gpu = gpu_double.load(*paths)
+        hvd.init()
+        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3)), op=hvd.Sum)).tolist() == [1, 1, 1]
+        assert hvd.join() == 0
+
+    pool = RankPool(1, init=False, environment=BY_NCCL)
+    pool.run(check, *doubles)
+    pool.close()
 
 
 def test_a_first_call_that_one_rank_refuses_fails_on_all(pool: RankPool, doubles: tuple[str, str]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import wait_until
-from rank_pool import RankPool
+from rank_pool import RankPool, on, on_own
 from torch.distributed import ReduceOp
 
 import horo.torch as hvd
-from horo.errors import MismatchError
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -59,46 +58,41 @@ def _expected(op: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
-def test_allreduce_gives_the_known_answer_for_every_op(ranks: RankPool, dtype: torch.dtype) -> None:
-    def check(dtype: torch.dtype) -> None:
-        for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
-            if dtype in (torch.uint8, torch.int8) and op == hvd.Product and hvd.size() == 4:
-                continue  # 4 * 4 * 4 * 4 does not fit
-            tensor = _values(hvd.rank(), dtype)
-            before = tensor.clone()
-            result = hvd.allreduce(tensor, op=op)
-            assert result.dtype == dtype
-            assert torch.equal(tensor, before)
-            torch.testing.assert_close(result, _expected(op, dtype), rtol=0, atol=0)
-            assert hvd.allreduce_(tensor, op=op) is tensor
-            assert torch.equal(tensor, result)
-
-    ranks.run(check, dtype)
+@on("ranks")
+def test_allreduce_gives_the_known_answer_for_every_op(dtype: torch.dtype) -> None:
+    for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+        if dtype in (torch.uint8, torch.int8) and op == hvd.Product and hvd.size() == 4:
+            continue  # 4 * 4 * 4 * 4 does not fit
+        tensor = _values(hvd.rank(), dtype)
+        before = tensor.clone()
+        result = hvd.allreduce(tensor, op=op)
+        assert result.dtype == dtype
+        assert torch.equal(tensor, before)
+        torch.testing.assert_close(result, _expected(op, dtype), rtol=0, atol=0)
+        assert hvd.allreduce_(tensor, op=op) is tensor
+        assert torch.equal(tensor, result)
 
 
-def test_reductions_of_torch_are_taken_by_their_names(ranks2: RankPool) -> None:
-    def check() -> None:
-        own, group = torch.full((2,), float(hvd.rank() + 1)), [torch.full((2,), float(hvd.rank() + 1))]
-        sparse = own.to_sparse()
-        for number in range(6):
-            hvd.allreduce(own, op=hvd.ReduceOp(number))  # as later calls may be repeated
-        for name, wanted in (("SUM", 3.0), ("AVG", 1.5), ("PRODUCT", 2.0), ("MIN", 1.0), ("MAX", 2.0)):
-            op: Any = getattr(ReduceOp, name)
-            for each in (op, ReduceOp(op)):
-                assert hvd.allreduce(own, op=each).tolist() == [wanted] * 2
-                assert hvd.synchronize(hvd.allreduce_async_(own.clone(), op=each)).tolist() == [wanted] * 2
-                assert hvd.grouped_allreduce(group, op=each)[0].tolist() == [wanted] * 2
-                assert hvd.reducescatter(own, op=each).tolist() == [wanted]
-        for op, wanted in ((ReduceOp.SUM, 3.0), (ReduceOp.AVG, 1.5)):
-            assert hvd.sparse_allreduce_async(sparse, op=op)().to_dense().tolist() == [wanted] * 2
-            weight = torch.nn.Parameter(torch.zeros(2))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
-            (weight * own).sum().backward()
-            assert weight.grad is not None
-            assert weight.grad.tolist() == [wanted] * 2
-            assert optimizer.op is (hvd.Sum if op == ReduceOp.SUM else hvd.Average)
-
-    ranks2.run(check)
+@on("ranks2")
+def test_reductions_of_torch_are_taken_by_their_names() -> None:
+    own, group = torch.full((2,), float(hvd.rank() + 1)), [torch.full((2,), float(hvd.rank() + 1))]
+    sparse = own.to_sparse()
+    for number in range(6):
+        hvd.allreduce(own, op=hvd.ReduceOp(number))  # as later calls may be repeated
+    for name, wanted in (("SUM", 3.0), ("AVG", 1.5), ("PRODUCT", 2.0), ("MIN", 1.0), ("MAX", 2.0)):
+        op: Any = getattr(ReduceOp, name)
+        for each in (op, ReduceOp(op)):
+            assert hvd.allreduce(own, op=each).tolist() == [wanted] * 2
+            assert hvd.synchronize(hvd.allreduce_async_(own.clone(), op=each)).tolist() == [wanted] * 2
+            assert hvd.grouped_allreduce(group, op=each)[0].tolist() == [wanted] * 2
+            assert hvd.reducescatter(own, op=each).tolist() == [wanted]
+    for op, wanted in ((ReduceOp.SUM, 3.0), (ReduceOp.AVG, 1.5)):
+        assert hvd.sparse_allreduce_async(sparse, op=op)().to_dense().tolist() == [wanted] * 2
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=op)
+        (weight * own).sum().backward()
+        assert weight.grad.tolist() == [wanted] * 2
+        assert optimizer.op is (hvd.Sum if op == ReduceOp.SUM else hvd.Average)
 
 
 def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:
@@ -112,84 +106,62 @@ def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:
     assert ranks2.run(check) == [expected, expected]
 
 
-def test_factors_multiply_before_and_after(ranks: RankPool) -> None:
-    def check() -> None:
-        n = hvd.size()
-        own = torch.full((7,), float(hvd.rank() + 1))
-        total = n * (n + 1) / 2
-        summed = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0)
-        assert torch.equal(summed, torch.full((7,), 4 * total))
-        averaged = hvd.allreduce(own, prescale_factor=2.0, postscale_factor=0.5)
-        assert torch.equal(averaged, torch.full((7,), total / n))
-        largest = hvd.allreduce(own, op=hvd.Max, prescale_factor=-1.0, postscale_factor=3.0)
-        assert torch.equal(largest, torch.full((7,), -3.0))
-
-    ranks.run(check)
+@on("ranks")
+def test_factors_multiply_before_and_after() -> None:
+    n = hvd.size()
+    own = torch.full((7,), float(hvd.rank() + 1))
+    total = n * (n + 1) / 2
+    summed = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0)
+    assert torch.equal(summed, torch.full((7,), 4 * total))
+    averaged = hvd.allreduce(own, prescale_factor=2.0, postscale_factor=0.5)
+    assert torch.equal(averaged, torch.full((7,), total / n))
+    largest = hvd.allreduce(own, op=hvd.Max, prescale_factor=-1.0, postscale_factor=3.0)
+    assert torch.equal(largest, torch.full((7,), -3.0))
 
 
-def test_shapes_of_every_kind_are_reduced(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        scale = n * (n + 1) / 2
-        for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5), (1,) * 9, (257, 1031)]:
-            tensor = torch.ones(shape) * (r + 1)
-            assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), torch.ones(shape) * scale)
-            assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), torch.ones(shape) * scale)
-
-    ranks.run(check)
+@on("ranks")
+def test_shapes_of_every_kind_are_reduced() -> None:
+    n, r = hvd.size(), hvd.rank()
+    scale = n * (n + 1) / 2
+    for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5), (1,) * 9, (257, 1031)]:
+        tensor = torch.ones(shape) * (r + 1)
+        assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), torch.ones(shape) * scale)
+        assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), torch.ones(shape) * scale)
 
 
-def test_tensors_that_are_not_contiguous_work_in_place_and_not(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        base = torch.arange(4 * 6, dtype=torch.float64).reshape(4, 6)
-        views = {
-            "transposed": lambda t: t.t(),
-            "strided": lambda t: t[::2, 1::2],
-            "column": lambda t: t[:, 3],
-            "channels_last": lambda t: t.reshape(1, 4, 3, 2).contiguous(memory_format=torch.channels_last),
-            "negative": torch._neg_view,
-        }
-        for name, view in views.items():
-            own = view(base * (r + 1))
-            layout = own.stride()
-            expected = view(base.clone()) * (n * (n + 1) / 2)
-            torch.testing.assert_close(hvd.allreduce(own, op=hvd.Sum), expected, rtol=0, atol=0, msg=name)
-            assert hvd.allreduce_(own, op=hvd.Sum) is own
-            assert own.stride() == layout
-            torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=name)
-        whole = base * (r + 1)
-        hvd.broadcast_(whole[:, 1::2], root_rank=n - 1)
-        assert torch.equal(whole[:, ::2], base[:, ::2] * (r + 1))
-        assert torch.equal(whole[:, 1::2], base[:, 1::2] * n)
-        gathered = hvd.allgather(base.t()[:2])
-        assert torch.equal(gathered, torch.cat([base.t()[:2]] * n))
-
-    ranks.run(check)
+@on("ranks")
+def test_tensors_that_are_not_contiguous_work_in_place_and_not() -> None:
+    n, r = hvd.size(), hvd.rank()
+    base = torch.arange(4 * 6, dtype=torch.float64).reshape(4, 6)
+    views = {
+        "transposed": lambda t: t.t(),
+        "strided": lambda t: t[::2, 1::2],
+        "column": lambda t: t[:, 3],
+        "channels_last": lambda t: t.reshape(1, 4, 3, 2).contiguous(memory_format=torch.channels_last),
+        "negative": torch._neg_view,
+    }
+    for name, view in views.items():
+        own = view(base * (r + 1))
+        layout = own.stride()
+        expected = view(base.clone()) * (n * (n + 1) / 2)
+        torch.testing.assert_close(hvd.allreduce(own, op=hvd.Sum), expected, rtol=0, atol=0, msg=name)
+        assert hvd.allreduce_(own, op=hvd.Sum) is own
+        assert own.stride() == layout
+        torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=name)
+    whole = base * (r + 1)
+    hvd.broadcast_(whole[:, 1::2], root_rank=n - 1)
+    assert torch.equal(whole[:, ::2], base[:, ::2] * (r + 1))
+    assert torch.equal(whole[:, 1::2], base[:, 1::2] * n)
+    gathered = hvd.allgather(base.t()[:2])
+    assert torch.equal(gathered, torch.cat([base.t()[:2]] * n))
 
 
-def test_a_rank_with_other_strides_is_combined_by_position(ranks2: RankPool) -> None:
-    def check() -> None:
-        own = torch.arange(12.0).reshape(3, 4)
-        if hvd.rank() == 1:
-            own = own.t().contiguous().t()
-        assert torch.equal(hvd.allreduce(own), torch.arange(12.0).reshape(3, 4))
-
-    ranks2.run(check)
-
-
-def test_async_operations_complete_in_any_order_of_waiting(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        order = list(range(20)) if r % 2 == 0 else list(range(19, -1, -1))
-        tensors = [torch.full((i + 1,), float(r)) for i in range(20)]
-        handles = {i: hvd.allreduce_async_(tensors[i], name=f"t{i}", op=hvd.Sum) for i in order}
-        for i in reversed(order):
-            result = hvd.synchronize(handles[i])
-            assert result is tensors[i]
-            assert torch.equal(result, torch.full((i + 1,), n * (n - 1) / 2))
-
-    ranks.run(check)
+@on("ranks2")
+def test_a_rank_with_other_strides_is_combined_by_position() -> None:
+    own = torch.arange(12.0).reshape(3, 4)
+    if hvd.rank() == 1:
+        own = own.t().contiguous().t()
+    assert torch.equal(hvd.allreduce(own), torch.arange(12.0).reshape(3, 4))
 
 
 def poll_before_the_others_have_come() -> list[bool]:
@@ -208,129 +180,80 @@ def test_poll_is_false_before_the_other_ranks_have_come(ranks: RankPool) -> None
     assert ranks.run(poll_before_the_others_have_come) == [[False] * 3, *([[]] * (ranks.size - 1))]
 
 
-def test_poll_turns_true_and_a_handle_is_used_once(ranks2: RankPool) -> None:
-    def check() -> None:
-        handle = hvd.allreduce_async(torch.ones(4))
-        assert isinstance(handle, int)
-        while not hvd.poll(handle):
-            pass
-        assert torch.equal(hvd.synchronize(handle), torch.ones(4))
-        for function in (hvd.poll, hvd.synchronize):
-            with pytest.raises(ValueError, match=f"Handle {handle} was not created or has been cleared"):
-                function(handle)
-
-    ranks2.run(check)
+@on("ranks2")
+def test_poll_turns_true_and_a_handle_is_used_once() -> None:
+    handle = hvd.allreduce_async(torch.ones(4))
+    assert isinstance(handle, int)
+    while not hvd.poll(handle):
+        pass
+    assert torch.equal(hvd.synchronize(handle), torch.ones(4))
+    for function in (hvd.poll, hvd.synchronize):
+        with pytest.raises(ValueError, match=f"Handle {handle} was not created or has been cleared"):
+            function(handle)
 
 
-def test_groups_mix_dtypes_and_shapes(ranks: RankPool) -> None:
-    def check() -> None:
-        n, r = hvd.size(), hvd.rank()
-        tensors = [_values(r, dtype, (2, i + 1)) for i, dtype in enumerate([*FLOATS, torch.int64])]
-        expected = [sum(_values(k, t.dtype, tuple(t.shape)) for k in range(n)) for t in tensors]
-        results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
-        assert isinstance(results, list)
-        for result, wanted in zip(results, expected, strict=True):
-            assert torch.equal(result, wanted)
-        results = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum))
-        assert isinstance(results, tuple)
-        for result, wanted in zip(results, expected, strict=True):
-            assert torch.equal(result, wanted)
-        in_place = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
-        for tensor, result, wanted in zip(tensors, in_place, expected, strict=True):
-            assert result is tensor
-            assert torch.equal(result, wanted)
-
-    ranks.run(check)
+@on("ranks")
+def test_groups_mix_dtypes_and_shapes() -> None:
+    n, r = hvd.size(), hvd.rank()
+    tensors = [_values(r, dtype, (2, i + 1)) for i, dtype in enumerate([*FLOATS, torch.int64])]
+    expected = [sum(_values(k, t.dtype, tuple(t.shape)) for k in range(n)) for t in tensors]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
+    assert isinstance(results, list)
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result, wanted)
+    results = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum))
+    assert isinstance(results, tuple)
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result, wanted)
+    in_place = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+    for tensor, result, wanted in zip(tensors, in_place, expected, strict=True):
+        assert result is tensor
+        assert torch.equal(result, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_allgather_concatenates_different_numbers_of_rows(ranks: RankPool, dtype: torch.dtype) -> None:
-    def check(dtype: torch.dtype) -> None:
-        n, r = hvd.size(), hvd.rank()
-        for rows in ([k + 1 for k in range(n)], [2] * n, [0] * n, [0] * (n - 1) + [3]):
-            parts = [_values(k, dtype, (rows[k], 3)) for k in range(n)]
-            assert torch.equal(hvd.allgather(parts[r]), torch.cat(parts))
-        result = hvd.allgather(parts[r], name="again")
-        result.add_(1) if dtype != torch.bool else result.logical_not_()
-        handle = hvd.grouped_allgather_async([parts[r], torch.full((1, 1), r)])
-        first, second = hvd.synchronize(handle)
-        assert torch.equal(first, torch.cat(parts))
-        assert second.flatten().tolist() == list(range(n))
-
-    ranks.run(check, dtype)
+@on("ranks")
+def test_allgather_concatenates_different_numbers_of_rows(dtype: torch.dtype) -> None:
+    n, r = hvd.size(), hvd.rank()
+    for rows in ([k + 1 for k in range(n)], [2] * n, [0] * n, [0] * (n - 1) + [3]):
+        parts = [_values(k, dtype, (rows[k], 3)) for k in range(n)]
+        assert torch.equal(hvd.allgather(parts[r]), torch.cat(parts))
+    result = hvd.allgather(parts[r], name="again")
+    result.add_(1) if dtype != torch.bool else result.logical_not_()
+    handle = hvd.grouped_allgather_async([parts[r], torch.full((1, 1), r)])
+    first, second = hvd.synchronize(handle)
+    assert torch.equal(first, torch.cat(parts))
+    assert second.flatten().tolist() == list(range(n))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_broadcast_copies_from_every_root(ranks: RankPool, dtype: torch.dtype) -> None:
-    def check(dtype: torch.dtype) -> None:
-        for root in range(hvd.size()):
-            own = _values(hvd.rank(), dtype)
-            expected = _values(root, dtype)
-            before = own.clone()
-            assert torch.equal(hvd.broadcast(own, root), expected)
-            assert torch.equal(own, before)
-            assert torch.equal(hvd.synchronize(hvd.broadcast_async(own, root)), expected)
-            assert hvd.synchronize(hvd.broadcast_async_(own, root, name="b")) is own
-            assert torch.equal(own, expected)
-        assert torch.equal(hvd.broadcast(torch.ones(()), 0), torch.ones(()))
-
-    ranks.run(check, dtype)
-
-
-def test_no_rank_leaves_a_barrier_before_the_last_has_come(ranks4: RankPool, tmp_path: Any) -> None:
-    def check(folder: str) -> int:
-        from pathlib import Path  # noqa: PLC0415
-
-        Path(folder, str(hvd.rank())).touch()
-        hvd.barrier()
-        return len(list(Path(folder).iterdir()))
-
-    assert ranks4.run(check, str(tmp_path)) == [4] * 4
+@on("ranks")
+def test_broadcast_copies_from_every_root(dtype: torch.dtype) -> None:
+    for root in range(hvd.size()):
+        own = _values(hvd.rank(), dtype)
+        expected = _values(root, dtype)
+        before = own.clone()
+        assert torch.equal(hvd.broadcast(own, root), expected)
+        assert torch.equal(own, before)
+        assert torch.equal(hvd.synchronize(hvd.broadcast_async(own, root)), expected)
+        assert hvd.synchronize(hvd.broadcast_async_(own, root, name="b")) is own
+        assert torch.equal(own, expected)
+    assert torch.equal(hvd.broadcast(torch.ones(()), 0), torch.ones(()))
 
 
 def _count(folder: Path, late: int) -> int:
     return len(list(folder.glob(f"{late} *")))
 
 
-@pytest.mark.parametrize("ranks_per_host", [2, 1])
-def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(
-    ranks_per_host: int, tmp_path: Path
-) -> None:
+@on_own(4, ranks_per_host=2)
+def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(tmp_path: Path) -> None:
     """Whichever it is: the first one of the job, of another host, or of one that hears of it through a third."""
-
-    def check(folder: Path, ranks_per_host: int) -> None:
-        os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
-        hvd.init()
-        for late in range(hvd.size()):
-            if hvd.rank() == late:
-                wait_until(lambda late=late: _count(folder, late) == 3, "the others come", deadline_s=60)
-            (folder / f"{late} {hvd.rank()}").touch()
-            hvd.barrier()
-            assert _count(folder, late) == 4
-
-    pool = RankPool(4, init=False)
-    try:
-        pool.run(check, tmp_path, ranks_per_host)
-    finally:
-        pool.close()
-
-
-def test_compression_rounds_on_the_way_and_restores_the_dtype(ranks2: RankPool) -> None:
-    def check() -> None:
-        value = 1 + 2.0**-9
-        for compression, rounded in ((hvd.Compression.fp16, value), (hvd.Compression.bf16, 1.0)):
-            for dtype in (torch.float32, torch.float64):
-                own = torch.full((5,), value, dtype=dtype)
-                result = hvd.allreduce(own, compression=compression)
-                assert result.dtype == dtype
-                assert torch.equal(result, torch.full((5,), rounded, dtype=dtype))
-            whole = torch.arange(3)
-            assert torch.equal(hvd.allreduce(whole, compression=compression), whole)
-            grouped = hvd.grouped_allreduce([own, whole], compression=compression)
-            assert torch.equal(grouped[0], result)
-            assert torch.equal(grouped[1], whole)
-
-    ranks2.run(check)
+    for late in range(hvd.size()):
+        if hvd.rank() == late:
+            wait_until(lambda late=late: _count(tmp_path, late) == 3, "the others come", deadline_s=60)
+        (tmp_path / f"{late} {hvd.rank()}").touch()
+        hvd.barrier()
+        assert _count(tmp_path, late) == 4
 
 
 def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors(ranks: RankPool) -> None:
@@ -355,93 +278,31 @@ def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_ten
     assert all(other == first for other in others)
 
 
-def test_a_compressor_of_ones_own_is_called_for_every_tensor(ranks2: RankPool) -> None:
-    def check() -> None:
-        class Halves(hvd.Compression.fp16):  # type: ignore[name-defined,misc]
-            """Sends half of each value."""
-
-            @staticmethod
-            def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-                return tensor / 2, tensor.dtype
-
-            @staticmethod
-            def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-                return tensor * 4
-
-        fine = 1 + 2.0**-20
-        own = torch.full((5,), fine)
-        assert torch.equal(hvd.allreduce(own, compression=Halves), 2 * own)
-        assert torch.equal(hvd.grouped_allreduce([own, own], compression=Halves)[1], 2 * own)
-        sent, context = hvd.Compression.bf16.compress(own)
-        assert sent.dtype == torch.bfloat16
-        assert torch.equal(hvd.Compression.bf16.decompress(sent, context), torch.ones(5))
-
-    ranks2.run(check)
-
-
-def test_ranks_that_compress_differently_get_an_error_that_says_so(ranks2: RankPool) -> None:
-    def check() -> str:
-        chosen = hvd.Compression.bf16 if hvd.rank() else hvd.Compression.none
-        with pytest.raises(MismatchError) as caught:
-            hvd.allreduce(torch.ones(3), name="differs", compression=chosen)
-        hvd.barrier()
-        return str(caught.value)
-
-    for text in ranks2.run(check):
-        assert "sent float32 [3], rank 1" in text
-        assert "sent float32 [3] as bfloat16" in text
-
-
-def test_an_average_compressed_to_float16_does_not_overflow_before_it_is_divided(ranks: RankPool) -> None:
-    def check() -> None:
-        large = torch.full((5000,), 60000.0)
-        assert torch.equal(hvd.allreduce(large, compression=hvd.Compression.fp16), large)
-        scaled = hvd.allreduce(10 * large, compression=hvd.Compression.fp16, prescale_factor=0.1)
-        torch.testing.assert_close(scaled, large, rtol=2**-10, atol=0.0)
-        total = hvd.allreduce(large, compression=hvd.Compression.fp16, op=hvd.Sum)
-        assert torch.isinf(total).all()
-
-    ranks.run(check)
-
-
-def test_wider_sums_keep_their_bits(ranks2: RankPool) -> None:
-    def check() -> None:
-        big = 2**62 // hvd.size() + hvd.rank()
-        assert hvd.allreduce(torch.tensor([big]), op=hvd.Sum).item() == 2**62 + 1
-        tiny = hvd.allreduce(torch.tensor([1e-300 * (hvd.rank() + 1)], dtype=torch.float64), op=hvd.Sum)
-        assert tiny.item() == 1e-300 + 2e-300
-
-    ranks2.run(check)
-
-
-def test_random_sequences_of_operations_give_known_answers(ranks: RankPool) -> None:
-    def check(seed: int) -> None:
-        import random  # noqa: PLC0415
-
-        shared = random.Random(seed)  # the same on all ranks: what comes next
-        n, r = hvd.size(), hvd.rank()
-        for step in range(60):
-            under_way = []
-            for index in range(shared.randint(1, 6)):
-                kind = shared.choice(["sum", "max", "gather", "broadcast"])
-                length = shared.choice([0, 1, 7, 1000, 40000])
-                name = shared.choice([None, f"n{index}"])
-                own = torch.full((length,), float(r + step))
-                if kind == "sum":
-                    wanted = torch.full((length,), float(sum(range(n)) + n * step))
-                    under_way.append((hvd.allreduce_async_(own, name=name, op=hvd.Sum), wanted))
-                elif kind == "max":
-                    wanted = torch.full((length,), float(n - 1 + step))
-                    under_way.append((hvd.allreduce_async(own, name=name and name + "m", op=hvd.Max), wanted))
-                elif kind == "gather":
-                    wanted = torch.cat([torch.full((length,), float(k + step)) for k in range(n)])
-                    under_way.append((hvd.allgather_async(own, name=name), wanted))
-                else:
-                    root = shared.randrange(n)
-                    wanted = torch.full((length,), float(root + step))
-                    under_way.append((hvd.broadcast_async_(own, root, name=name), wanted))
-            random.Random(seed * n + r + step).shuffle(under_way)
-            for handle, wanted in under_way:
-                assert torch.equal(hvd.synchronize(handle), wanted)
-
-    ranks.run(check, 1234)
+@on("ranks")
+def test_random_sequences_of_operations_give_known_answers() -> None:
+    seed = 1234
+    shared = random.Random(seed)  # the same on all ranks: what comes next
+    n, r = hvd.size(), hvd.rank()
+    for step in range(30):
+        under_way = []
+        for index in range(shared.randint(1, 6)):
+            kind = shared.choice(["sum", "max", "gather", "broadcast"])
+            length = shared.choice([0, 1, 7, 1000, 40000])
+            name = shared.choice([None, f"n{index}"])
+            own = torch.full((length,), float(r + step))
+            if kind == "sum":
+                wanted = torch.full((length,), float(sum(range(n)) + n * step))
+                under_way.append((hvd.allreduce_async_(own, name=name, op=hvd.Sum), wanted))
+            elif kind == "max":
+                wanted = torch.full((length,), float(n - 1 + step))
+                under_way.append((hvd.allreduce_async(own, name=name and name + "m", op=hvd.Max), wanted))
+            elif kind == "gather":
+                wanted = torch.cat([torch.full((length,), float(k + step)) for k in range(n)])
+                under_way.append((hvd.allgather_async(own, name=name), wanted))
+            else:
+                root = shared.randrange(n)
+                wanted = torch.full((length,), float(root + step))
+                under_way.append((hvd.broadcast_async_(own, root, name=name), wanted))
+        random.Random(seed * n + r + step).shuffle(under_way)
+        for handle, wanted in under_way:
+            assert torch.equal(hvd.synchronize(handle), wanted)

@@ -1,62 +1,92 @@
-"""When gradients are reduced: while backward runs, or after it."""
+"""When gradients are reduced, while backward runs or after it; and what torch's profiler shows of horo."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
-from small_model import make_loss, make_model, sgd
+from rank_pool import RankPool, on
+from small_model import made, make_loss, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
 
 
-@pytest.mark.parametrize("overlap", ["auto", "always", "never"])
-def test_gradients_travel_before_or_after_the_end_of_backward(overlap: str) -> None:
+@pytest.mark.parametrize("pool", ["ranks2", "ranks2_always", "ranks2_never"])
+def test_gradients_travel_before_or_after_the_end_of_backward(request: pytest.FixtureRequest, pool: str) -> None:
     def check(ready: str) -> list[int]:
+        threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # every core computes
-        model = make_model()
-        optimizer = sgd(model, gradients_ready=ready)
+        model, optimizer = made(gradients_ready=ready)
         optimizer.step()  # the first reduction has one request more
         optimizer.zero_grad()
         counters = runtime.current().core.counters
         counts = [counters()["requests"]]
-        last = model[0].weight
-        last.register_post_accumulate_grad_hook(lambda _: counts.append(counters()["requests"]))  # type: ignore[no-untyped-call]
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: counts.append(counters()["requests"]))
         make_loss(model, hvd.rank()).backward()
         counts.append(counters()["requests"])
         optimizer.step()
         counts.append(counters()["requests"])
+        torch.set_num_threads(threads)
         return [count - counts[0] for count in counts[1:]]
 
-    pool = RankPool(2, environment={"HORO_OVERLAP": overlap})
-    during = 4 if overlap == "always" else 0
-    try:
-        assert pool.run(check, "backward") == [[during, 4, 4]] * 2
-        assert pool.run(check, "step") == [[during, during, 4]] * 2
-    finally:
-        pool.close()
+    ranks: RankPool = request.getfixturevalue(pool)
+    during = 4 if pool == "ranks2_always" else 0
+    assert ranks.run(check, "backward") == [[during, 4, 4]] * 2
+    assert ranks.run(check, "step") == [[during, during, 4]] * 2
 
 
-@pytest.mark.parametrize("kind", ["always", "never"])
-def test_ranks_may_differ_in_when_they_reduce(kind: str) -> None:
-    def check(mine: str, other: str) -> torch.Tensor:
-        runtime.current().job.overlap = mine if hvd.rank() == 0 else other
-        model = make_model()
-        optimizer = sgd(model)
-        for step in range(3):
-            optimizer.zero_grad()
-            make_loss(model, hvd.rank(), step).backward()
-            if step == 1:
-                optimizer.load_state_dict(optimizer.state_dict())  # waits for the others, whatever they do
-            optimizer.step()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+@pytest.mark.parametrize("kinds", [("always", "never"), ("never", "always")], ids=str)
+@on("ranks2")
+def test_ranks_may_differ_in_when_they_reduce(kinds: tuple[str, str]) -> None:
+    job = runtime.current().job
+    before, job.overlap = job.overlap, kinds[hvd.rank()]
+    model, optimizer = made()
+    for step in range(3):
+        make_loss(model, hvd.rank(), step).backward()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())  # waits for the others, whatever they do
+        optimizer.step()
+        optimizer.zero_grad()
+    job.overlap = before
+    values = [parameter.tolist() for parameter in model.parameters()]
+    assert hvd.allgather_object(values) == [values] * 2
 
-    pool = RankPool(2)
-    try:
-        first, second = pool.run(check, kind, "never" if kind == "always" else "always")
-    finally:
-        pool.close()
-    assert torch.equal(first, second)
+
+# ---- The profiler ----
+
+
+def _profiled(call: Any) -> dict[str, int]:
+    """How often horo's events were shown while it ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("horo.")}
+
+
+@on("ranks2_in_each_order")
+def test_a_training_step_is_shown_with_the_names_of_its_gradients() -> None:
+    model, optimizer = made()
+    for step in range(2):  # the first reduction compares parameters, the second repeats requests
+        found = _profiled(lambda step=step: train(model, optimizer, step))
+        for name, parameter in model.named_parameters():
+            assert f"horo.allreduce {optimizer._reducer.states[parameter].kind}.{name}" in found, found
+        assert "horo.synchronize" in found, found
+
+
+@on("ranks2")
+def test_each_operation_is_shown() -> None:
+    def call() -> None:
+        for _ in range(2):
+            hvd.allreduce(torch.ones(3), name="shown")
+            hvd.broadcast_(torch.ones(3), 0, name="shown")
+            hvd.synchronize(hvd.allreduce_async(torch.ones(3), name="shown.async"))
+            hvd.allgather(torch.ones(3), name="shown")
+            hvd.barrier()
+
+    counts = _profiled(call)
+    shown = [f"{kind} {kind}.shown" for kind in ("allreduce", "broadcast", "allgather")]
+    for name in (*shown, "allreduce allreduce.shown.async", "synchronize allreduce.shown.async"):
+        assert counts[f"horo.{name}"] == 2, counts
+    assert sum(count for key, count in counts.items() if key.startswith("horo.barrier ")) == 2

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
-from small_model import make_batch, make_model, needs_cpu_scaler
+from rank_pool import on, one_of
+from small_model import make_batch, make_model
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
@@ -67,14 +67,6 @@ def clip(side: Side, **options: Any) -> Iterator[Tensors]:
         yield [norm, *state_of(model)]
 
 
-def clip_in_groups(side: Side) -> Iterator[Tensors]:
-    return clip(side, groups=2)
-
-
-def clip_predivided(side: Side) -> Iterator[Tensors]:
-    return clip(side, gradient_predivide_factor=3.0)
-
-
 def scaler(side: Side) -> Iterator[Tensors]:
     model = make_model()
     optimizer = side.wrap(momentum(model), model)
@@ -105,22 +97,6 @@ def accumulate(side: Side, op: int = 0, clips: bool = True, **options: Any) -> I
             optimizer.step()
             yield state_of(model)
             optimizer.zero_grad(set_to_none=i > 3)
-
-
-def accumulate_sums(side: Side) -> Iterator[Tensors]:
-    return accumulate(side, op=hvd.Sum)
-
-
-def accumulate_sums_in_groups(side: Side) -> Iterator[Tensors]:
-    return accumulate(side, op=hvd.Sum, groups=1)
-
-
-def accumulate_counted(side: Side) -> Iterator[Tensors]:
-    return accumulate(side, backward_passes_per_step=3)
-
-
-def accumulate_with_fewer_passes(side: Side) -> Iterator[Tensors]:
-    return accumulate(side, clips=False, backward_passes_per_step=2)
 
 
 def accumulate_without_clearing(side: Side) -> Iterator[Tensors]:
@@ -175,19 +151,6 @@ def gan(side: Side) -> Iterator[Tensors]:
         yield state_of(critic)
 
 
-def two_optimizers_of_one_loss(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    first = side.wrap(momentum(model[0]), model[0])
-    second = side.wrap(torch.optim.Adam(model[2].parameters()), model[2])
-    for step in range(STEPS):
-        model.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        first.step()
-        second.step()
-        yield state_of(model)
-
-
 def closure_that_clips(side: Side) -> Iterator[Tensors]:
     model = make_model()
     optimizer = side.wrap(momentum(model), model)
@@ -201,22 +164,6 @@ def closure_that_clips(side: Side) -> Iterator[Tensors]:
             return loss
 
         yield [optimizer.step(closure).detach(), *state_of(model)]
-
-
-def lbfgs(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    plain = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    optimizer = side.wrap(plain, model)
-    for _ in range(2):
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model(side.batch(0)))
-            loss.backward()
-            return float(loss)
-
-        optimizer.step(closure)
-        yield state_of(model)
 
 
 def retained_graph(side: Side) -> Iterator[Tensors]:
@@ -256,25 +203,6 @@ def second_order(side: Side) -> Iterator[Tensors]:
         optimizer.step()
 
 
-def sharpness_aware(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    optimizer = side.wrap(momentum(model), model)
-    for step in range(STEPS):
-        loss_of(model(side.batch(step))).backward()
-        moves = [0.05 * p.grad for p in model.parameters() if p.grad is not None]
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        optimizer.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield state_of(model)
-
-
 def checkpoints(side: Side, reentrant: bool = True) -> Iterator[Tensors]:
     """A block inside a checkpoint inside another, and one that two checkpoints share."""
     inner, outer, shared = make_model(1), torch.nn.Linear(3, 4).double(), torch.nn.Linear(4, 4).double()
@@ -296,22 +224,6 @@ def checkpoints(side: Side, reentrant: bool = True) -> Iterator[Tensors]:
         yield state_of(model)
 
 
-def checkpoints_not_reentrant(side: Side) -> Iterator[Tensors]:
-    return checkpoints(side, reentrant=False)
-
-
-def compiled(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    fast = torch.compile(model, backend="aot_eager")
-    optimizer = side.wrap(momentum(model), model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(fast(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        yield state_of(model)
-
-
 def sparse(side: Side, **options: Any) -> Iterator[Tensors]:
     table = torch.nn.Embedding(9, 3, sparse=True).double()
     with torch.no_grad():
@@ -322,95 +234,101 @@ def sparse(side: Side, **options: Any) -> Iterator[Tensors]:
         for part in range(2):
             rows = (side.batch(2 * step + part).abs() * 4).long() % 9
             loss_of(table(rows)).backward()
-        assert table.weight.grad is not None
         yield [table.weight.grad.to_dense()]
         optimizer.step()
         yield [table.weight.detach().clone()]
 
 
-def sparse_as_dense(side: Side) -> Iterator[Tensors]:
-    return sparse(side, sparse_as_dense=True)
+class Transformer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layer(self.embedding(tokens))).mean(1)
+        return result
 
 
-def parameters_of_some_ranks(side: Side, **options: Any) -> Iterator[Tensors]:
-    """In each step another part is used by one rank only, and one part by nobody."""
-    torch.manual_seed(0)
-    parts = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(side.size + 1)).double()
-    optimizer = side.wrap(torch.optim.SGD(parts.parameters(), lr=0.1), parts, **options)
-    for step in range(STEPS):
+def mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 11))
+
+
+def convolutional() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 6, 3),
+        torch.nn.BatchNorm2d(6),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(6, 4, 3, stride=2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 11),
+    )
+    model[1].eval()  # batch statistics frozen
+    return model.to(memory_format=torch.channels_last)
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "mlp": mlp,
+    "convolutional": convolutional,
+    "transformer": Transformer,
+}
+
+
+def classify(side: Side, kind: str) -> Iterator[Tensors]:
+    torch.manual_seed(5)
+    model = MODELS[kind]().double()
+    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+    share = slice(None) if side.rank is None else slice(4 * side.rank, 4 * side.rank + 4)
+    for step in range(12):
+        generator, count = torch.Generator().manual_seed(step), 4 * side.size
+        target = torch.randint(0, 11, (count,), generator=generator)
+        if kind == "transformer":
+            data = torch.randint(0, 11, (count, 5), generator=generator)
+        else:
+            shape = (count, 10) if kind == "mlp" else (count, 2, 7, 7)
+            data = torch.randn(shape, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()
-        for part in range(2):
-            ranks = range(side.size) if side.rank is None else [side.rank]
-            losses = [loss_of(parts[(r + step) % side.size](make_batch(r, 2 * step + part))) for r in ranks]
-            torch.stack(losses).mean().backward()
-        torch.nn.utils.clip_grad_norm_(parts.parameters(), 0.05)
+        torch.nn.functional.cross_entropy(model(data[share]), target[share]).backward()
         optimizer.step()
-        yield state_of(parts)
+        yield state_of(model)
 
 
-def parameters_of_some_ranks_in_groups(side: Side) -> Iterator[Tensors]:
-    return parameters_of_some_ranks(side, groups=1)
+LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
+    "accumulate": (accumulate, {}),
+    "accumulate, counted": (accumulate, {"backward_passes_per_step": 3}),
+    "accumulate sums": (accumulate, {"op": hvd.Sum}),
+    "accumulate sums, in groups": (accumulate, {"op": hvd.Sum, "groups": 1}),
+    "accumulate, fewer passes": (accumulate, {"clips": False, "backward_passes_per_step": 2}),
+    "accumulate without clearing": (accumulate_without_clearing, {}),
+    "checkpoints": (checkpoints, {}),
+    "checkpoints, not reentrant": (checkpoints, {"reentrant": False}),
+    **{kind: (classify, {"kind": kind}) for kind in MODELS},
+    "clip": (clip, {}),
+    "clip, in groups": (clip, {"groups": 2}),
+    "clip, predivided": (clip, {"gradient_predivide_factor": 3.0}),
+    "closure that clips": (closure_that_clips, {}),
+    "gan": (gan, {}),
+    "gradient penalty": (gradient_penalty, {}),
+    "no_sync": (no_sync, {}),
+    "retained graph": (retained_graph, {}),
+    **({"scaler": (scaler, {})} if hasattr(torch.amp, "GradScaler") else {}),
+    "second order": (second_order, {}),
+    "sparse": (sparse, {}),
+    "sparse as dense": (sparse, {"sparse_as_dense": True}),
+}
 
-
-def thawed_and_added(side: Side) -> Iterator[Tensors]:
-    model = make_model()
-    model[0].weight.requires_grad_(False)
-    optimizer = side.wrap(momentum(model[0]), model)
-    for step in range(6):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
-        model[0].weight.requires_grad_(step in {3, 4})
-        model.zero_grad()
-        optimizer.zero_grad()
-        loss_of(model(side.batch(step))).backward()
-        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.05)
-        optimizer.step()
-        yield [p.detach().clone() for p in model.parameters()]
-
-
-LOOPS: list[Callable[[Side], Iterator[Tensors]]] = [
-    accumulate,
-    accumulate_counted,
-    accumulate_sums,
-    accumulate_sums_in_groups,
-    accumulate_with_fewer_passes,
-    accumulate_without_clearing,
-    checkpoints,
-    checkpoints_not_reentrant,
-    clip,
-    clip_in_groups,
-    clip_predivided,
-    closure_that_clips,
-    compiled,
-    gan,
-    gradient_penalty,
-    lbfgs,
-    no_sync,
-    parameters_of_some_ranks,
-    parameters_of_some_ranks_in_groups,
-    retained_graph,
-    pytest.param(scaler, marks=needs_cpu_scaler),
-    second_order,
-    sharpness_aware,
-    sparse,
-    sparse_as_dense,
-    thawed_and_added,
-    two_optimizers_of_one_loss,
-]
+pools = one_of("ranks2_always", "ranks2_never", "ranks4_always")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never", "ranks4_always"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_for_one_process_does_the_same_on_ranks(
-    request: pytest.FixtureRequest, loop: Callable[[Side], Iterator[Tensors]], pool: str
-) -> None:
-    def check(loop: Callable[[Side], Iterator[Tensors]]) -> None:
-        alone = [copy.deepcopy(tensors) for tensors in loop(Side(None, hvd.size()))]
-        together = list(loop(Side(hvd.rank(), hvd.size())))
-        for number, (found, wanted) in enumerate(itertools.zip_longest(together, alone)):
-            for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=f"record {number}: {one} != {other}")
-
-    ranks: RankPool = request.getfixturevalue(pool)
-    ranks.run(check, loop)
+@pytest.mark.parametrize("loop", LOOPS)
+@on("pools")
+def test_a_loop_for_one_process_does_the_same_on_ranks(loop: str) -> None:
+    make, options = LOOPS[loop]
+    alone = [copy.deepcopy(tensors) for tensors in make(Side(None, hvd.size()), **options)]
+    together = list(make(Side(hvd.rank(), hvd.size()), **options))
+    for number, (found, wanted) in enumerate(itertools.zip_longest(together, alone)):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=f"record {number}: {one} != {other}")
+    assert len({repr(told) for told in hvd.allgather_object([each.tolist() for each in together[-1]])}) == 1

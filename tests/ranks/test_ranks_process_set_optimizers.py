@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import on, on_own
+from small_model import make_batch, make_loss, make_model
 
 import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
@@ -17,36 +17,15 @@ from horo.errors import MismatchError, UsageError
 forms = pytest.mark.parametrize("form", ["backward", "step"])
 
 
-@pytest.fixture(scope="module", params=[4, 2], ids=["one host", "two hosts"])
-def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    def begin(ranks_per_host: int) -> None:
-        os.environ["HORO_HOST_ID"] = f"host {int(os.environ['HOROVOD_RANK']) // ranks_per_host}"
-        hvd.init()
-
-    pool = RankPool(4, init=False)
-    pool.run(begin, request.param)
-    yield pool
-    pool.close()
-
-
-def make(seed: int = 0) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
-    return torch.nn.Sequential(*layers).double()
-
-
-def batch_of(rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
-
-
-def train_alone(model: torch.nn.Module, ranks: list[int], steps: int, factor: float) -> list[torch.Tensor]:
+def train_alone(
+    model: torch.nn.Module, ranks: list[int], steps: Iterable[int], factor: float = 1.0
+) -> list[torch.Tensor]:
     """What the ranks come to together: one process takes the mean of their gradients, times ``factor``."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
+    for step in steps:
         optimizer.zero_grad()
         for rank in ranks:
-            (model(batch_of(rank, step)).square().mean() * factor / len(ranks)).backward()
+            (make_loss(model, rank, step) * factor / len(ranks)).backward()
         optimizer.step()
     return list(model.parameters())
 
@@ -54,7 +33,7 @@ def train_alone(model: torch.nn.Module, ranks: list[int], steps: int, factor: fl
 def train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch_of(hvd.rank(), step)).square().mean().backward()
+        make_loss(model, hvd.rank(), step).backward()
         optimizer.step()
 
 
@@ -66,38 +45,37 @@ def assert_close(model: torch.nn.Module, wanted: list[torch.Tensor]) -> None:
 @forms
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 @pytest.mark.parametrize("sets", [[[0, 1], [2, 3]], [[0, 3]], [[1, 2, 3]], [[2]]], ids=str)
-def test_members_train_together_and_others_alone(four: RankPool, form: str, op: str, sets: list[list[int]]) -> None:
-    def check() -> None:
-        added = [hvd.add_process_set(ranks) for ranks in sets]
-        mine = next((members for members in added if members.included()), added[0])
-        ranks = (mine.ranks or []) if mine.included() else [hvd.rank()]
-        model = make(seed=sets.index(mine.ranks))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            model,
-            op=getattr(hvd, op),
-            process_set=mine,
-            gradients_ready=form,
-        )
-        assert optimizer.process_set is mine
-        train(model, optimizer, 3)
-        factor = len(ranks) if op == "Sum" else 1
-        assert_close(model, train_alone(make(seed=sets.index(mine.ranks)), ranks, 3, factor))
-        hvd.barrier()
-        for members in added:
-            hvd.remove_process_set(members)
-
-    four.run(check)
+@on("four")
+def test_members_train_together_and_others_alone(form: str, op: str, sets: list[list[int]]) -> None:
+    added = [hvd.add_process_set(ranks) for ranks in sets]
+    mine = next((members for members in added if members.included()), added[0])
+    ranks = (mine.ranks or []) if mine.included() else [hvd.rank()]
+    model = make_model(sets.index(mine.ranks))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        model,
+        op=getattr(hvd, op),
+        process_set=mine,
+        gradients_ready=form,
+    )
+    assert optimizer.process_set is mine
+    train(model, optimizer, 3)
+    factor = len(ranks) if op == "Sum" else 1
+    assert_close(model, train_alone(make_model(sets.index(mine.ranks)), ranks, range(3), factor))
+    hvd.barrier()
+    for members in added:
+        hvd.remove_process_set(members)
 
 
 @forms
-def test_model_parallel_and_data_parallel_in_one_process(four: RankPool, form: str) -> None:
+@on("four")
+def test_model_parallel_and_data_parallel_in_one_process(form: str) -> None:
     """Rank 2 * d + m has half m of the hidden layer, and the data d: sets of rows share activations, columns
     gradients, and all ranks the last bias. The optimizers have overlapping sets and are reduced in one backward."""
 
     def whole() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
-        tensors = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (4, 2), (2,)))
+        tensors = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (4, 2), (2,)))
         first, second, bias = tensors
         return first, second, bias
 
@@ -108,180 +86,152 @@ def test_model_parallel_and_data_parallel_in_one_process(four: RankPool, form: s
         for step in range(4):
             optimizer.zero_grad()
             for data in range(2):
-                hidden = torch.tanh(batch_of(data, step) @ first)
+                hidden = torch.tanh(make_batch(data, step) @ first)
                 ((hidden @ second + bias).square().mean() / 2).backward()
             optimizer.step()
         return [parameter.detach() for parameter in parameters]
 
-    def check() -> None:
-        rows = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
-        columns = [hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
-        data, part = divmod(hvd.rank(), 2)
-        half = slice(2 * part, 2 * part + 2)
-        first, second, bias = (
-            torch.nn.Parameter(tensor.clone()) for tensor in (whole()[0][:, half], whole()[1][half], whole()[2])
+    rows = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
+    data, part = divmod(hvd.rank(), 2)
+    half = slice(2 * part, 2 * part + 2)
+    first, second, bias = (
+        torch.nn.Parameter(tensor.clone()) for tensor in (whole()[0][:, half], whole()[1][half], whole()[2])
+    )
+    distributed = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(owned, lr=rate),
+            [(f"w{index}", parameter) for index, parameter in enumerate(owned)],  # the names of both are alike
+            process_set=members,
+            gradients_ready=form,
         )
-        distributed = [
-            hvd.DistributedOptimizer(
-                torch.optim.SGD(owned, lr=rate),
-                [(f"w{index}", parameter) for index, parameter in enumerate(owned)],  # the names of both are alike
-                process_set=members,
-                gradients_ready=form,
-            )
-            # each member of a row has half of the loss: the mean over all is half of the mean over the data
-            for owned, rate, members in (
-                ([first, second], 0.1, columns[part]),
-                ([bias], 0.2, hvd.global_process_set),
-            )
-        ]
-        for step in range(4):
-            for optimizer in distributed:
-                optimizer.zero_grad()
-            own = torch.tanh(batch_of(data, step) @ first) @ second
-            output = hvd.allreduce(own, op=hvd.Sum, process_set=rows[data]) + bias
-            (output.square().mean() / 2).backward()
-            for optimizer in distributed if hvd.rank() % 2 else distributed[::-1]:
-                optimizer.step()
-        wanted = alone()
-        torch.testing.assert_close(first.detach(), wanted[0][:, half])
-        torch.testing.assert_close(second.detach(), wanted[1][half])
-        torch.testing.assert_close(bias.detach(), wanted[2])
-        hvd.barrier()
-        for members in rows + columns:
-            hvd.remove_process_set(members)
-
-    four.run(check)
+        # each member of a row has half of the loss: the mean over all is half of the mean over the data
+        for owned, rate, members in (([first, second], 0.1, columns[part]), ([bias], 0.2, hvd.global_process_set))
+    ]
+    for step in range(4):
+        for optimizer in distributed:
+            optimizer.zero_grad()
+        own = torch.tanh(make_batch(data, step) @ first) @ second
+        output = hvd.allreduce(own, op=hvd.Sum, process_set=rows[data]) + bias
+        (output.square().mean() / 2).backward()
+        for optimizer in distributed if hvd.rank() % 2 else distributed[::-1]:
+            optimizer.step()
+    wanted = alone()
+    torch.testing.assert_close(first.detach(), wanted[0][:, half])
+    torch.testing.assert_close(second.detach(), wanted[1][half])
+    torch.testing.assert_close(bias.detach(), wanted[2])
+    hvd.barrier()
+    for members in rows + columns:
+        hvd.remove_process_set(members)
 
 
 @forms
-def test_an_optimizer_outlives_its_registration(four: RankPool, form: str) -> None:
+@on("four")
+def test_an_optimizer_outlives_its_registration(form: str) -> None:
     """While the set is removed, it is refused; in the set as it is added again, it goes on, and so does a copy."""
-
-    def check() -> None:
-        members = hvd.ProcessSet([1, 3])
-        model = make()
-        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with pytest.raises(UsageError, match=r"^DistributedOptimizer: Process set .* has not been registered"):
-            hvd.DistributedOptimizer(plain, model, process_set=members)
-        hvd.add_process_set(members)
-        optimizer: Any = hvd.DistributedOptimizer(plain, model, process_set=members, gradients_ready=form)
-        for turn in range(3):
-            if turn == 1:
-                hvd.remove_process_set(members)
-                with pytest.raises(UsageError, match=r"^DistributedOptimizer: Process set .* has not been registered"):
-                    train(model, optimizer, 1)
-                optimizer.zero_grad()
-                between = hvd.add_process_set([0, 1])
-                hvd.add_process_set(members)
-                assert members.process_set_id == 2
-                hvd.remove_process_set(between)
-            elif turn == 2:
-                model, optimizer = copy.deepcopy((model, optimizer))
-                assert optimizer.process_set is members
-            train(model, optimizer, 2)
-        ranks = [1, 3] if members.included() else [hvd.rank()]
-        reference = make()
-        sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-        for step in (0, 1) * 3:
-            sgd.zero_grad()
-            for rank in ranks:
-                (reference(batch_of(rank, step)).square().mean() / len(ranks)).backward()
-            sgd.step()
-        assert_close(model, list(reference.parameters()))
-        hvd.barrier()
-        hvd.remove_process_set(members)
-
-    four.run(check)
-
-
-def test_what_differs_between_members_is_told_by_their_ranks(four: RankPool) -> None:
-    def check() -> None:
-        members = hvd.add_process_set([1, 3])
-        if members.included():
-            model = make(seed=hvd.rank())
-            optimizer: Any = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members
-            )
-            with pytest.raises(UsageError, match=r"model.state_dict\(\), root_rank=1, process_set=...\)"):
+    members = hvd.ProcessSet([1, 3])
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UsageError, match=r"^DistributedOptimizer: Process set .* has not been registered"):
+        hvd.DistributedOptimizer(plain, model, process_set=members)
+    hvd.add_process_set(members)
+    optimizer: Any = hvd.DistributedOptimizer(plain, model, process_set=members, gradients_ready=form)
+    for turn in range(3):
+        if turn == 1:
+            hvd.remove_process_set(members)
+            with pytest.raises(UsageError, match=r"^DistributedOptimizer: Process set .* has not been registered"):
                 train(model, optimizer, 1)
-            with pytest.raises(MismatchError, match=r"on rank 1, .* on rank 3"):
-                hvd.broadcast_parameters([torch.ones(hvd.rank())], 1, process_set=members)
-        hvd.barrier()
-        hvd.remove_process_set(members)
-
-    four.run(check)
-
-
-def test_a_parameter_that_only_some_members_train_is_named_with_their_ranks() -> None:
-    def check() -> None:
-        members = hvd.add_process_set([0, 2])
-        if members.included():
-            model = make()
-            model[0].requires_grad_(hvd.rank() == 0)
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer: Any = hvd.DistributedOptimizer(plain, model, process_set=members)
-            with pytest.raises(UsageError, match=r"'0.bias' is trained on rank 0, but frozen on rank 2"):
-                train(model, optimizer, 1)
-
-    pool = RankPool(3)
-    try:
-        pool.run(check)
-    finally:
-        pool.close()
-
-
-def test_ranks_that_skip_a_backward_are_told_by_their_ranks(four: RankPool) -> None:
-    def check() -> None:
-        members = hvd.add_process_set([1, 3])
-        if members.included():
-            model = make()
-            optimizer: Any = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members, gradients_ready="backward"
-            )
-            train(model, optimizer, 1)
             optimizer.zero_grad()
-            if hvd.rank() == 1:
-                model(batch_of(1, 1)).square().mean().backward()
-                for parameter in model.parameters():
-                    parameter.grad.mul_(0.5)
-            with pytest.raises(UsageError, match=r"^rank 3 took part in the reduction from optimizer.step"):
-                optimizer.step()
-        hvd.barrier()
-        hvd.remove_process_set(members)
+            between = hvd.add_process_set([0, 1])
+            hvd.add_process_set(members)
+            assert members.process_set_id == 2
+            hvd.remove_process_set(between)
+        elif turn == 2:
+            model, optimizer = copy.deepcopy((model, optimizer))
+            assert optimizer.process_set is members
+        train(model, optimizer, 2)
+    ranks = [1, 3] if members.included() else [hvd.rank()]
+    assert_close(model, train_alone(make_model(), ranks, (0, 1) * 3))
+    hvd.barrier()
+    hvd.remove_process_set(members)
 
-    four.run(check)
+
+@on("four")
+def test_what_differs_between_members_is_told_by_their_ranks() -> None:
+    members = hvd.add_process_set([1, 3])
+    if members.included():
+        model = make_model(hvd.rank())
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members
+        )
+        with pytest.raises(UsageError, match=r"model.state_dict\(\), root_rank=1, process_set=...\)"):
+            train(model, optimizer, 1)
+        with pytest.raises(MismatchError, match=r"on rank 1, .* on rank 3"):
+            hvd.broadcast_parameters([torch.ones(hvd.rank())], 1, process_set=members)
+    hvd.barrier()
+    hvd.remove_process_set(members)
 
 
-def test_members_are_given_equal_parameters_state_and_buffers(four: RankPool) -> None:
-    def check() -> None:
-        members = hvd.add_process_set([1, 2, 3])
-        if members.included():
-            model = torch.nn.Sequential(make(seed=hvd.rank()), torch.nn.BatchNorm1d(2).double())
-            hvd.broadcast_parameters(model.state_dict(), 2, process_set=members)
-            assert_close(model[0], list(make(seed=2).parameters()))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.rank(), momentum=0.9)
+@on_own(3)
+def test_a_parameter_that_only_some_members_train_is_named_with_their_ranks() -> None:
+    members = hvd.add_process_set([0, 2])
+    if members.included():
+        model = make_model()
+        model[0].requires_grad_(hvd.rank() == 0)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = hvd.DistributedOptimizer(plain, model, process_set=members)
+        with pytest.raises(UsageError, match=r"'0.bias' is trained on rank 0, but frozen on rank 2"):
+            train(model, optimizer, 1)
+
+
+@on("four")
+def test_ranks_that_skip_a_backward_are_told_by_their_ranks() -> None:
+    members = hvd.add_process_set([1, 3])
+    if members.included():
+        model = make_model()
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members, gradients_ready="backward"
+        )
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            make_loss(model, 1, 1).backward()
             for parameter in model.parameters():
-                optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, hvd.rank())}
-            hvd.broadcast_optimizer_state(optimizer, 3, process_set=members)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
-            buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
-            assert all((buffer == 3).all() for buffer in buffers)
-            model[1].running_mean.fill_(hvd.rank())
-            model[1].num_batches_tracked.fill_(hvd.rank())
-            hvd.average_buffers(model, process_set=members)
-            assert model[1].running_mean.tolist() == [2.0, 2.0]
-            assert model[1].num_batches_tracked.item() == 1
-            with pytest.raises(UsageError, match="invalid root rank 0 for provided process set"):
-                hvd.broadcast_parameters(model.state_dict(), 0, process_set=members)
-        else:
-            for call in (
-                lambda: hvd.broadcast_parameters([], 1, process_set=members),
-                lambda: hvd.average_buffers(torch.nn.Linear(1, 1), process_set=members),
-                lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], 0.1), 1, process_set=members),
-            ):
-                with pytest.raises(UsageError, match="Rank 0 is not a member of"):
-                    call()
-        hvd.barrier()
-        hvd.remove_process_set(members)
+                parameter.grad.mul_(0.5)
+        with pytest.raises(UsageError, match=r"^rank 3 took part in the reduction from optimizer.step"):
+            optimizer.step()
+    hvd.barrier()
+    hvd.remove_process_set(members)
 
-    four.run(check)
+
+@on("four")
+def test_members_are_given_equal_parameters_state_and_buffers() -> None:
+    members = hvd.add_process_set([1, 2, 3])
+    if members.included():
+        model = torch.nn.Sequential(make_model(hvd.rank()), torch.nn.BatchNorm1d(3).double())
+        hvd.broadcast_parameters(model.state_dict(), 2, process_set=members)
+        assert_close(model[0], list(make_model(2).parameters()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.rank(), momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, hvd.rank())}
+        hvd.broadcast_optimizer_state(optimizer, 3, process_set=members)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+        buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+        assert all((buffer == 3).all() for buffer in buffers)
+        model[1].running_mean.fill_(hvd.rank())
+        model[1].num_batches_tracked.fill_(hvd.rank())
+        hvd.average_buffers(model, process_set=members)
+        assert model[1].running_mean.tolist() == [2.0] * 3
+        assert model[1].num_batches_tracked.item() == 1
+        with pytest.raises(UsageError, match="invalid root rank 0 for provided process set"):
+            hvd.broadcast_parameters(model.state_dict(), 0, process_set=members)
+    else:
+        for call in (
+            lambda: hvd.broadcast_parameters([], 1, process_set=members),
+            lambda: hvd.average_buffers(torch.nn.Linear(1, 1), process_set=members),
+            lambda: hvd.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], 0.1), 1, process_set=members),
+        ):
+            with pytest.raises(UsageError, match="Rank 0 is not a member of"):
+                call()
+    hvd.barrier()
+    hvd.remove_process_set(members)

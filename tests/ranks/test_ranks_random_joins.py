@@ -22,7 +22,7 @@ import horo.torch as hvd
 from horo.errors import HoroError
 from horo.torch.engine import runtime as _runtime
 
-EPOCHS = 10
+EPOCHS = 6
 TUNED = {"HORO_AUTOTUNE": "1"}
 REDUCTIONS: dict[str, tuple[int, Callable[[list[float]], float]]] = {
     "sum": (hvd.Sum, sum),
@@ -246,15 +246,12 @@ def _run(seed: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_schedules_of_joins_refusals_signals_and_records_of_autotuning(size: int) -> None:
-    seeds = [1, 2, random.SystemRandom().randrange(1 << 30)]
+    seeds = [1, random.SystemRandom().randrange(1 << 30)]
     print(f"seeds {seeds}")  # shown where the test fails
     values = interrupted = 0
     for seed in seeds:
-        pool = RankPool(size, environment=TUNED)
-        try:
+        with RankPool(size, environment=TUNED) as pool:
             played = pool.run(_run, seed)
-        finally:
-            pool.close()
         assert sum(done for done, _, _ in played) > 0
         values = max(values, *(tuned for _, tuned, _ in played))
         interrupted += sum(count for _, _, count in played)

@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
+from rank_pool import on
 from small_model import assert_close
 
 import horo.torch as hvd
 from horo.torch.compression import Compressor
 from horo.torch.optimizer import gradient_reducer
-
-ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
-"""Two ranks that reduce gradients while backward runs and at its end, then both in Horovod's order of calls."""
-
-ranks1 = one_of("ranks1_always", "ranks1_step", "ranks1_step_never")
-backward2 = one_of("ranks2_always", "ranks2_never")
-step2 = one_of("ranks2_step", "ranks2_step_never")
 
 Loss = Callable[[], torch.Tensor]
 
@@ -73,190 +66,132 @@ def _assert_gradients(leaves: list[torch.Tensor], wanted: list[torch.Tensor], fa
 
 
 @pytest.mark.parametrize("kind", ["stack", "flat", "the same", "overlapping"])
-def test_gradients_that_are_views_of_one_storage_are_averaged_or_summed(ranks2: RankPool, kind: str) -> None:
-    def check(kind: str) -> None:
-        for options in (
-            {},
-            {"op": hvd.Sum},
-            {"compression": hvd.Compression.bf16},  # small integers are exact in it
-            {"compression": Viewing},
-            {"groups": 1},
-            {"gradient_predivide_factor": 2.0},
-        ):
-            leaves, loss, wanted = _case(kind)
-            optimizer = _optimizer(leaves, **options)
-            factor = 3.0 if options.get("op") == hvd.Sum else 1.5
-            for step in range(1, 4):
-                optimizer.zero_grad()
-                (loss() * (hvd.rank() + 1)).backward()
-                optimizer.step()
-                _assert_gradients(leaves, wanted, factor)
-                assert_close([leaf.detach() for leaf in leaves], [-step * factor * each for each in wanted])
-
-    ranks2.run(check, kind)
-
-
-def test_views_that_accumulate_over_several_passes_are_averaged_once(ranks2: RankPool) -> None:
-    def check() -> None:
-        for kind in ("stack", "flat"):
-            for options in ({}, {"op": hvd.Sum}, {"groups": 2}):
-                leaves, loss, wanted = _case(kind)
-                optimizer = _optimizer(leaves, backward_passes_per_step=3, **options)
-                for _ in range(2):
-                    optimizer.zero_grad()
-                    for number in range(1, 4):
-                        (loss() * number * (hvd.rank() + 1)).backward()
-                    optimizer.step()
-                    _assert_gradients(leaves, wanted, 6 * (3.0 if options.get("op") == hvd.Sum else 1.5))
-
-    ranks2.run(check)
+@on("ranks2_in_each_order")
+def test_gradients_that_are_views_of_one_storage_are_averaged_or_summed(kind: str) -> None:
+    for options in (
+        {},
+        {"op": hvd.Sum},
+        {"compression": hvd.Compression.bf16},  # small integers are exact in it
+        {"compression": Viewing},
+        {"groups": 1},
+        {"gradient_predivide_factor": 2.0},
+    ):
+        leaves, loss, wanted = _case(kind)
+        optimizer = _optimizer(leaves, **options)
+        factor = 3.0 if options.get("op") == hvd.Sum else 1.5
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            (loss() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+            _assert_gradients(leaves, wanted, factor)
+            assert_close([leaf.detach() for leaf in leaves], [-step * factor * each for each in wanted])
 
 
 @pytest.mark.parametrize("kind", ["stack", "the same", "overlapping"])
-def test_a_second_backward_adds_to_averaged_views(backward2: RankPool, kind: str) -> None:
-    def check(kind: str) -> None:
-        for op, factor in ((hvd.Average, 1.5), (hvd.Sum, 3.0)):
-            leaves, loss, wanted = _case(kind)
-            optimizer = _optimizer(leaves, op=op)
-            for number in range(1, 4):
-                (loss() * (hvd.rank() + 1)).backward()
-                _assert_gradients(leaves, wanted, factor * number)
-            torch.nn.utils.clip_grad_value_(leaves, 0.5)
-            assert all(leaf.grad is not None and leaf.grad.eq(0.5).all() for leaf in leaves)
-            optimizer.step()
-
-    backward2.run(check, kind)
-
-
-def test_gradients_stay_in_the_buffer_that_the_script_has_put_them_into(ranks2: RankPool) -> None:
-    def check() -> None:
-        for op, factor in ((hvd.Average, 1.5), (hvd.Sum, 3.0)):
-            leaves, loss, wanted = _case("flat")
-            first, second = _optimizer(leaves[:2], op=op), _optimizer(leaves[2:], op=op)
-            buffer = torch.zeros(9, dtype=torch.float64)
-            offset = 0
-            for leaf in leaves:
-                leaf.grad = buffer[offset : offset + leaf.numel()].view_as(leaf)
-                offset += leaf.numel()
-            for _ in range(3):
-                buffer.zero_()
-                (loss() * (hvd.rank() + 1)).backward()
-                first.step()
-                second.step()
-                _assert_gradients(leaves, wanted, factor)
-                assert_close([buffer], [torch.cat([each.flatten() for each in wanted]) * factor])
-
-    ranks2.run(check)
-
-
-def test_ranks_may_differ_in_whether_gradients_share_memory(ranks2: RankPool) -> None:
-    def check() -> None:
-        leaves, loss, wanted = _case("overlapping")
-        optimizer = _optimizer(leaves)
-        if hvd.rank() == 0:
-            loss().backward()
-        else:
-            sum(torch.cat(leaves[start : start + 2]) @ _numbers(1, 7) * 2 for start in (0, 2)).backward()  # type: ignore[union-attr]
+@on("ranks2_in_backward")
+def test_a_second_backward_adds_to_averaged_views(kind: str) -> None:
+    for op, factor in ((hvd.Average, 1.5), (hvd.Sum, 3.0)):
+        leaves, loss, wanted = _case(kind)
+        optimizer = _optimizer(leaves, op=op)
+        for number in range(1, 4):
+            (loss() * (hvd.rank() + 1)).backward()
+            _assert_gradients(leaves, wanted, factor * number)
+        torch.nn.utils.clip_grad_value_(leaves, 0.5)
+        assert all(leaf.grad is not None and leaf.grad.eq(0.5).all() for leaf in leaves)
         optimizer.step()
-        _assert_gradients(leaves, wanted, 1.5)
 
-    ranks2.run(check)
+
+@on("ranks2_in_each_order")
+def test_gradients_stay_in_the_buffer_that_the_script_has_put_them_into() -> None:
+    for op, factor in ((hvd.Average, 1.5), (hvd.Sum, 3.0)):
+        leaves, loss, wanted = _case("flat")
+        first, second = _optimizer(leaves[:2], op=op), _optimizer(leaves[2:], op=op)
+        buffer = torch.zeros(9, dtype=torch.float64)
+        offset = 0
+        for leaf in leaves:
+            leaf.grad = buffer[offset : offset + leaf.numel()].view_as(leaf)
+            offset += leaf.numel()
+        for _ in range(3):
+            buffer.zero_()
+            (loss() * (hvd.rank() + 1)).backward()
+            first.step()
+            second.step()
+            _assert_gradients(leaves, wanted, factor)
+            assert_close([buffer], [torch.cat([each.flatten() for each in wanted]) * factor])
 
 
 @pytest.mark.parametrize("through", ["the gradient", "the buffer"])
-def test_a_view_that_was_changed_while_it_was_being_reduced_is_found(step2: RankPool, through: str) -> None:
-    def check(through: str) -> None:
-        leaves, loss, _ = _case("flat")
-        optimizer = _optimizer(leaves)
-        buffer = torch.zeros(9, dtype=torch.float64)
-        for leaf, part in zip(leaves, buffer.split([6, 2, 1]), strict=True):
-            leaf.grad = part.view_as(leaf)
-        loss().backward()
-        changed = leaves[1].grad if through == "the gradient" else buffer
-        assert changed is not None
-        changed.mul_(0.5)
-        with pytest.raises(ValueError, match="was changed while it was being reduced"):
-            optimizer.step()
-
-    step2.run(check, through)
+@on("ranks2_in_step")
+def test_a_view_that_was_changed_while_it_was_being_reduced_is_found(through: str) -> None:
+    leaves, loss, _ = _case("flat")
+    optimizer = _optimizer(leaves)
+    buffer = torch.zeros(9, dtype=torch.float64)
+    for leaf, part in zip(leaves, buffer.split([6, 2, 1]), strict=True):
+        leaf.grad = part.view_as(leaf)
+    loss().backward()
+    changed = leaves[1].grad if through == "the gradient" else buffer
+    assert changed is not None
+    changed.mul_(0.5)
+    with pytest.raises(ValueError, match="was changed while it was being reduced"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("sharing", [(True, True), (False, True)], ids=["both ranks", "one rank"])
-def test_a_group_of_views_may_have_a_frozen_parameter(step2: RankPool, sharing: tuple[bool, bool]) -> None:
-    def check(sharing: tuple[bool, bool]) -> None:
+@on("ranks2_in_step")
+def test_a_group_of_views_may_have_a_frozen_parameter(sharing: tuple[bool, bool]) -> None:
+    leaves, loss, wanted = _case("stack")
+    (frozen,) = _leaves((2,))
+    optimizer = _optimizer([*leaves, frozen], groups=1)
+    frozen.requires_grad_(False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        alone = sum((leaf * part).sum() for leaf, part in zip(leaves, wanted, strict=True))
+        ((loss() if sharing[hvd.rank()] else alone) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        _assert_gradients(leaves, wanted, 1.5)
+        assert frozen.grad is None
+
+
+@on("ranks2_in_step")
+def test_a_group_with_an_unused_parameter_may_share_memory_with_another_group() -> None:
+    for first in (True, False):
         leaves, loss, wanted = _case("stack")
-        (frozen,) = _leaves((2,))
-        optimizer = _optimizer([*leaves, frozen], groups=1)
-        frozen.requires_grad_(False)
+        (unused,) = _leaves((2,))
+        groups = [leaves[:2], leaves[2:]]
+        groups[0 if first else 1].append(unused)
+        optimizer = _optimizer([*leaves, unused], groups=groups)
         for _ in range(3):
             optimizer.zero_grad()
-            alone = sum((leaf * part).sum() for leaf, part in zip(leaves, wanted, strict=True))
-            ((loss() if sharing[hvd.rank()] else alone) * (hvd.rank() + 1)).backward()
+            with optimizer.no_sync():
+                loss().backward()
+            (loss() * (hvd.rank() + 1)).backward()
             optimizer.step()
-            _assert_gradients(leaves, wanted, 1.5)
-            assert frozen.grad is None
-
-    step2.run(check, sharing)
+            _assert_gradients(leaves, wanted, 2.5)
 
 
-def test_a_group_with_an_unused_parameter_may_share_memory_with_another_group(step2: RankPool) -> None:
-    def check() -> None:
-        for first in (True, False):
-            leaves, loss, wanted = _case("stack")
-            (unused,) = _leaves((2,))
-            groups = [leaves[:2], leaves[2:]]
-            groups[0 if first else 1].append(unused)
-            optimizer = _optimizer([*leaves, unused], groups=groups)
-            for _ in range(3):
-                optimizer.zero_grad()
-                with optimizer.no_sync():
-                    loss().backward()
-                (loss() * (hvd.rank() + 1)).backward()
+@on("ranks2_in_each_order")
+def test_an_older_torch_finds_views_that_a_later_step_makes() -> None:
+    def hold_while_hooks_run(grad: torch.Tensor) -> None:  # as torch before 2.13 does with a new gradient
+        held.append(grad.untyped_storage())
+
+    held: list[Any] = []
+    for kind in ("stack", "flat"):
+        leaves, loss, wanted = _case(kind)
+        for leaf in leaves:
+            leaf.register_hook(hold_while_hooks_run)
+        optimizer = _optimizer(leaves)
+        counted: Any = gradient_reducer.COUNTS_IN_HOOKS
+        gradient_reducer.COUNTS_IN_HOOKS = False
+        try:
+            for step in range(6):
+                optimizer.zero_grad(set_to_none=step != 5)
+                if step % 2:
+                    (loss() * (hvd.rank() + 1)).backward()
+                else:
+                    parts = zip(leaves, wanted, strict=True)
+                    (sum((leaf * part).sum() for leaf, part in parts) * (hvd.rank() + 1)).backward()
+                held.clear()
                 optimizer.step()
-                _assert_gradients(leaves, wanted, 2.5)
-
-    step2.run(check)
-
-
-def test_an_older_torch_finds_views_that_a_later_step_makes(ranks2: RankPool) -> None:
-    def check() -> None:
-        def hold_while_hooks_run(grad: torch.Tensor) -> None:  # as torch before 2.13 does with a new gradient
-            held.append(grad.untyped_storage())
-
-        held: list[Any] = []
-        for kind in ("stack", "flat"):
-            leaves, loss, wanted = _case(kind)
-            for leaf in leaves:
-                leaf.register_hook(hold_while_hooks_run)
-            optimizer = _optimizer(leaves)
-            counted: Any = gradient_reducer.COUNTS_IN_HOOKS
-            gradient_reducer.COUNTS_IN_HOOKS = False
-            try:
-                for step in range(6):
-                    optimizer.zero_grad(set_to_none=step != 5)
-                    if step % 2:
-                        (loss() * (hvd.rank() + 1)).backward()
-                    else:
-                        parts = zip(leaves, wanted, strict=True)
-                        (sum((leaf * part).sum() for leaf, part in parts) * (hvd.rank() + 1)).backward()
-                    held.clear()
-                    optimizer.step()
-                    _assert_gradients(leaves, wanted, 1.5)
-            finally:
-                gradient_reducer.COUNTS_IN_HOOKS = counted
-
-    ranks2.run(check)
-
-
-def test_one_rank_has_its_views_as_they_are(ranks1: RankPool) -> None:
-    def check() -> None:
-        leaves, loss, wanted = _case("flat")
-        optimizer = _optimizer(leaves, backward_passes_per_step=2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss().backward()
-            loss().backward()
-            optimizer.step()
-            _assert_gradients(leaves, wanted, 2)
-
-    ranks1.run(check)
+                _assert_gradients(leaves, wanted, 1.5)
+        finally:
+            gradient_reducer.COUNTS_IN_HOOKS = counted

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
-from small_model import assert_close, make_loss, make_model, needs_cpu_scaler, sgd, train
+from rank_pool import RankPool, on
+from small_model import assert_close, made, make_loss, make_model, needs_cpu_scaler, sgd, take_step, train
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
-
-pair = one_of("ranks2_always", "ranks2_never", "ranks2_step")
-"""Two ranks that reduce while backward runs, two that do it at its end, two in Horovod's order of calls."""
-
-step2 = one_of("ranks2_step", "ranks2_step_never")
 
 EPOCHS = 4
 OVERFLOW = 1, 2
@@ -88,57 +83,46 @@ def test_uneven_batches_with_a_scaler_are_the_steps_of_one_process(ranks: RankPo
     ],
     ids=["two scales", "one scaler"],
 )
-def test_scales_that_differ_are_an_error_with_both(
-    pair: RankPool, scales: tuple[float | None, float], words: str
-) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        scale = scales[hvd.rank()]
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
-        with pytest.raises(ValueError, match=words):
-            for step in range(9):
-                step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
-        optimizer.zero_grad()
-
-    pair.run(check)
+@on("ranks2_in_most_orders")
+def test_scales_that_differ_are_an_error_with_both(scales: tuple[float | None, float], words: str) -> None:
+    model, optimizer = made()
+    scale = scales[hvd.rank()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    with pytest.raises(ValueError, match=words):
+        for step in range(9):
+            step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+    optimizer.zero_grad()
 
 
 @needs_cpu_scaler
-def test_scalers_that_have_counted_other_numbers_of_steps_are_an_error_after_a_join(pair: RankPool) -> None:
-    def check() -> None:
-        model, scaler = make_model(), make_scaler()
-        optimizer = sgd(model)
-        for step in range(1 + hvd.rank()):
-            step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
-        last = hvd.join()
-        hvd.broadcast_parameters(model.state_dict(), last)
-        hvd.broadcast_optimizer_state(optimizer, last)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        words = "the GradScaler's growth tracker is 1 on rank 0 and 2 on rank 1, so parameters part; "
-        with pytest.raises(ValueError, match=words):
-            step_scaled(scaler, optimizer, make_loss(model, hvd.rank()))
-        assert_close(before, list(model.parameters()))
-        optimizer.zero_grad()
-
-    pair.run(check)
+@on("ranks2_in_most_orders")
+def test_scalers_that_have_counted_other_numbers_of_steps_are_an_error_after_a_join() -> None:
+    model, scaler = make_model(), make_scaler()
+    optimizer = sgd(model)
+    for step in range(1 + hvd.rank()):
+        step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), last)
+    hvd.broadcast_optimizer_state(optimizer, last)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    words = "the GradScaler's growth tracker is 1 on rank 0 and 2 on rank 1, so parameters part; "
+    with pytest.raises(ValueError, match=words):
+        step_scaled(scaler, optimizer, make_loss(model, hvd.rank()))
+    assert_close(before, list(model.parameters()))
+    optimizer.zero_grad()
 
 
-def test_learning_rates_that_part_are_an_error_with_both(pair: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        words = r"optimizer\.step\(\): the 'lr' of parameter group 0 is \S+ on rank 0 and \S+ on rank 1, "
-        with pytest.raises(ValueError, match=words):
-            for step in range(9):
-                make_loss(model, hvd.rank(), step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step(float(step if hvd.rank() else -step))  # of this rank alone
-        optimizer.zero_grad()
-
-    pair.run(check)
+@on("ranks2_in_most_orders")
+def test_learning_rates_that_part_are_an_error_with_both() -> None:
+    model, optimizer = made()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    words = r"optimizer\.step\(\): the 'lr' of parameter group 0 is \S+ on rank 0 and \S+ on rank 1, "
+    with pytest.raises(ValueError, match=words):
+        for step in range(9):
+            take_step(model, optimizer, step)
+            optimizer.zero_grad()
+            scheduler.step(float(step if hvd.rank() else -step))  # of this rank alone
+    optimizer.zero_grad()
 
 
 class OwnScaler:
@@ -159,57 +143,72 @@ class OwnScaler:
         optimizer.step()
 
 
-def test_a_scaler_of_the_users_own_may_step(pair: RankPool) -> None:
-    def check() -> None:
-        model, scaler = make_model(), OwnScaler()
-        optimizer = sgd(model)
-        for step in range(10):
-            optimizer.zero_grad()
-            (make_loss(model, hvd.rank(), step) * scaler.scale).backward()
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-        wanted = hvd.allreduce(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert_close(wanted, torch.cat([p.detach().flatten() for p in model.parameters()]))
-
-    pair.run(check)
+@on("ranks2_in_most_orders")
+def test_a_scaler_of_the_users_own_may_step() -> None:
+    model, scaler = make_model(), OwnScaler()
+    optimizer = sgd(model)
+    for step in range(10):
+        optimizer.zero_grad()
+        (make_loss(model, hvd.rank(), step) * scaler.scale).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+    wanted = hvd.allreduce(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(wanted, torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
 @needs_cpu_scaler
-def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale(pair: RankPool) -> None:
-    def check() -> None:
-        class Wrapping(torch.amp.GradScaler):
-            def state_dict(self) -> dict[str, Any]:
-                return {"inner": super().state_dict()}
+@on("ranks2_in_most_orders")
+def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale() -> None:
+    class Wrapping(torch.amp.GradScaler):
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": super().state_dict()}
 
-        model = make_model()
-        optimizer = sgd(model)
-        scaler = Wrapping("cpu", init_scale=4.0)
-        for step in range(8):
+    model, optimizer = made()
+    scaler = Wrapping("cpu", init_scale=4.0)
+    for step in range(8):
+        step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
+    scaler.update(4.0 + hvd.rank())
+    with pytest.raises(ValueError, match=r"the loss scale is 4\.0 on rank 0 and 5\.0 on rank 1, "):
+        for step in range(8, 17):
             step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
-        scaler.update(4.0 + hvd.rank())
-        with pytest.raises(ValueError, match=r"the loss scale is 4\.0 on rank 0 and 5\.0 on rank 1, "):
-            for step in range(8, 17):
-                step_scaled(scaler, optimizer, make_loss(model, hvd.rank(), step))
-        optimizer.zero_grad()
-
-    pair.run(check)
+    optimizer.zero_grad()
 
 
-def test_inputs_are_compared_beside_a_failure_of_one_rank(step2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = sgd(model)
-        for step in range(8):
-            optimizer.param_groups[0]["lr"] += hvd.rank() * (step == 7)
-            train(model, optimizer, step)
-        make_loss(model, hvd.rank()).backward()
-        if hvd.rank() == 0:
-            next(model.parameters()).grad.add_(1.0)
-        words = "was changed while it was being reduced", "the 'lr' of parameter group 0 is"
-        with pytest.raises(ValueError, match=words[hvd.rank()]):
-            optimizer.step()
-        assert not runtime.current().requests
-        optimizer.zero_grad()
+@on("ranks2_in_step")
+def test_inputs_are_compared_beside_a_failure_of_one_rank() -> None:
+    model, optimizer = made()
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] += hvd.rank() * (step == 7)
+        train(model, optimizer, step)
+    make_loss(model, hvd.rank()).backward()
+    if hvd.rank() == 0:
+        next(model.parameters()).grad.add_(1.0)
+    words = "was changed while it was being reduced", "the 'lr' of parameter group 0 is"
+    with pytest.raises(ValueError, match=words[hvd.rank()]):
+        optimizer.step()
+    assert not runtime.current().requests
+    optimizer.zero_grad()
 
-    step2.run(check)
+
+class _Scaled(torch.optim.Optimizer):
+    """SGD with the learning rate as the argument of each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, rate: float) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(rate * parameter.grad)
+
+
+@pytest.mark.parametrize(("op", "ready"), [("Average", "backward"), ("Average", "step"), ("Adasum", None)])
+@on("ranks2")
+def test_an_argument_that_is_no_closure_is_passed_on(op: str, ready: str | None) -> None:
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(_Scaled(model.parameters()), op=getattr(hvd, op), gradients_ready=ready)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step(0.5)  # equal steps of all ranks: their mean
+    assert_close(model.parameters(), [value - 0.5 for value in start])

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import on
 from torch import nn
 
 import horo.torch as hvd
@@ -41,131 +41,102 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rows", "shape", "dtype", "options"), CASES, ids=str)
+@on("ranks2")
 def test_it_is_one_process_with_the_whole_batch(
-    ranks2: RankPool, rows: list[int], shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, object]
+    rows: list[int], shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, object]
 ) -> None:
-    def check(rows: list[int], shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, object]) -> None:
-        alone = _layer(
-            {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(shape)], dtype, **options
-        )
-        layer = _layer(hvd.SyncBatchNorm, dtype, **options)
-        close = {"rtol": 1e-6, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
-        for _ in range(2):
-            batches = _batches(rows, shape, dtype)
-            whole = torch.cat(batches).requires_grad_()
-            mine = batches[hvd.rank()].clone().requires_grad_()
-            wanted, result = alone(whole), layer(mine)
-            factors = torch.linspace(-1, 2, wanted.numel(), dtype=dtype).view_as(wanted)
-            (wanted * factors).sum().backward()
-            (result * factors.split(rows)[hvd.rank()]).sum().backward()
-            torch.testing.assert_close(result, wanted.split(rows)[hvd.rank()], **close)
-            assert whole.grad is not None and mine.grad is not None
-            torch.testing.assert_close(mine.grad, whole.grad.split(rows)[hvd.rank()], **close)
-        for one, other in zip(alone.parameters(), layer.parameters(), strict=True):
-            summed = hvd.allreduce(other.grad, op=hvd.Sum)
-            torch.testing.assert_close(
-                summed, one.grad, rtol=1e-5 if dtype == torch.float32 else 1e-9, atol=close["atol"]
-            )
-        for (name, one), (_, other) in zip(alone.named_buffers(), layer.named_buffers(), strict=True):
-            torch.testing.assert_close(other, one, **close, msg=lambda text, name=name: f"{name}: {text}")
-        layer.eval()
-        alone.eval()
-        if hvd.rank() == 0 and options.get("track_running_stats", True):  # evaluation needs no other rank
-            batch = _batches([2, 2], shape, dtype)[0]
-            torch.testing.assert_close(layer(batch), alone(batch), **close)
-
-    ranks2.run(check, rows, shape, dtype, options)
+    alone = _layer(
+        {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(shape)], dtype, **options
+    )
+    layer = _layer(hvd.SyncBatchNorm, dtype, **options)
+    close = {"rtol": 1e-6, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    for _ in range(2):
+        batches = _batches(rows, shape, dtype)
+        whole = torch.cat(batches).requires_grad_()
+        mine = batches[hvd.rank()].clone().requires_grad_()
+        wanted, result = alone(whole), layer(mine)
+        factors = torch.linspace(-1, 2, wanted.numel(), dtype=dtype).view_as(wanted)
+        (wanted * factors).sum().backward()
+        (result * factors.split(rows)[hvd.rank()]).sum().backward()
+        torch.testing.assert_close(result, wanted.split(rows)[hvd.rank()], **close)
+        torch.testing.assert_close(mine.grad, whole.grad.split(rows)[hvd.rank()], **close)
+    for one, other in zip(alone.parameters(), layer.parameters(), strict=True):
+        summed = hvd.allreduce(other.grad, op=hvd.Sum)
+        torch.testing.assert_close(summed, one.grad, rtol=1e-5 if dtype == torch.float32 else 1e-9, atol=close["atol"])
+    for (name, one), (_, other) in zip(alone.named_buffers(), layer.named_buffers(), strict=True):
+        torch.testing.assert_close(other, one, **close, msg=lambda text, name=name: f"{name}: {text}")
+    layer.eval()
+    alone.eval()
+    if hvd.rank() == 0 and options.get("track_running_stats", True):  # evaluation needs no other rank
+        batch = _batches([2, 2], shape, dtype)[0]
+        torch.testing.assert_close(layer(batch), alone(batch), **close)
 
 
-def test_a_converted_model_trains_as_one_process(ranks2: RankPool) -> None:
-    def check() -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(2, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 1)),
-        ).double()
-        alone = copy.deepcopy(model)
-        parameters = list(model.parameters())
-        converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
-        assert converted is model
-        assert isinstance(model[1], hvd.SyncBatchNorm) and isinstance(model[3][1], hvd.SyncBatchNorm)
-        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-        assert model.state_dict().keys() == alone.state_dict().keys()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-        for step in range(4):
-            batch = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-            for net, stepper, part in ((alone, plain, batch), (model, optimizer, batch.chunk(2)[hvd.rank()])):
-                stepper.zero_grad()
-                net(part).square().mean().backward()
-                stepper.step()
-        for name, value in alone.state_dict().items():
-            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-9)
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_converted_model_trains_as_one_process() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 1)),
+    ).double()
+    alone = copy.deepcopy(model)
+    parameters = list(model.parameters())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert isinstance(model[1], hvd.SyncBatchNorm) and isinstance(model[3][1], hvd.SyncBatchNorm)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert model.state_dict().keys() == alone.state_dict().keys()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        batch = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for net, stepper, part in ((alone, plain, batch), (model, optimizer, batch.chunk(2)[hvd.rank()])):
+            stepper.zero_grad()
+            net(part).square().mean().backward()
+            stepper.step()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-9)
 
 
-def test_a_layer_alone_is_converted_and_keeps_its_mode(ranks2: RankPool) -> None:
-    def check() -> None:
-        layer = nn.BatchNorm1d(3, eps=0.25, momentum=0.5, affine=False).eval()
-        new = hvd.SyncBatchNorm.convert_sync_batchnorm(layer)
-        assert isinstance(new, hvd.SyncBatchNorm) and not new.training and new.weight is None
-        assert (new.eps, new.momentum, new.num_features, new.affine) == (0.25, 0.5, 3, False)
-        assert new.running_mean is layer.running_mean
-        assert hvd.SyncBatchNorm.convert_sync_batchnorm(new) is new
-        with pytest.raises(UsageError, match="has no parameters yet"):
-            hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_layer_alone_is_converted_and_keeps_its_mode() -> None:
+    layer = nn.BatchNorm1d(3, eps=0.25, momentum=0.5, affine=False).eval()
+    new = hvd.SyncBatchNorm.convert_sync_batchnorm(layer)
+    assert isinstance(new, hvd.SyncBatchNorm) and not new.training and new.weight is None
+    assert (new.eps, new.momentum, new.num_features, new.affine) == (0.25, 0.5, 3, False)
+    assert new.running_mean is layer.running_mean
+    assert hvd.SyncBatchNorm.convert_sync_batchnorm(new) is new
+    with pytest.raises(UsageError, match="has no parameters yet"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
-def test_low_precision_and_no_gradient(ranks2: RankPool) -> None:
-    def check() -> None:
-        layer = _layer(hvd.SyncBatchNorm, torch.float32)
-        batches = _batches([4, 4], (3,), torch.float32)
-        with torch.no_grad():
-            result = layer(batches[hvd.rank()].bfloat16() - 100)
-        assert result.dtype == torch.bfloat16
-        alone = _layer(nn.BatchNorm1d, torch.float32)
-        wanted = alone(torch.cat([batch.bfloat16() - 100 for batch in batches]).float())
-        torch.testing.assert_close(result.float(), wanted.split(4)[hvd.rank()], rtol=1e-2, atol=2e-2)
-
-    ranks2.run(check)
-
-
-def test_sets_of_ranks_normalize_apart(ranks4: RankPool) -> None:
-    def check() -> None:
-        sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
-        own = sets[hvd.rank() % 2]
-        layer = copy.deepcopy(hvd.SyncBatchNorm(1, affine=False, process_set=own))
-        result = layer(torch.tensor([[float(hvd.rank())]]))
-        assert result.sign().item() == (-1 if hvd.rank() < 2 else 1)
-        other = hvd.SyncBatchNorm(1, process_set=sets[1 - hvd.rank() % 2])
-        with pytest.raises(UsageError, match="is not a member of"):
-            other(torch.ones(2, 1))
-        for each in sets:
-            hvd.remove_process_set(each)
-
-    ranks4.run(check)
+@on("ranks4")
+def test_sets_of_ranks_normalize_apart() -> None:
+    sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 3])]
+    own = sets[hvd.rank() % 2]
+    layer = copy.deepcopy(hvd.SyncBatchNorm(1, affine=False, process_set=own))
+    result = layer(torch.tensor([[float(hvd.rank())]]))
+    assert result.sign().item() == (-1 if hvd.rank() < 2 else 1)
+    other = hvd.SyncBatchNorm(1, process_set=sets[1 - hvd.rank() % 2])
+    with pytest.raises(UsageError, match="is not a member of"):
+        other(torch.ones(2, 1))
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
-def test_what_is_wrong_is_said(ranks2: RankPool) -> None:
-    def check() -> None:
-        layer = hvd.SyncBatchNorm(3)
-        with pytest.raises(UsageError, match=r"expected at least 2D input \(got 1D input\)"):
-            layer(torch.ones(3))
-        with pytest.raises(UsageError, match=r"SyncBatchNorm\(3\): the input has 2 channels: \[4, 2\]"):
-            layer(torch.ones(4, 2))
-        with pytest.raises(UnsupportedError, match=r"torch\.int64 tensor on cpu"):
-            layer(torch.ones(4, 3, dtype=torch.int64))
-        with pytest.raises(
-            UsageError, match="expected more than 1 value per channel when training, got 1 on all ranks"
-        ):
-            layer(torch.ones(hvd.rank(), 3))
-        with pytest.raises(MismatchError):
-            hvd.SyncBatchNorm(2 + hvd.rank())(torch.ones(4, 2 + hvd.rank()))
-        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
-
-    ranks2.run(check)
+@on("ranks2")
+def test_what_is_wrong_is_said() -> None:
+    layer = hvd.SyncBatchNorm(3)
+    with pytest.raises(UsageError, match=r"expected at least 2D input \(got 1D input\)"):
+        layer(torch.ones(3))
+    with pytest.raises(UsageError, match=r"SyncBatchNorm\(3\): the input has 2 channels: \[4, 2\]"):
+        layer(torch.ones(4, 2))
+    with pytest.raises(UnsupportedError, match=r"torch\.int64 tensor on cpu"):
+        layer(torch.ones(4, 3, dtype=torch.int64))
+    with pytest.raises(UsageError, match="expected more than 1 value per channel when training, got 1 on all ranks"):
+        layer(torch.ones(hvd.rank(), 3))
+    with pytest.raises(MismatchError):
+        hvd.SyncBatchNorm(2 + hvd.rank())(torch.ones(4, 2 + hvd.rank()))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0

@@ -2,56 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, one_of
-from small_model import assert_close, gradients_of, make_batch, make_loss, make_model, mean_gradients, sgd
+from rank_pool import RankPool, on
+from small_model import (
+    assert_close,
+    gradients_of,
+    made,
+    make_batch,
+    make_loss,
+    make_model,
+    mean_gradients,
+    sgd,
+    take_step,
+    train,
+)
 
 import horo.torch as hvd
 from horo.torch.compression import Compressor
 from horo.torch.optimizer.at_backward import BackwardReducer
 
-ranks2 = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
-"""Two ranks in each order of calls, which reduce gradients during backward or after it."""
+
+@on("ranks2_in_step")
+def test_skip_synchronize_without_synchronize_is_an_error_in_horovods_order() -> None:
+    model, optimizer = made()
+    wanted = mean_gradients(model, hvd.size())
+    before = [p.detach().clone() for p in model.parameters()]
+    make_loss(model, hvd.rank()).backward()
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(ValueError, match=r"gradients are not averaged.*optimizer\.synchronize\(\) first"),
+    ):
+        optimizer.step()
+    assert_close(model.parameters(), before)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert_close(gradients_of(model), wanted)
+    optimizer.zero_grad()
+    with optimizer.skip_synchronize():
+        optimizer.step()  # there is no gradient
 
 
-@pytest.fixture(params=["ranks2_step", "ranks2_step_never"])
-def ranks2_in_step(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks in Horovod's order of calls."""
-    pool: RankPool = request.getfixturevalue(request.param)
-    return pool
-
-
-def test_skip_synchronize_without_synchronize_is_an_error_in_horovods_order(ranks2_in_step: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer: Any = sgd(model)
-        wanted = mean_gradients(model, hvd.size())
-        before = [p.detach().clone() for p in model.parameters()]
-        make_loss(model, hvd.rank()).backward()
-        with (
-            optimizer.skip_synchronize(),
-            pytest.raises(ValueError, match=r"gradients are not averaged.*optimizer\.synchronize\(\) first"),
-        ):
-            optimizer.step()
-        assert_close(model.parameters(), before)
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert_close(gradients_of(model), wanted)
-        optimizer.zero_grad()
-        with optimizer.skip_synchronize():
-            optimizer.step()  # there is no gradient
-
-    ranks2_in_step.run(check)
-
-
-def test_skip_synchronize_with_a_closure_wants_averaged_gradients(ranks2: RankPool) -> None:
+def test_skip_synchronize_with_a_closure_wants_averaged_gradients(ranks2_in_each_order: RankPool) -> None:
     def check(mode: str) -> None:
-        model = make_model()
-        optimizer: Any = sgd(model)
+        model, optimizer = made()
         wanted = mean_gradients(model, hvd.size())
 
         def closure() -> Any:
@@ -71,170 +69,106 @@ def test_skip_synchronize_with_a_closure_wants_averaged_gradients(ranks2: RankPo
                     optimizer.step(closure)
                 optimizer.synchronize()
 
-    ranks2.run(check, "synchronized")
-    ranks2.run(check, "plain")
+    ranks2_in_each_order.run(check, "synchronized")
+    ranks2_in_each_order.run(check, "plain")
 
 
-def test_gradients_made_inside_no_sync_are_not_skipped_unless_both_are_around_the_step(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer: Any = sgd(model)
-        with optimizer.no_sync():
-            make_loss(model, hvd.rank()).backward()
-        with optimizer.skip_synchronize(), pytest.raises(ValueError, match=r"not averaged.*no_sync\(\)"):
-            optimizer.step()
-        wanted = mean_gradients(model, hvd.size())
-        optimizer.step()
-        assert_close(gradients_of(model), wanted)
-        optimizer.zero_grad()
-        with optimizer.no_sync(), optimizer.skip_synchronize():
-            make_loss(model, hvd.rank()).backward()
-            own = [g.clone() for g in gradients_of(model) if g is not None]
-            optimizer.step()
-        assert_close(gradients_of(model), own)
-
-    ranks2.run(check)
-
-
-class Detaching(Compressor):
-    """Returns the memory that it was given."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.detach(), tensor.shape
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.view(ctx)
-
-
-class Viewing(Detaching):
-    """Returns a view."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.view(-1), tensor.shape
-
-
-class Data(Detaching):
-    """Returns the memory without the count of its changes."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.data.view(-1), tensor.shape
-
-
-class Turned(Detaching):
-    """Returns a view that is not contiguous."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.t(), None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.t()
-
-
-class Scaling(Compressor):
-    """Changes the tensor in place and back."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor.mul_(0.5), None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.mul_(2)
-
-
-@pytest.mark.parametrize("compressor", [Detaching, Viewing, Data, Turned, Scaling])
-@pytest.mark.parametrize("groups", [None, 1])
-def test_a_compressor_may_return_the_memory_it_was_given(
-    ranks2: RankPool, compressor: type[Compressor], groups: int | None
-) -> None:
-    def check(compressor: type[Compressor], groups: int | None) -> None:
-        model = make_model()
-        optimizer: Any = sgd(model, compression=compressor, groups=groups)
-        for step in range(3):
-            wanted = mean_gradients(model, hvd.size(), step)
-            make_loss(model, hvd.rank(), step).backward()
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            assert_close(gradients_of(model), wanted)
-            optimizer.zero_grad(set_to_none=bool(step))
-        tensor = torch.full((2, 3), hvd.rank() + 1.0)
-        assert hvd.allreduce(tensor, compression=compressor).eq(1.5).all()
-
-    ranks2.run(check, compressor, groups)
-
-
-def test_a_gradient_changed_under_a_compressor_that_returns_a_view_is_still_found(ranks2_in_step: RankPool) -> None:
-    def check() -> None:
-        for compressor in (Viewing, Data):
-            model = make_model()
-            optimizer: Any = sgd(model, compression=compressor)
-            make_loss(model, hvd.rank()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            with pytest.raises(ValueError, match="was changed while it was being reduced"):
-                optimizer.step()
-
-    ranks2_in_step.run(check)
-
-
-@pytest.mark.parametrize("wrong", ["fp16", None, torch.float16])
-def test_what_is_no_compressor_is_refused_by_name(ranks2: RankPool, wrong: Any) -> None:
-    def check(wrong: Any) -> None:
-        sentence = r"compression must be a Compressor such as hvd\.Compression\.fp16, not "
-        for attempt in (
-            lambda: sgd(make_model(), compression=wrong),
-            lambda: hvd.allreduce(torch.ones(2), compression=wrong),
-            lambda: hvd.grouped_allreduce([torch.ones(2)], compression=wrong),
-        ):
-            with pytest.raises(ValueError, match=sentence):
-                attempt()  # type: ignore[no-untyped-call]
-
-    ranks2.run(check, wrong)
-
-
-def test_of_two_optimizers_over_one_parameter_the_older_says_so(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        older = sgd(model)
-        newer: Any = sgd(model)
-        wanted = mean_gradients(model, hvd.size())
+@on("ranks2_in_each_order")
+def test_gradients_made_inside_no_sync_are_not_skipped_unless_both_are_around_the_step() -> None:
+    model, optimizer = made()
+    with optimizer.no_sync():
         make_loss(model, hvd.rank()).backward()
-        for call in (older.step, older.synchronize):  # type: ignore[attr-defined]
-            with pytest.raises(ValueError, match=r"parameter '0\.weight' is also in a DistributedOptimizer.*later"):
-                call()
-        newer.step()
-        assert_close(gradients_of(model), wanted)
-        newer.zero_grad()
-        keeper: dict[str, Any] = {"optimizer": newer}
-        keeper["self"] = keeper  # garbage that only the collector finds
-        del newer, keeper
-        wanted = mean_gradients(model, hvd.size(), 1)
-        make_loss(model, hvd.rank(), 1).backward()
-        older.step()
-        assert_close(gradients_of(model), wanted)
-
-    ranks2.run(check)
+    with optimizer.skip_synchronize(), pytest.raises(ValueError, match=r"not averaged.*no_sync\(\)"):
+        optimizer.step()
+    wanted = mean_gradients(model, hvd.size())
+    optimizer.step()
+    assert_close(gradients_of(model), wanted)
+    optimizer.zero_grad()
+    with optimizer.no_sync(), optimizer.skip_synchronize():
+        make_loss(model, hvd.rank()).backward()
+        own = [g.clone() for g in gradients_of(model) if g is not None]
+        optimizer.step()
+    assert_close(gradients_of(model), own)
 
 
-def test_an_optimizer_may_be_made_again_while_the_variable_holds_the_last(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer: Any = None
-        for step in range(3):
-            optimizer = sgd(model)
-            wanted = mean_gradients(model, hvd.size(), step)
-            make_loss(model, hvd.rank(), step).backward()
+def _compressor(compress: Callable[[torch.Tensor], torch.Tensor], decompress: Callable[..., torch.Tensor]) -> Any:
+    """Sends what ``compress`` returns; ``decompress`` gets the shape, too."""
+
+    class Made(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return compress(tensor), tensor.shape
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+            return decompress(tensor, ctx)
+
+    return Made
+
+
+COMPRESSORS = {
+    "the memory that it was given": _compressor(lambda t: t.detach(), lambda t, _: t),
+    "a view": _compressor(lambda t: t.view(-1), lambda t, shape: t.view(shape)),
+    "the memory without the count of its changes": _compressor(
+        lambda t: t.data.view(-1), lambda t, shape: t.view(shape)
+    ),
+    "a view that is not contiguous": _compressor(lambda t: t.t(), lambda t, _: t.t()),
+    "the tensor, changed in place and back": _compressor(lambda t: t.mul_(0.5), lambda t, _: t.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPRESSORS)
+@pytest.mark.parametrize("groups", [None, 1])
+@on("ranks2_in_each_order")
+def test_a_compressor_may_return_the_memory_it_was_given(kind: str, groups: int | None) -> None:
+    compressor = COMPRESSORS[kind]
+    model, optimizer = made(compression=compressor, groups=groups)
+    for step in range(3):
+        wanted = mean_gradients(model, hvd.size(), step)
+        make_loss(model, hvd.rank(), step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
             optimizer.step()
-            assert_close(gradients_of(model), wanted)
-            optimizer.zero_grad()
+        assert_close(gradients_of(model), wanted)
+        optimizer.zero_grad(set_to_none=bool(step))
+    tensor = torch.full((2, 3), hvd.rank() + 1.0)
+    assert hvd.allreduce(tensor, compression=compressor).eq(1.5).all()
 
-    ranks2.run(check)
+
+@on("ranks2_in_step")
+def test_a_gradient_changed_under_a_compressor_that_returns_a_view_is_still_found() -> None:
+    for compressor in list(COMPRESSORS.values())[1:3]:
+        model, optimizer = made(compression=compressor)
+        make_loss(model, hvd.rank()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(ValueError, match="was changed while it was being reduced"):
+            optimizer.step()
+
+
+@on("ranks2")
+def test_what_is_no_compressor_is_refused_by_name() -> None:
+    for wrong in ("fp16", None, torch.float16):
+        with pytest.raises(ValueError, match=r"compression must be a Compressor such as hvd\.Compression\.fp16, not "):
+            sgd(make_model(), compression=wrong)
+
+
+@on("ranks2_in_each_order")
+def test_of_two_optimizers_over_one_parameter_the_older_says_so() -> None:
+    model = make_model()
+    older = sgd(model)
+    newer: Any = sgd(model)
+    wanted = mean_gradients(model, hvd.size())
+    make_loss(model, hvd.rank()).backward()
+    for call in (older.step, older.synchronize):
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' is also in a DistributedOptimizer.*later"):
+            call()
+    newer.step()
+    assert_close(gradients_of(model), wanted)
+    newer.zero_grad()
+    keeper: dict[str, Any] = {"optimizer": newer}
+    keeper["self"] = keeper  # garbage that only the collector finds
+    del newer, keeper
+    train(model, older, 1)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -279,125 +213,106 @@ class ProperLookahead(Lookahead):
 class ClearsAlone(torch.optim.SGD):
     """Has a ``zero_grad`` that takes no argument."""
 
-    def zero_grad(self) -> None:  # type: ignore[override]
+    def zero_grad(self) -> None:
         super().zero_grad(set_to_none=False)
 
 
-def test_an_optimizer_decides_which_arguments_its_methods_take(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        optimizer = hvd.DistributedOptimizer(ClearsAlone(model.parameters(), lr=0.1), model)
-        make_loss(model, hvd.rank()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(gradient is not None and not gradient.any() for gradient in gradients_of(model))
-        with pytest.raises(TypeError, match=r"ClearsAlone\.zero_grad\(\) got an unexpected keyword"):
-            optimizer.zero_grad(set_to_none=True)
-
-    ranks2.run(check)
+@on("ranks2_in_each_order")
+def test_an_optimizer_decides_which_arguments_its_methods_take() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(ClearsAlone(model.parameters(), lr=0.1), model)
+    take_step(model, optimizer)
+    optimizer.zero_grad()
+    assert all(gradient is not None and not gradient.any() for gradient in gradients_of(model))
+    with pytest.raises(TypeError, match=r"ClearsAlone\.zero_grad\(\) got an unexpected keyword"):
+        optimizer.zero_grad(set_to_none=True)
 
 
-def test_a_parameter_without_a_shape_is_refused_by_name(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        later = hvd.DistributedOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model[1])
-        weight = model[0].weight
-        end = r": UninitializedParameter has no shape yet; run one forward pass of the model first"
-        for what, call in (
-            (r"DistributedOptimizer: parameter '0\.weight'", lambda: hvd.DistributedOptimizer(plain, model)),
-            (
-                r"DistributedOptimizer: parameter '0\.weight'",
-                lambda: hvd.DistributedOptimizer(plain, model, op=hvd.Adasum),
-            ),
-            ("DistributedOptimizer: parameter '.*'", lambda: later.add_param_group({"params": [weight]})),
-            (r"broadcast_parameters '0\.weight'", lambda: hvd.broadcast_parameters(model.named_parameters(), 0)),
-            ("broadcast_optimizer_state: group 0 parameter 0", lambda: hvd.broadcast_optimizer_state(plain, 0)),
-            ("allreduce 'w'", lambda: hvd.allreduce(weight, name="w")),
-            ("allgather 'w'", lambda: hvd.allgather(weight, name="w")),
-            ("alltoall 'w'", lambda: hvd.alltoall(weight, name="w")),
-            ("broadcast 'w'", lambda: hvd.broadcast_(weight, 0, name="w")),
-        ):
-            with pytest.raises(ValueError, match=what + end):
-                call()
-        model(torch.ones(1, 4))
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_parameter_without_a_shape_is_refused_by_name() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    later = hvd.DistributedOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model[1])
+    weight = model[0].weight
+    end = r": UninitializedParameter has no shape yet; run one forward pass of the model first"
+    for what, call in (
+        (r"DistributedOptimizer: parameter '0\.weight'", lambda: hvd.DistributedOptimizer(plain, model)),
+        (r"DistributedOptimizer: parameter '0\.weight'", lambda: hvd.DistributedOptimizer(plain, model, op=hvd.Adasum)),
+        ("DistributedOptimizer: parameter '.*'", lambda: later.add_param_group({"params": [weight]})),
+        (r"broadcast_parameters '0\.weight'", lambda: hvd.broadcast_parameters(model.named_parameters(), 0)),
+        ("broadcast_optimizer_state: group 0 parameter 0", lambda: hvd.broadcast_optimizer_state(plain, 0)),
+        ("allreduce 'w'", lambda: hvd.allreduce(weight, name="w")),
+        ("allgather 'w'", lambda: hvd.allgather(weight, name="w")),
+        ("alltoall 'w'", lambda: hvd.alltoall(weight, name="w")),
+        ("broadcast 'w'", lambda: hvd.broadcast_(weight, 0, name="w")),
+    ):
+        with pytest.raises(ValueError, match=what + end):
+            call()
+    model(torch.ones(1, 4))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
 
 
-def test_a_model_in_the_place_of_the_optimizer_is_told_the_order(ranks2: RankPool) -> None:
-    def check() -> None:
-        model = make_model()
-        with pytest.raises(ValueError, match=r"not a model \(Sequential\).*Optimizer\(optimizer, model\)"):
-            hvd.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_model_in_the_place_of_the_optimizer_is_told_the_order() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=r"not a model \(Sequential\).*Optimizer\(optimizer, model\)"):
+        hvd.DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_an_optimizer_around_another_is_refused_or_works(ranks2: RankPool) -> None:
-    def check() -> None:
-        def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
-            return torch.optim.SGD(model.parameters(), lr=0.1)
+@on("ranks2_in_each_order")
+def test_an_optimizer_around_another_is_refused_or_works() -> None:
+    def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
 
-        model = make_model()
-        for wrapper in (Lookahead, Outside):
-            with pytest.raises(ValueError, match=rf"{wrapper.__name__}\(hvd\.DistributedOptimizer\("):
-                hvd.DistributedOptimizer(wrapper(plain(model)))  # type: ignore[type-var]
-        kept = sgd(model)
-        with pytest.raises(ValueError, match="its attribute 'optimizer' is a distributed optimizer already"):
-            hvd.DistributedOptimizer(ProperLookahead(kept), model.named_parameters())
-        del kept
-        alone = make_model()
-        alone_optimizer = Lookahead(plain(alone))
-        inner, outer = make_model(), make_model()
-        optimizers: list[Any] = [
-            Lookahead(hvd.DistributedOptimizer(plain(inner), inner)),
-            hvd.DistributedOptimizer(ProperLookahead(plain(outer)), outer),
-        ]
-        for step in range(5):
-            for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, hvd.size(), step), strict=True):
-                parameter.grad = gradient
-            alone_optimizer.step()
-            for model, optimizer in zip((inner, outer), optimizers, strict=True):
-                optimizer.zero_grad()
-                make_loss(model, hvd.rank(), step).backward()
-                optimizer.step()
-                assert_close(model.parameters(), alone.parameters())
-
-    ranks2.run(check)
-
-
-def test_a_gan_in_horovods_order_is_told_of_no_sync(ranks2_in_step: RankPool) -> None:
-    def check() -> None:
-        generator, critic = torch.nn.Linear(4, 4).double(), make_model()
-        for parameter in generator.parameters():
-            hvd.broadcast_(parameter.data, 0)
-        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(generator.parameters(), lr=0.1), generator)
-        optimizer2: Any = sgd(critic)
-        critic(generator(make_batch(hvd.rank()))).square().mean().backward()
-        optimizer.step()
-        with pytest.raises(AssertionError, match=r"generator's is in a GAN, run it inside no_sync\(\)"):
-            optimizer2.zero_grad()
-        with pytest.raises(AssertionError, match=r"those for another optimizer, inside optimizer\.no_sync\(\)"):
-            critic(make_batch(hvd.rank())).square().mean().backward()
-        with pytest.raises(ValueError, match="was changed while it was being reduced"):
-            optimizer2.synchronize()
-        optimizer2.zero_grad()
-        optimizer.zero_grad()
-        for step in range(3):
-            with optimizer2.no_sync():
-                critic(generator(make_batch(hvd.rank(), step))).square().mean().backward()
-            optimizer.step()
+    model = make_model()
+    for wrapper in (Lookahead, Outside):
+        with pytest.raises(ValueError, match=rf"{wrapper.__name__}\(hvd\.DistributedOptimizer\("):
+            hvd.DistributedOptimizer(wrapper(plain(model)))
+    kept = sgd(model)
+    with pytest.raises(ValueError, match="its attribute 'optimizer' is a distributed optimizer already"):
+        hvd.DistributedOptimizer(ProperLookahead(kept), model.named_parameters())
+    del kept
+    alone = make_model()
+    alone_optimizer = Lookahead(plain(alone))
+    inner, outer = make_model(), make_model()
+    optimizers: list[Any] = [
+        Lookahead(hvd.DistributedOptimizer(plain(inner), inner)),
+        hvd.DistributedOptimizer(ProperLookahead(plain(outer)), outer),
+    ]
+    for step in range(5):
+        for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, hvd.size(), step), strict=True):
+            parameter.grad = gradient
+        alone_optimizer.step()
+        for model, optimizer in zip((inner, outer), optimizers, strict=True):
             optimizer.zero_grad()
-            optimizer2.zero_grad()
-            wanted = mean_gradients(critic, hvd.size(), step)
-            make_loss(critic, hvd.rank(), step).backward()
-            optimizer2.step()
-            assert_close(gradients_of(critic), wanted)
-            optimizer2.zero_grad()
+            take_step(model, optimizer, step)
+            assert_close(model.parameters(), alone.parameters())
 
-    ranks2_in_step.run(check)
+
+@on("ranks2_in_step")
+def test_a_gan_in_horovods_order_is_told_of_no_sync() -> None:
+    generator, critic = torch.nn.Linear(4, 4).double(), make_model()
+    for parameter in generator.parameters():
+        hvd.broadcast_(parameter.data, 0)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(generator.parameters(), lr=0.1), generator)
+    optimizer2: Any = sgd(critic)
+    critic(generator(make_batch(hvd.rank()))).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(AssertionError, match=r"generator's is in a GAN, run it inside no_sync\(\)"):
+        optimizer2.zero_grad()
+    with pytest.raises(AssertionError, match=r"those for another optimizer, inside optimizer\.no_sync\(\)"):
+        critic(make_batch(hvd.rank())).square().mean().backward()
+    with pytest.raises(ValueError, match="was changed while it was being reduced"):
+        optimizer2.synchronize()
+    optimizer2.zero_grad()
+    optimizer.zero_grad()
+    for step in range(3):
+        with optimizer2.no_sync():
+            critic(generator(make_batch(hvd.rank(), step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer2.zero_grad()
+        train(critic, optimizer2, step)

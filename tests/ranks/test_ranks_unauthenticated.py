@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -47,13 +46,6 @@ for _ in range(200):
 print(result)
 rank.close()
 """
-
-
-@pytest.fixture
-def hororun() -> Iterator[Hororun]:
-    one = Hororun()
-    yield one
-    one.clean_up()
 
 
 def listening_ports(job: Launched) -> dict[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import on, one_of
 from small_model import assert_close, make_batch
 
 import horo.torch as hvd
@@ -140,17 +140,17 @@ def compare(
                 torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=f"{step}: {one} != {other}")
 
 
-@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never", "ranks4_always"])
+pools = one_of("ranks2_always", "ranks2_never", "ranks4_always")
+by_use = pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+
+
+@by_use
 @pytest.mark.parametrize("make", [adamw, sgd], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_a_step_moves_what_it_moves_in_one_process(
-    request: pytest.FixtureRequest, use: Use, make: Make, pool: str
-) -> None:
-    ranks: RankPool = request.getfixturevalue(pool)
-    ranks.run(lambda: compare(make, use))
+@on("pools")
+def test_a_step_moves_what_it_moves_in_one_process(make: Make, use: Use) -> None:
+    compare(make, use)
 
 
-@pytest.mark.parametrize("use", [by_one_rank, by_step], ids=lambda use: use.__name__)
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,76 +168,72 @@ def test_a_step_moves_what_it_moves_in_one_process(
     ],
     ids=str,
 )
-def test_so_it_does_with_options(ranks2_always: RankPool, use: Use, options: dict[str, Any]) -> None:
-    ranks2_always.run(lambda: compare(sgd, use, **options))
+@on("ranks2_always")
+def test_so_it_does_with_options(options: dict[str, Any]) -> None:
+    compare(sgd, by_step, **options)
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never"])
-def test_so_it_does_with_sparse_gradients(request: pytest.FixtureRequest, pool: str, use: Use) -> None:
-    ranks: RankPool = request.getfixturevalue(pool)
-    ranks.run(lambda: compare(sparse_adam, use, sparse=True))
-    ranks.run(lambda: compare(plain_sgd, use, sparse=True, sparse_as_dense=True))
+@by_use
+@on("ranks2_in_backward")
+def test_so_it_does_with_sparse_gradients(use: Use) -> None:
+    compare(sparse_adam, use, sparse=True)
+    compare(plain_sgd, use, sparse=True, sparse_as_dense=True)
 
 
-@pytest.mark.parametrize("pool", ["ranks2_always", "ranks2_never"])
-def test_so_it_does_with_two_optimizers_of_one_loss(request: pytest.FixtureRequest, pool: str) -> None:
-    def check() -> None:
-        both = []
-        for ranks in [list(range(hvd.size())), [hvd.rank()]]:
-            parts = make_parts()
-            optimizers = [
-                torch.optim.AdamW([p for part in half for p in part.parameters()], lr=0.1, weight_decay=0.3)
-                for half in (parts[:2], parts[2:])
-            ]
-            if len(ranks) == 1:
-                optimizers = [hvd.DistributedOptimizer(one, parts.named_parameters()) for one in optimizers]
-            records = []
-            for step in range(STEPS):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                torch.stack([loss_of(parts, by_step(rank, step), rank, step) for rank in ranks]).mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                records += [p.detach().clone() for p in parts.parameters()]
-            both.append(records)
-        assert_close(*both)
-
-    pool_of_ranks: RankPool = request.getfixturevalue(pool)
-    pool_of_ranks.run(check)
+@on("ranks2")
+def test_what_all_ranks_or_none_use_costs_nothing() -> None:
+    parts = make_parts()
+    optimizer = hvd.DistributedOptimizer(sgd(parts), parts.named_parameters())
+    counts = []
+    uses = [[0], [0], [0, 1], [0], [0, 2], [0, 2], [0], [0, 1]]
+    for step, used in enumerate(uses):
+        optimizer.zero_grad()
+        before = runtime.current().core.counters()["requests"]
+        mine = [0] if step == 4 and hvd.rank() == 1 else used
+        loss_of(parts, mine, hvd.rank(), step).backward()
+        optimizer.step()
+        counts.append(runtime.current().core.counters()["requests"] - before)
+    # The first reduction compares parameters, and the third the gradients so far. The fifth gathers who has used
+    # the two parameters of part 2, and reduces them again; all later ones have a request more, about these two.
+    assert counts == [9, 8, 9, 8, 12, 9, 9, 9]
 
 
-def test_what_all_ranks_or_none_use_costs_nothing(ranks2: RankPool) -> None:
-    def check() -> None:
-        parts = make_parts()
-        optimizer = hvd.DistributedOptimizer(sgd(parts), parts.named_parameters())
-        counts = []
-        uses = [[0], [0], [0, 1], [0], [0, 2], [0, 2], [0], [0, 1]]
-        for step, used in enumerate(uses):
+@on("ranks2_in_step")
+def test_horovods_order_of_calls_keeps_its_zeros() -> None:
+    parts = make_parts()
+    optimizer = hvd.DistributedOptimizer(plain_sgd(parts), parts.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(parts, by_one_rank(hvd.rank(), step), hvd.rank(), step).backward()
+        optimizer.step()
+        assert [bool(part.weight.grad.any()) for part in parts] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@on("ranks2_in_backward")
+def test_a_second_round_of_one_optimizer_waits_for_no_other(first: int, sparse: bool) -> None:
+    tables = [torch.nn.Embedding(4, 2, sparse=sparse).double() for _ in range(2)]
+    other = torch.nn.Linear(2, 1, bias=False).double()
+    for model in (*tables, other):
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+    groups = [[*tables[0].parameters(), *tables[1].parameters()], list(other.parameters())]
+    names = [[("b.0", groups[0][0]), ("b.1", groups[0][1])], [("ac"[first], groups[1][0])]]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(group, lr=1.0), named)
+        for group, named in zip(groups, names, strict=True)
+    ]
+    for step in range(3):
+        for optimizer in optimizers:
             optimizer.zero_grad()
-            before = runtime.current().core.counters()["requests"]
-            mine = [0] if step == 4 and hvd.rank() == 1 else used
-            loss_of(parts, mine, hvd.rank(), step).backward()
+        # Rank 1 does not use the other optimizer, and each rank uses one table.
+        rows = tables[(hvd.rank() + step) % 2](torch.tensor([0]))
+        (rows.sum() if hvd.rank() else other(rows.detach()).sum() + rows.sum()).backward()
+        if hvd.rank():
+            optimizers[0].step()
+        for optimizer in optimizers[hvd.rank() :]:
             optimizer.step()
-            counts.append(runtime.current().core.counters()["requests"] - before)
-        # The first reduction compares parameters, and the third the gradients so far. The fifth gathers who has used
-        # the two parameters of part 2, and reduces them again; all later ones have a request more, about these two.
-        assert counts == [9, 8, 9, 8, 12, 9, 9, 9]
-
-    ranks2.run(check)
-
-
-def test_horovods_order_of_calls_keeps_its_zeros(ranks2_step: RankPool, ranks2_step_never: RankPool) -> None:
-    def check() -> None:
-        parts = make_parts()
-        optimizer = hvd.DistributedOptimizer(plain_sgd(parts), parts.named_parameters())
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(parts, by_one_rank(hvd.rank(), step), hvd.rank(), step).backward()
-            optimizer.step()
-            grads = [part.weight.grad for part in parts]
-            assert all(grad is not None for grad in grads)
-            assert [bool(grad.any()) for grad in grads] == [True, True, False, False]
-
-    for pool in (ranks2_step, ranks2_step_never):
-        pool.run(check)
+        wanted = torch.ones(4, 2, dtype=torch.float64)
+        wanted[0] -= 0.5 * (step + 1)
+        assert_close([table.weight.detach() for table in tables], [wanted, wanted])

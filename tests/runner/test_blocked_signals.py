@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from jobs import DEADLINE_S, Flags, Hororun
 
-import horo
 from horo.runner.agent.protocol import MAGIC, Kind, MessageReader, encode_json
 
 BLOCKED = """
@@ -73,11 +72,6 @@ def test_a_signal_that_was_blocked_ends_the_job(hororun: Hororun, mpirun: str, w
     assert job.finish().returncode == 143
 
 
-def test_check_hosts_ends(hororun: Hororun) -> None:
-    done = hororun.run("--check-hosts", where="localhost,one", prefix=PREFIX)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_an_agent_that_slurm_starts_so_sees_its_ranks_end() -> None:
     job = {
         "host": "h", "mark": f"test.{os.getpid()}.blocked", "cwd": "/", "command": ["sh", "-c", WHO],
@@ -99,12 +93,3 @@ def test_an_agent_that_slurm_starts_so_sees_its_ranks_end() -> None:
     messages = MessageReader(magic=True).feed(said)
     check(b"".join(each.payload for each in messages if each.kind == Kind.STDOUT).decode())
     assert messages[-1].kind == Kind.EXITED
-
-
-def test_a_function_that_horo_run_calls_finds_plain_signals() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM])
-    try:
-        (found,) = horo.run(lambda: Path("/proc/self/status").read_text(), np=1)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    check(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import tracemalloc
 from types import CodeType
 from typing import Any, cast
 
@@ -61,51 +60,6 @@ def test_an_object_that_cannot_be_pickled_leaves_nothing() -> None:
         put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], Pickler)
     assert store.order != []
     assert store.values == {}
-
-
-class Sink(Store):
-    """Takes pieces and forgets them."""
-
-    def set(self, key: str, value: bytes) -> None:
-        self.order.append(key)
-
-
-class Source(Store):
-    """Gives the pieces of a pickled object of zeros without having them all."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.head = pickle.dumps(bytes(size))[:40]
-        self.count = -(-len(pickle.dumps(bytes(size))) // PIECE)
-        self.tail = pickle.dumps(bytes(size))[(self.count - 1) * PIECE :]
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        _, _, index = key.partition("/")
-        if not index:
-            return b"%d" % self.count
-        if int(index) == self.count - 1:
-            return self.tail
-        return self.head + bytes(PIECE - len(self.head)) if index == "0" else bytes(PIECE)
-
-
-def peak_of(work: Any) -> int:
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_neither_side_holds_a_large_object_twice() -> None:
-    size = 16 * PIECE
-    value, sink = bytes(size), Sink()
-    assert peak_of(lambda: put(client(sink), "key", value)) < 4 * PIECE
-    assert len(sink.order) == 18
-    source = Source(size)
-    found: list[bytes] = []
-    assert peak_of(lambda: found.append(get(client(source), "key", 0.0))) < size + 6 * PIECE
-    assert found == [value]
 
 
 @pytest.mark.parametrize("without_name", [False, True], ids=["this cloudpickle", "3.1.3"])

@@ -7,8 +7,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-from jobs import Flags, Hororun, make_remote_shell
+from jobs import Hororun, make_remote_shell
 
 from horo import __version__
 from horo.runner.network import listen, unreachable
@@ -54,37 +53,6 @@ def test_an_interface_that_is_not_there_is_named(hororun: Hororun) -> None:
     done = hororun.run("--check-hosts", "--network-interfaces", "nosuch0", where="localhost,one")
     assert done.returncode == 69
     assert done.stdout.count("--network-interfaces nosuch0: none of them has an address") == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "fact"),
-    [
-        (["--check-hosts", "train.py"], "starts no rank: leave out the command 'train.py'"),
-        (
-            ["--check-hosts", "--mpi"],
-            "--check-hosts is for --launcher slurm and ssh; ranks of this job are started by mpi",
-        ),
-    ],
-)
-def test_what_it_does_not_do_is_said(hororun: Hororun, words: list[str], fact: str) -> None:
-    hororun.remote_shell = ""
-    done = hororun.run(*words, where="localhost:1")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert fact in done.stderr
-
-
-def test_a_remote_shell_that_does_not_exist_is_one_sentence(hororun: Hororun) -> None:
-    hororun.remote_shell = "/no/such/ssh"
-    done = hororun.run("--check-hosts", where="localhost,one")
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
-
-
-def test_ctrl_c_ends_it(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; exec sleep 60")
-    job = hororun.start("--check-hosts", where="one")
-    flags.wait(["called"])
-    job.process.send_signal(2)
-    assert job.finish().returncode == 130
 
 
 def test_peers_that_do_not_answer_are_told_apart() -> None:

@@ -81,12 +81,6 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         assert parsed(f"-np 1 {option} cmd").exports["HORO_STALL_CHECK_DISABLE"] == value
 
 
-def test_a_host_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("h1 slots=4  # big\n\nh2\n")
-    assert parsed(f"-np 5 --hostfile {path} cmd").hosts == (HostSpec("h1", slots=4), HostSpec("h2"))
-
-
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -117,6 +111,11 @@ def test_a_host_file_is_read(tmp_path: Path) -> None:
         ),
         ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
         ("-np 2 --ssh-args ' cmd", "--ssh-args"),
+        ("-np 2 -- ", "the command is an empty word"),
+        ("-np 2 -m ", "-m needs the name of a module"),
+        ("-np 2 -m", "-m needs the name of a module"),
+        ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
+        ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(

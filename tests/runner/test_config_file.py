@@ -28,16 +28,10 @@ logging:
   level: INFO
 """
 SET = {
-    "HORO_FUSION_THRESHOLD": str(32 << 20),
-    "HORO_CYCLE_TIME": "2.5",
-    "HORO_CACHE_CAPACITY": "16",
-    "HORO_TIMELINE": "/tmp/timeline.json",
-    "HORO_TIMELINE_MARK_CYCLES": "1",
-    "HORO_STALL_CHECK_DISABLE": "0",
-    "HORO_STALL_CHECK_TIME_SECONDS": "30",
-    "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60",
-    "HORO_LOG_LEVEL": "info",
-}
+    "HORO_FUSION_THRESHOLD": str(32 << 20), "HORO_CYCLE_TIME": "2.5", "HORO_CACHE_CAPACITY": "16",
+    "HORO_TIMELINE": "/tmp/timeline.json", "HORO_TIMELINE_MARK_CYCLES": "1", "HORO_STALL_CHECK_DISABLE": "0",
+    "HORO_STALL_CHECK_TIME_SECONDS": "30", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "60", "HORO_LOG_LEVEL": "info",
+}  # fmt: skip
 
 
 def parsed(folder: Path, text: str, *words: str) -> Job:
@@ -176,28 +170,6 @@ def test_an_option_of_the_file_that_does_not_fit_is_said_to_be_in_it(tmp_path: P
     assert str(caught.value) == (
         f"--bind-to (in {tmp_path}/job.yaml) is for --launcher slurm and ssh; ranks of this job are started by mpi"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "stall_check: {warning_time_seconds: 0, shutdown_time_seconds: 60}",
-            "--stall-check-shutdown-time-seconds (in {0}) has no effect where --stall-check-warning-time-seconds "
-            "(in {0}) is 0: leave out one of them",
-        ),
-        (
-            "timeline: {mark_cycles: true}",
-            "--timeline-mark-cycles (in {0}) has no effect: no --timeline-filename asks for a timeline: add that, or "
-            "leave this out",
-        ),
-    ],
-    ids=["stall-check", "timeline"],
-)
-def test_an_option_of_the_file_without_effect_is_said_to_be_in_it(text: str, sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(JobError) as caught:
-        parsed(tmp_path, text)
-    assert str(caught.value) == sentence.format(tmp_path / "job.yaml")
 
 
 def test_a_file_that_is_not_there_and_a_yaml_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

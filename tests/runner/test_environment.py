@@ -28,52 +28,16 @@ from horo.runner.network import (
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     slot = place([2, 2], 4)[3]
     told = rank_variables(
-        slot,
-        host="h2",
-        mark="m",
-        store="10.0.0.1:5",
-        master=("10.0.0.1", 6),
-        cores=8,
-        threads_set=False,
+        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
     )
     assert told == {
-        "HORO_HOST_MARK": "m",
-        "HORO_STORE": "10.0.0.1:5",
-        "HORO_HOSTNAME": "h2",
-        "HORO_RANK": "3",
-        "HORO_SIZE": "4",
-        "HORO_LOCAL_RANK": "1",
-        "HORO_LOCAL_SIZE": "2",
-        "HORO_CROSS_RANK": "1",
-        "HORO_CROSS_SIZE": "2",
-        "HOROVOD_HOSTNAME": "h2",
-        "HOROVOD_RANK": "3",
-        "HOROVOD_SIZE": "4",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_CROSS_RANK": "1",
-        "HOROVOD_CROSS_SIZE": "2",
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "6",
+        "HORO_HOST_MARK": "m", "HORO_STORE": "10.0.0.1:5", "HORO_HOSTNAME": "h2", "HORO_RANK": "3", "HORO_SIZE": "4",
+        "HORO_LOCAL_RANK": "1", "HORO_LOCAL_SIZE": "2", "HORO_CROSS_RANK": "1", "HORO_CROSS_SIZE": "2",
+        "HOROVOD_HOSTNAME": "h2", "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "RANK": "3",
+        "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6",
         "OMP_NUM_THREADS": "4",
-    }
-
-
-def test_threads_the_user_has_set_stay() -> None:
-    told = rank_variables(
-        place([1], 1)[0],
-        host="h",
-        mark="m",
-        store="s",
-        master=None,
-        cores=8,
-        threads_set=True,
-    )
-    assert not [name for name in told if not name.startswith("HORO")]
+    }  # fmt: skip
 
 
 KEEP_MEMORY = {
@@ -203,20 +167,16 @@ def host_info(network: str = "another", connection: str = "") -> dict[str, objec
     return {"network": network, "connection": connection}
 
 
-def test_hosts_use_the_addresses_that_ssh_has_used() -> None:
-    assert find_addresses("h", host_info(connection="127.0.0.1 5 127.0.0.9 22"), []) == HostAddresses(
-        ("127.0.0.1",), "127.0.0.9"
-    )
+FOUND = [
+    (host_info(connection="127.0.0.1 5 127.0.0.9 22"), HostAddresses(("127.0.0.1",), "127.0.0.9")),
+    (host_info(connection="192.0.2.7 5 127.0.0.1 22"), HostAddresses(("127.0.0.1",), "127.0.0.1")),
+    (host_info(network_identity()), HostAddresses(("127.0.0.1",), "127.0.0.1")),
+]
 
 
-def test_behind_a_jump_host_the_route_decides() -> None:
-    assert find_addresses("h", host_info(connection="192.0.2.7 5 127.0.0.1 22"), []) == HostAddresses(
-        ("127.0.0.1",), "127.0.0.1"
-    )
-
-
-def test_hosts_in_one_network_namespace_use_loopback() -> None:
-    assert find_addresses("h", host_info(network_identity()), []) == HostAddresses(("127.0.0.1",), "127.0.0.1")
+@pytest.mark.parametrize(("info", "addresses"), FOUND, ids=["as ssh", "behind a jump host", "in one namespace"])
+def test_addresses_that_lead_to_a_host(info: dict[str, object], addresses: HostAddresses) -> None:
+    assert find_addresses("h", info, []) == addresses
 
 
 def test_interfaces_that_the_user_names_are_used() -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blame import find_wrong
+from failing_rank import find_wrong
 from jobs import Flags, Hororun
 
 RANK = """
@@ -17,7 +17,7 @@ atexit.register(job.close)
 """
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_failure_is_blamed_on_its_rank(hororun: Hororun, seed: int) -> None:
     assert find_wrong(seed, hororun.remote_shell) == ""
 
@@ -67,20 +67,20 @@ def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, w
     ]
 
 
-def test_hororun_does_not_wait_for_a_rank_that_goes_on(hororun: Hororun, where: str) -> None:
+def test_hororun_does_not_wait_for_a_rank_that_goes_on(hororun: Hororun) -> None:
     last = (
         "horo.errors.StalledError: rank 0 (h) has not submitted what others wait for, or not gone on with it, for 3 s"
     )
     script = f"test $HOROVOD_RANK = 0 && exec sleep 60; echo '{last}' >&2; exit 5"
-    done = hororun.run("-np", "2", "--failure-seconds", "0", "--", "sh", "-c", script, where=where)
+    done = hororun.run("-np", "2", "--failure-seconds", "0", "--", "sh", "-c", script)
     assert done.returncode == 5
     assert f"  | {last}\n" in done.stderr
 
 
-def test_notes_pass_through_a_shell(hororun: Hororun, where: str, tmp_path: Path) -> None:
+def test_notes_pass_through_a_shell(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK + "raise ValueError('x')\n")
     command = ["sh", "-c", f"{sys.executable} train.py 2> /dev/null"]
-    done = hororun.run("-np", "1", "--", *command, where=where, cwd=tmp_path)
+    done = hororun.run("-np", "1", "--", *command, cwd=tmp_path)
     assert done.returncode == 1
     assert "ended with ValueError: x (train.py, line 6; exited with code 1)" in done.stderr
 
@@ -91,35 +91,29 @@ INIT = "import os, sys\nfrom horo.bootstrap import job as bootstrap\n"
 @pytest.mark.parametrize(
     ("way", "how"), [("sys.exit(0)", "exited with code 0"), ("os.kill(os.getpid(), 9)", "killed by SIGKILL")]
 )
-def test_nobody_waits_for_a_rank_that_ends_before_init(
-    hororun: Hororun, where: str, tmp_path: Path, way: str, how: str
-) -> None:
+def test_nobody_waits_for_a_rank_that_ends_before_init(hororun: Hororun, tmp_path: Path, way: str, how: str) -> None:
     (tmp_path / "train.py").write_text(INIT + f"if os.environ['HOROVOD_RANK'] == '0':\n    {way}\nbootstrap.start()\n")
-    done = hororun.run(
-        "-np", "2", "--failure-seconds", "20", "--start-timeout", "1000", "train.py", where=where, cwd=tmp_path
-    )
+    done = hororun.run("-np", "2", "--failure-seconds", "20", "--start-timeout", "1000", "train.py", cwd=tmp_path)
     assert done.returncode == (1 if "exit" in way else 137)
     assert "PeerLostError: init() was given up because another rank failed: rank 0 (" in done.stderr
     assert f") {how} before it called init()" in done.stderr
 
 
-def test_a_rank_that_is_not_asked_for_may_end_early(hororun: Hororun, where: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_not_asked_for_may_end_early(hororun: Hororun, tmp_path: Path) -> None:
     script = INIT + "if os.environ['HOROVOD_RANK'] == '0':\n    sys.exit(0)\nprint(bootstrap.start(comm=[1, 2]).size)\n"
     (tmp_path / "train.py").write_text(script)
-    done = hororun.run("-np", "3", "--no-prefix", "train.py", where=where, cwd=tmp_path)
+    done = hororun.run("-np", "3", "--no-prefix", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
 
 
-def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(
-    hororun: Hororun, where: str, tmp_path: Path
-) -> None:
+def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    done = hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path)
+    done = hororun.run("-np", "2", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         0,
         "hororun: no rank called init() of horo: for horo, 2 copies ran side by side; is hvd.init() missing?\n",
     )
-    assert hororun.run("-np", "1", "train.py", where=where, cwd=tmp_path).stderr == ""
-    assert hororun.run("-np", "2", "true", where=where).stderr == ""
+    assert hororun.run("-np", "1", "train.py", cwd=tmp_path).stderr == ""
+    assert hororun.run("-np", "2", "true").stderr == ""
     (tmp_path / "train.py").write_text(INIT + "bootstrap.start()\n")
-    assert hororun.run("-np", "2", "train.py", where=where, cwd=tmp_path).stderr == ""
+    assert hororun.run("-np", "2", "train.py", cwd=tmp_path).stderr == ""

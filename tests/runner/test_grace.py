@@ -65,16 +65,6 @@ def test_a_rank_that_was_killed_after_the_failure_of_another_is_named(
     )
 
 
-def test_ranks_that_a_second_signal_killed_have_had_no_grace_time(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = f"trap 'flag term' TERM; {STUBBORN.partition(';')[2]}"
-    job = hororun.start("-np", "1", "--grace-seconds", "1000", *shell(script, flags), where=where)
-    flags.wait(["up.0"])
-    job.process.send_signal(signal.SIGTERM)
-    flags.wait(["term.0"])
-    job.process.send_signal(signal.SIGTERM)
-    assert "grace" not in job.finish().stderr
-
-
 def test_on_a_terminal_ctrl_c_tells_which_ranks_are_awaited(hororun: Hororun, where: str, flags: Flags) -> None:
     terminal, end = os.openpty()
     os.set_blocking(terminal, False)

@@ -1,8 +1,7 @@
-"""Scripts in the shape of Horovod's examples for PyTorch run as they are: benchmark, digits, ImageNet, Adasum."""
+"""Scripts in the shape of Horovod's examples for PyTorch run as they are: digits, in plain and in mixed precision."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -10,68 +9,6 @@ import pytest
 from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
 
 pytest.importorskip("torch")
-
-BENCHMARK = """
-import argparse
-import timeit
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-import torch.optim as optim
-
-import horovod.torch as hvd
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--fp16-allreduce", action="store_true", default=False)
-parser.add_argument("--batch-size", type=int, default=4)
-parser.add_argument("--num-iters", type=int, default=2)
-parser.add_argument("--no-cuda", action="store_true", default=False)
-parser.add_argument("--use-adasum", action="store_true", default=False)
-args = parser.parse_args()
-args.cuda = not args.no_cuda and torch.cuda.is_available()
-
-hvd.init()
-if args.cuda:
-    torch.cuda.set_device(hvd.local_rank())
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 10))
-lr_scaler = hvd.size() if not args.use_adasum else 1
-if args.cuda:
-    model.cuda()
-    if args.use_adasum and hvd.nccl_built():
-        lr_scaler = hvd.local_size()
-optimizer = optim.SGD(model.parameters(), lr=0.01 * lr_scaler)
-compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-optimizer = hvd.DistributedOptimizer(optimizer,
-                                     named_parameters=model.named_parameters(),
-                                     compression=compression,
-                                     op=hvd.Adasum if args.use_adasum else hvd.Average)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-data, target = torch.randn(args.batch_size, 3, 8, 8), torch.LongTensor(args.batch_size).random_() % 10
-
-def benchmark_step():
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(data), target)
-    loss.backward()
-    optimizer.step()
-
-def log(s, nl=True):
-    if hvd.rank() != 0:
-        return
-    print(s, end="\\n" if nl else "")
-
-device = "GPU" if args.cuda else "CPU"
-log("Number of %ss: %d" % (device, hvd.size()))
-timeit.timeit(benchmark_step, number=2)
-img_secs = []
-for x in range(args.num_iters):
-    time = timeit.timeit(benchmark_step, number=2)
-    img_secs.append(args.batch_size * 2 / time)
-    log("Iter #%d: %.1f img/sec per %s" % (x, img_secs[-1], device))
-log("Img/sec per %s: %.1f +-%.1f" % (device, np.mean(img_secs), 1.96 * np.std(img_secs)))
-"""
 
 DIGITS = """
 import argparse
@@ -187,137 +124,19 @@ if __name__ == "__main__":
         main(args)
 """
 
-IMAGENET = """
-import argparse
-import math
-import os
 
-import torch
-import torch.nn.functional as F
-import torch.optim as optim
-
-import horovod.torch as hvd
-from horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.pth.tar")
-parser.add_argument("--batches-per-allreduce", type=int, default=2)
-parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--base-lr", type=float, default=0.0125)
-parser.add_argument("--warmup-epochs", type=float, default=2)
-args = parser.parse_args()
-allreduce_batch_size = 4 * args.batches_per_allreduce
-
-hvd.init()
-torch.manual_seed(42)
-torch.set_num_threads(1)
-resume_from_epoch = 0
-for try_epoch in range(args.epochs, 0, -1):
-    if os.path.exists(args.checkpoint_format.format(epoch=try_epoch)):
-        resume_from_epoch = try_epoch
-        break
-resume_from_epoch = hvd.broadcast(torch.tensor(resume_from_epoch), root_rank=0, name="resume_from_epoch").item()
-
-def labels(x):
-    return (x.mean(dim=(1, 2, 3)) > 0).long()
-
-images = torch.randn(64, 3, 4, 4)
-dataset = torch.utils.data.TensorDataset(images, labels(images))
-sampler = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
-loader = torch.utils.data.DataLoader(dataset, batch_size=allreduce_batch_size, sampler=sampler)
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(),
-                            torch.nn.Linear(16, 2))
-optimizer = optim.SGD(model.parameters(), lr=args.base_lr * args.batches_per_allreduce * hvd.size(), momentum=0.9,
-                      weight_decay=0.00005)
-optimizer = hvd.DistributedOptimizer(
-    optimizer, named_parameters=model.named_parameters(),
-    compression=hvd.Compression.none,
-    backward_passes_per_step=args.batches_per_allreduce,
-    op=hvd.Average,
-    gradient_predivide_factor=1.0)
-if resume_from_epoch > 0 and hvd.rank() == 0:
-    checkpoint = torch.load(args.checkpoint_format.format(epoch=resume_from_epoch))
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-broadcast_parameters(model.state_dict(), root_rank=0)
-broadcast_optimizer_state(optimizer, root_rank=0)
-
-def adjust_learning_rate(epoch, batch_idx):
-    if epoch < args.warmup_epochs:
-        epoch += float(batch_idx + 1) / len(loader)
-        lr_adj = 1. / hvd.size() * (epoch * (hvd.size() - 1) / args.warmup_epochs + 1)
-    else:
-        lr_adj = 1.
-    for param_group in optimizer.param_groups:
-        param_group["lr"] = args.base_lr * hvd.size() * args.batches_per_allreduce * lr_adj
-
-class Metric(object):
-    def __init__(self, name):
-        self.name, self.sum, self.n = name, torch.tensor(0.), torch.tensor(0.)
-
-    def update(self, val):
-        self.sum += hvd.allreduce(val.detach().cpu(), name=self.name)
-        self.n += 1
-
-    @property
-    def avg(self):
-        return self.sum / self.n
-
-for epoch in range(resume_from_epoch, args.epochs):
-    model.train()
-    sampler.set_epoch(epoch)
-    train_loss = Metric("train_loss")
-    for batch_idx, (data, target) in enumerate(loader):
-        adjust_learning_rate(epoch, batch_idx)
-        optimizer.zero_grad()
-        for i in range(0, len(data), 4):
-            data_batch, target_batch = data[i:i + 4], target[i:i + 4]
-            loss = F.cross_entropy(model(data_batch), target_batch)
-            train_loss.update(loss)
-            loss.div_(math.ceil(float(len(data)) / 4))
-            loss.backward()
-        optimizer.step()
-    if hvd.rank() == 0:
-        print("epoch %d loss %.4f" % (epoch + 1, train_loss.avg.item()), flush=True)
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                   args.checkpoint_format.format(epoch=epoch + 1))
-"""
-
-
-def job(hororun: Hororun, script: str, folder: Path, *words: str, command: str = "hororun") -> list[str]:
-    """What a script of Horovod's shape prints, by each of the ways to start it."""
+def job(hororun: Hororun, script: str, folder: Path, *words: str) -> list[str]:
+    """What a script of Horovod's shape prints; its word ``--num-proc`` has it start its own ranks."""
     (folder / "script.py").write_text(IMPORT_TORCH_SILENTLY + script)
-    starts = {
-        "hororun": ["-m", "horo.runner", "--horovod", "-H", "localhost:8", "--no-prefix", "-np", "2", "script.py"],
-        "horovodrun": ["-c", HOROVODRUN, "-H", "localhost:8", "--no-prefix", "-np", "2", sys.executable, "script.py"],
-        "module": ["-m", "horo.horovod", "script.py"],
-    }
-    done = hororun.launch([sys.executable, *starts[command], *words], cwd=folder).finish(TORCH_S)
+    command = ["-m", "horo.runner", "--horovod", "-H", "localhost:8", "--no-prefix", "-np", "2", "script.py"]
+    command = ["-m", "horo.horovod", "script.py"] if "--num-proc" in words else command
+    done = hororun.launch([sys.executable, *command, *words], cwd=folder).finish(TORCH_S)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
-HOROVODRUN = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "size"),
-    [
-        ("hororun", ["--fp16-allreduce"], 2),
-        ("horovodrun", ["--use-adasum", "--no-cuda"], 2),
-        ("module", [], 1),
-    ],
-)
-def test_the_synthetic_benchmark(hororun: Hororun, tmp_path: Path, command: str, words: list[str], size: int) -> None:
-    lines = job(hororun, BENCHMARK, tmp_path, *words, command=command)
-    assert lines[0] == f"Number of CPUs: {size}"
-    assert re.fullmatch(r"Img/sec per CPU: [\d.]+ \+-[\d.]+", lines[-1])
-    assert len(lines) == 4
-
-
-@pytest.mark.parametrize("words", ["", "--use-adasum", "--gradient-predivide-factor 2 --fp16-allreduce"])
-def test_digits(hororun: Hororun, tmp_path: Path, words: str) -> None:
-    (line,) = job(hororun, DIGITS, tmp_path, *words.split())
+def test_digits(hororun: Hororun, tmp_path: Path) -> None:
+    (line,) = job(hororun, DIGITS, tmp_path, "--gradient-predivide-factor", "2", "--fp16-allreduce")
     assert line.endswith("accuracy 100%")
 
 
@@ -325,15 +144,6 @@ def test_digits_with_mixed_precision_by_horovod_run(hororun: Hororun, tmp_path: 
     torch = pytest.importorskip("torch")
     if not hasattr(torch.amp, "GradScaler"):
         pytest.skip("torch.amp.GradScaler for the CPU came with torch 2.3 (`make test TORCH=torch==2.13.0`)")
-    (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--num-proc", "2", command="module")
+    (line,) = job(hororun, DIGITS, tmp_path, "--use-mixed-precision", "--num-proc", "2")
     assert line.startswith("[0]<stdout>:loss ")
     assert line.endswith("accuracy 100%")
-
-
-def test_imagenet_goes_on_from_its_checkpoint(hororun: Hororun, tmp_path: Path) -> None:
-    whole = job(hororun, IMAGENET, tmp_path)
-    assert [line.split()[1] for line in whole] == ["1", "2", "3", "4"]
-    for epoch in (3, 4):
-        (tmp_path / f"checkpoint-{epoch}.pth.tar").unlink()
-    resumed = job(hororun, IMAGENET, tmp_path)
-    assert resumed == whole[2:]

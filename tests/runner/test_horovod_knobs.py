@@ -29,12 +29,7 @@ BUILD_ARCH_FLAGS BUILD_CUDA_CC_LIST CMAKE DEBUG SKIP_COMPILE LOCAL_VERSION
 """
 VARIABLES = _NAMES.split()
 """Those of Horovod 0.28.1, without ``HOROVOD_``: for its core, its launchers, and its build."""
-FOR_VALUES = {
-    "GPU_OPERATIONS": "NCCL",
-    "CONTROLLER": "gloo",
-    "LOG_LEVEL": "INFO",
-    "HOSTNAME": "h",
-}
+FOR_VALUES = {"GPU_OPERATIONS": "NCCL", "CONTROLLER": "gloo", "LOG_LEVEL": "INFO", "HOSTNAME": "h"}
 
 
 @pytest.mark.parametrize("name", VARIABLES)

@@ -173,14 +173,6 @@ def test_python_m_horo_horovod_says_how_it_is_used(tmp_path: Path) -> None:
     )
 
 
-def test_a_python_that_the_script_starts_has_the_names_too(tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import horovod; print(horovod.__version__)'])"
-    )
-    done = run_python(["-m", "horo.horovod", "-c", code], tmp_path)
-    assert (done.stdout, done.stderr) == ("0.28.1\n", "")
-
-
 MISSING = [
     ("import horovod.tensorflow", "No module named 'horovod.tensorflow'"),
     ("from horovod.torch import elastic", "horovod.torch has 'elastic'; this version of horo does not have it"),
@@ -210,15 +202,19 @@ def test_a_horovod_that_is_imported_stays(tmp_path: Path, old_script: str) -> No
     assert installed == "False"
 
 
-def test_horovod_run_is_horo_run(tmp_path: Path) -> None:
-    code = "import horo, horovod; from horovod.runner import run; print(horovod.run is horo.run is run)"
-    assert run_python(["-m", "horo.horovod", "-c", code], tmp_path).stdout == "True\n"
+BY_A_CALL = """
+import subprocess, sys, horo, horo.horovod as h
+h.install(); h.install()
+import horovod, horovod.common.util as u
+from horovod.runner import run
+from importlib.util import find_spec
+print(u.num_rank_is_power_2(6), horovod.run is horo.run is run, find_spec("horovod.keras"), flush=True)
+subprocess.run([sys.executable, "-c", "import horovod; print(horovod.__version__)"])
+"""
 
 
-def test_the_names_can_be_had_by_a_call(tmp_path: Path) -> None:
-    use = "import horovod.common.util as u; print(u.num_rank_is_power_2(6))"
-    code = f"import horo.horovod as h; h.install(); h.install(); {use}"
-    assert run_python(["-c", code], tmp_path).stdout == "False\n"
+def test_the_names_can_be_had_by_a_call_and_in_what_the_script_starts(tmp_path: Path) -> None:
+    assert run_python(["-c", BY_A_CALL], tmp_path).stdout == "False True None\n0.28.1\n"
 
 
 UTIL = """
@@ -257,17 +253,6 @@ print(len(seen), util.num_rank_is_power_2(8), util.check_num_rank_power_of_2(0))
 def test_what_scripts_import_from_the_modules_of_horovod_is_there(tmp_path: Path) -> None:
     done = run_python(["-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + UTIL], tmp_path)
     assert (done.stdout, done.stderr) == ("1 True False\n", "")
-
-
-def test_a_module_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    code = "import horo.horovod as h; h.install(); from importlib.util import find_spec as f; print(f('horovod.keras'))"
-    assert run_python(["-c", code], tmp_path).stdout == "None\n"
-
-
-def test_what_is_started_after_the_call_has_the_names_too(tmp_path: Path) -> None:
-    child = "subprocess.run([sys.executable, '-c', 'import horovod; print(horovod.__version__)'])"
-    code = f"import subprocess, sys, horo.horovod as h; h.install(); {child}"
-    assert run_python(["-c", code], tmp_path).stdout == "0.28.1\n"
 
 
 def test_pythonpath_keeps_its_folders() -> None:
@@ -395,12 +380,6 @@ def test_the_value_of_an_option_that_is_passed_over_is_a_number(
         parse(["--horovod", option, *("x" * values), "-np", "2", "cmd"])
     expected = reason if reason.startswith("an elastic job") else "'x' is not a number"
     assert f"hororun: {option}: {expected}" in capsys.readouterr().err
-
-
-def test_numbers_of_cores_are_a_value_of_horovods() -> None:
-    job = parse(["--horovod", "--thread-affinity", "0,1", "-np", "2", "cmd"])
-    assert job is not None
-    assert len(job.passed_over) == 1
 
 
 @pytest.mark.parametrize(

@@ -30,17 +30,6 @@ def test_lines_of_any_length_are_never_mixed_and_none_is_lost(hororun: Hororun, 
     assert Counter(done.stdout.splitlines()) == expected
 
 
-def test_streams_stay_apart_and_unfinished_lines_appear(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "1", "--", "sh", "-c", "printf out; printf err >&2", where=where)
-    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
-
-
-def test_bytes_that_are_no_text_pass(hororun: Hororun, where: str) -> None:
-    job = hororun.start("-np", "1", "--no-prefix", "printf", r"\377\376 \303\251\n", where=where)
-    out, _ = job.process.communicate(timeout=30)
-    assert out == b"\xff\xfe \xc3\xa9\n"
-
-
 def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
     words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--prefix-timestamp"]
     hororun.run(
@@ -72,14 +61,6 @@ def test_a_file_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -
         done.stderr
         == f"hororun: --output-filename {tmp_path}: {tmp_path}/rank.0 is a file, and a folder is needed: name another\n"
     )
-
-
-def test_a_folder_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = hororun.run("-np", "1", "--output-filename", str(tmp_path / "file" / "logs"), "true")
-    assert done.returncode == 2
-    assert str(tmp_path / "file" / "logs") in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_verbose_says_what_is_done(hororun: Hororun) -> None:
@@ -181,14 +162,6 @@ def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
     assert code == 130
     assert b"saved" in shown
     assert b"hororun: SIGINT: the job was ended" in shown
-
-
-def test_ctrl_c_reaches_hororun_as_the_leader_of_its_group(hororun: Hororun, flags: Flags) -> None:
-    script = f"trap 'exit 0' INT; : > {flags.folder}/up; sleep 60 & wait"
-    job = hororun.start("-np", "1", "--", "sh", "-c", script)
-    flags.wait(["up"])
-    os.killpg(job.process.pid, signal.SIGINT)
-    assert job.finish().returncode == 130
 
 
 def test_a_closed_stderr_disturbs_nobody() -> None:

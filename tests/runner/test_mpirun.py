@@ -134,19 +134,6 @@ def test_time_stamps_where_they_exist() -> None:
         command(Family.MPICH, job)
 
 
-def test_more_ranks_than_slots_are_allowed_in_so_many_words() -> None:
-    assert "--map-by slot:OVERSUBSCRIBE" in command(Family.OPEN_MPI_5, replace(JOB, oversubscribe=True))
-
-
-def test_spectrum_alone_knows_tcp() -> None:
-    job = replace(JOB, mpi=Mpi(tcp=True))
-    assert " -tcp " in command(Family.SPECTRUM, job)
-    for family in ALL:
-        if family is not Family.SPECTRUM:
-            with pytest.raises(JobError, match="--tcp: only Spectrum"):
-                command(family, job)
-
-
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [

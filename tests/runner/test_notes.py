@@ -44,15 +44,3 @@ def test_a_number_that_is_another_file_by_now_is_not_written_to() -> None:
             os.read(fd, 1)
     for fd in (read_fd, write_fd, other_read, other_write):
         os.close(fd)
-
-
-def test_what_is_no_note_is_passed_over() -> None:
-    reader = NoteReader()
-    reader.feed(b'nonsense\n[1]\n{"joined": 1, "error": 5, "points_at": "x"}\n\xff\xfe\n')
-    assert reader.note == Note()
-    reader.feed(b'{"joined": tr')
-    reader.feed(b'ue, "error": "a\\u001bb"}\n')
-    assert reader.note == Note(joined=True, error="a\\x1bb")
-    reader.feed(b"x" * (1 << 20))
-    reader.feed(b'\n{"points_at": 3}\n')
-    assert reader.note.points_at == 3

@@ -230,12 +230,6 @@ def test_an_unknown_option_gets_a_similar_one(line: str, similar: str, capfd: py
     )
 
 
-def test_an_option_without_its_value_is_named_as_it_is_known(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["-np"])
-    assert capfd.readouterr().err.startswith("hororun: -np: expected one argument")
-
-
 @pytest.mark.parametrize("where", ["localhost:1", "one:1"], ids=["direct", "agents"])
 @pytest.mark.parametrize("words", [["true"], ["--dry-run", "true"]], ids=["run", "dry-run"])
 def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun, where: str, words: list[str]) -> None:
@@ -245,12 +239,6 @@ def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun,
         "--network-interfaces nosuch0,203.0.113.0/24: none of them has an address here; this machine has" in done.stderr
     )
     assert "lo 127.0.0.1" in done.stderr
-
-
-def test_a_network_is_as_good_as_an_interface(hororun: Hororun) -> None:
-    show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_NETWORK_INTERFACES"]
-    done = hororun.run("-np", "1", "--network-interfaces", "127.0.0.0/8, eth7", *show)
-    assert (done.returncode, done.stdout) == (0, "127.0.0.0/8,eth7\n")
 
 
 def test_ranks_that_shall_stay_do_so_whatever_the_environment_says(hororun: Hororun) -> None:
@@ -265,10 +253,3 @@ def test_a_variable_that_hororun_only_suggests_may_be_set(hororun: Hororun) -> N
     show = ["--no-prefix", "--", "sh", "-c", "echo ${PYTHONUNBUFFERED-none}"]
     assert hororun.run("-np", "1", *show).stdout == "1\n"
     assert hororun.run("-np", "1", "-x", "PYTHONUNBUFFERED=", *show).stdout == "\n"
-
-
-def test_check_hosts_shows_its_commands_when_asked(hororun: Hororun) -> None:
-    done = hororun.run("--check-hosts", "--verbose", where="localhost,one")
-    assert done.returncode == 0
-    assert done.stderr.startswith(f"hororun: one: {hororun.remote_shell} -T ")
-    assert done.stderr.count("\n") == 1

@@ -139,17 +139,6 @@ def test_the_writer_keeps_order_and_says_when_it_is_full_and_idle() -> None:
     os.close(write_fd)
 
 
-def test_the_writer_says_when_nobody_reads() -> None:
-    changed = threading.Event()
-    writer = Writer(changed.set)
-    read_fd, write_fd = os.pipe()
-    os.close(read_fd)
-    writer.put(write_fd, b"x")
-    assert changed.wait(10)
-    assert isinstance(writer.failure(write_fd), BrokenPipeError)
-    os.close(write_fd)
-
-
 def test_files_of_ranks_sort_by_rank(tmp_path: Path) -> None:
     files = RankFiles(str(tmp_path / "logs"), ["h"] * 11, named=False)
     os.write(files.fd(3, 2), b"err")

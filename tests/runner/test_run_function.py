@@ -46,18 +46,6 @@ def test_ranks_behind_an_agent_and_large_values(tmp_path: Path) -> None:
     assert results == [(data[::-1], "one"), (data[::-1], "two")]
 
 
-def test_ranks_work_together() -> None:
-    def total() -> float:
-        import torch  # noqa: PLC0415
-
-        import horo.torch as hvd  # noqa: PLC0415
-
-        hvd.init()
-        return float(hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum))
-
-    assert horo.run(total, np=2, options=OVERSUBSCRIBE) == [3.0, 3.0]
-
-
 class OddError(Exception):
     """Cannot be made from its own arguments."""
 
@@ -153,19 +141,6 @@ def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exce
     assert str(caught.value).startswith(text)
 
 
-def test_a_result_that_cannot_travel_is_told() -> None:
-    with pytest.raises(UnsupportedError, match=r"what .*lock.* has returned in rank 0, a lock, cannot be pickled"):
-        horo.run(threading.Lock, np=1)
-
-
-def test_variables_reach_other_hosts(tmp_path: Path) -> None:
-    shell = tmp_path / "shell"
-    shell.write_text('#!/bin/sh\nfor command; do :; done\nexec env -i PATH="$PATH" sh -c "$command"\n')
-    shell.chmod(0o755)
-    options = ["--remote-shell", str(shell)]
-    assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]
-
-
 def test_a_process_that_the_function_forks_has_no_outcome() -> None:
     def fork() -> str:
         pid = os.fork()
@@ -231,20 +206,6 @@ def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tm
     assert results == "['neighbour', 'neighbour']"
 
 
-def test_modules_are_those_of_the_caller_and_none_from_the_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "packaging.py").write_text("WHO = 'beside the script'\n")
-    code = "import horo\ndef who():\n    import packaging\n    return packaging.WHO\nprint(horo.run(who, np=1))\n"
-    (tmp_path / "scripts" / "script.py").write_text(code)
-    if sys.version_info >= (3, 11):
-        for name in ("packaging", "cloudpickle", "horo"):
-            (tmp_path / f"{name}.py").write_text("raise SystemExit('from the current directory')\n")
-    done = subprocess.run(
-        [sys.executable, "scripts/script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=TORCH_S, check=True
-    )
-    assert (done.stdout, done.stderr) == ("['beside the script']\n", "")
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
 def test_nothing_is_left_when_the_caller_is_ended(
     script: Path, tmp_path: Path, number: signal.Signals, code: int
@@ -263,8 +224,14 @@ def test_nothing_is_left_when_the_caller_is_ended(
         runner.clean_up()
 
 
-def test_the_rank_side_alone_says_what_it_is_for() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "horo.runner.call"], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert (done.returncode, done.stderr) == (1, "horo.runner.call is for horo.run alone: its variables are not set\n")
+def test_a_result_that_cannot_travel_is_told() -> None:
+    with pytest.raises(UnsupportedError, match=r"what .*lock.* has returned in rank 0, a lock, cannot be pickled"):
+        horo.run(threading.Lock, np=1)
+
+
+def test_variables_reach_other_hosts(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/sh\nfor command; do :; done\nexec env -i PATH="$PATH" sh -c "$command"\n')
+    shell.chmod(0o755)
+    options = ["--remote-shell", str(shell)]
+    assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]

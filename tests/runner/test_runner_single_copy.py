@@ -50,12 +50,8 @@ def test_a_user_may_turn_it_off(hororun: Hororun) -> None:
 
 @pytest.mark.parametrize(
     ("defines", "reason"),
-    [
-        ({"REFUSED": errno.EPERM}, "Operation not permitted"),
-        ({"REFUSED": errno.ENOSYS}, "Function not implemented"),
-        ({"FORGES": 1}, "No such process"),
-    ],
-    ids=["forbidden", "filtered", "another process"],
+    [({"REFUSED": errno.EPERM}, "Operation not permitted"), ({"FORGES": 1}, "No such process")],
+    ids=["forbidden", "another process"],
 )
 def test_where_one_rank_may_not_none_does(
     hororun: Hororun, tmp_path: Path, defines: dict[str, int], reason: str
@@ -64,12 +60,12 @@ def test_where_one_rank_may_not_none_does(
     check_right(done, f"{PASSES}, since rank 1 cannot read the memory of rank 0: {reason}", READS)
 
 
-@pytest.mark.parametrize("piece", [517, 4096, 100_003])
+@pytest.mark.parametrize("piece", [517])
 def test_reads_may_end_early(hororun: Hororun, tmp_path: Path, piece: int) -> None:
     check_right(run(hororun, double=build_double("libpeer_memory.so", tmp_path, PIECE=piece)), READS, PASSES)
 
 
-@pytest.mark.parametrize("after", [3, 4, 5, 7, 9, 12])
+@pytest.mark.parametrize("after", [3, 7])
 def test_a_read_that_fails_later_is_done_again_by_all(hororun: Hororun, tmp_path: Path, after: int) -> None:
     """As of memory that belongs to a device; the first three calls are those that try."""
     double = build_double("libpeer_memory.so", tmp_path, REFUSED=errno.EFAULT, AFTER=after)
@@ -80,7 +76,7 @@ def test_a_read_that_fails_later_is_done_again_by_all(hororun: Hororun, tmp_path
     assert told[0] == READS
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1])
 def test_a_rank_that_is_killed_in_a_call_is_an_error_that_names_it(hororun: Hororun, victim: int) -> None:
     done = run(hororun, script=("100000", str(victim)))
     assert done.returncode != 0

@@ -153,14 +153,6 @@ def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Fl
     assert job.finish().returncode == 143
 
 
-def test_ranks_that_trap_a_signal_and_end_end_the_job(hororun: Hororun, where: str, flags: Flags) -> None:
-    job = hororun.start("-np", "3", *noting(flags, [USR1], ends=True), where=where)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(USR1)
-    assert job.finish().returncode == 0
-    have_come(flags, [USR1], 3)
-
-
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGRTMIN + 1])
 def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
     hororun: Hororun, where: str, flags: Flags, number: int
@@ -192,15 +184,6 @@ def test_a_signal_that_comes_twice_does_not_change_the_code_of_sys_exit(
     assert "ended with SystemExit: 75 (killed by SIGUSR1)" in done.stderr
 
 
-def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
-    job = hororun.start("-np", "1", "true", where="one:1")
-    flags.wait(["called"])
-    job.process.send_signal(signal.SIGQUIT)
-    done = job.finish()
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (131, "hororun: SIGQUIT: the job was ended")
-
-
 def test_a_hangup_in_a_batch_job_is_a_signal_as_others(hororun: Hororun, flags: Flags) -> None:
     batch = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(flags.folder / "nodes")}
     (flags.folder / "nodes").write_text("localhost\nlocalhost\n")
@@ -229,14 +212,10 @@ def test_a_terminal_that_is_closed_ends_an_interactive_batch_job(flags: Flags) -
     assert not list(flags.folder.glob(f"got.{int(signal.SIGHUP)}.*"))
 
 
-def test_a_signal_to_an_agent_reaches_the_ranks_of_all_hosts(hororun: Hororun, flags: Flags) -> None:
-    script = f"trap 'exit 75' USR1; : > {flags.folder}/up.$HOROVOD_RANK; while :; do sleep 0.05; done"
-    words = ["-np", "3", "--failure-seconds", "30", "--", "sh", "-c", script]
-    job = hororun.start(*words, where="localhost:1,one:1,two:1")
-    flags.wait([f"up.{rank}" for rank in range(3)])
-    assert len(agents(job)) == 2
-    os.kill(agents(job)[0], USR1)
+def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
+    job = hororun.start("-np", "1", "true", where="one:1")
+    flags.wait(["called"])
+    job.process.send_signal(signal.SIGQUIT)
     done = job.finish()
-    assert done.returncode == 75
-    assert done.stderr.count("exited with code 75") == 2, done.stderr  # the first one, and the others in one line
-    assert "SIGTERM" not in done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (131, "hororun: SIGQUIT: the job was ended")

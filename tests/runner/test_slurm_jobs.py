@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun
+from jobs import Hororun
 
 SRUN = """#!/bin/sh
 # Stands in for srun, as strict about its words as far as hororun is concerned.
@@ -81,36 +79,6 @@ def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, sl
     ]
 
 
-def test_ranks_find_the_job_of_slurm_and_not_the_step_of_their_agent(hororun: Hororun, slurm: Slurm) -> None:
-    script = "echo $SLURM_NTASKS $SLURM_JOB_NODELIST .$SLURM_PROCID.$SLURM_STEP_ID.$SLURM_STEP_NUM_TASKS."
-    environment = {
-        **slurm.environment,
-        "SLURM_CPUS_PER_TASK": "1",
-        "SRUN_CPUS_PER_TASK": "1",
-        "SLURM_EXPORT_ENV": "NONE",
-    }
-    done = hororun.run("-np", "3", *shell(script), where=None, environment=environment)
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 3 one,two ...." for rank in range(3)], done.stderr
-    told = (slurm.folder / "environment").read_text()
-    assert told == "SLURM_JOB_ID=7\n"
-
-
-def test_verbose_says_where_the_hosts_came_from(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run("--verbose", "true", where=None, environment=slurm.environment)
-    said = "hosts from the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS_PER_NODE=2,1): one:2,two:1"
-    assert f"hororun: {said}\n" in done.stderr
-    assert "hororun: one: srun --nodes=1" in done.stderr
-
-
-def test_more_ranks_than_slots_names_the_allocation(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run("-np", "4", "true", where=None, environment=slurm.environment)
-    assert done.returncode == 2
-    assert "4 ranks but there are 3 slots in the Slurm job 7 (SLURM_JOB_NODELIST=one,two, SLURM_TASKS" in done.stderr
-    assert done.stderr.count("\n") == 1
-    done = hororun.run("-np", "4", "--oversubscribe", "true", where=None, environment=slurm.environment)
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_allocation_that_makes_no_sense_is_one_sentence_unless_hosts_are_named(
     hororun: Hororun, slurm: Slurm
 ) -> None:
@@ -153,12 +121,6 @@ def test_a_dry_run_shows_ranks_and_commands_and_starts_nothing(hororun: Hororun,
     assert slurm.calls() == []
 
 
-def test_an_old_slurm_is_not_told_to_overlap(hororun: Hororun, slurm: Slurm) -> None:
-    slurm.install(version="20.02.7")
-    assert hororun.run("true", where=None, environment=slurm.environment).returncode == 0
-    assert not any("--overlap" in call for call in slurm.calls())
-
-
 def test_an_srun_that_refuses_is_quoted_and_ends_the_job(hororun: Hororun, slurm: Slurm) -> None:
     said = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
     slurm.install(before=f'test $node = two && {{ echo "{said}" >&2; exit 1; }}')
@@ -182,57 +144,3 @@ def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_
     done = hororun.run("--launcher", "slurm", "true", where=None, environment=environment)
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert "srun cannot be started" in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_ranks_on_all_hosts(hororun: Hororun, slurm: Slurm, flags: Flags, number: signal.Signals) -> None:
-    script = "import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
-    script += (
-        f"signal.signal({int(number)}, end)\nopen('{flags.folder}/up.' + os.environ['HOROVOD_RANK'], 'w').close()\n"
-    )
-    script += "while True: signal.pause()"
-    job = hororun.start(sys.executable, "-S", "-c", script, where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(number)
-    done = job.finish()
-    assert done.returncode == 128 + number
-    assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
-
-
-def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"trap '' TERM INT HUP; : > {flags.folder}/up.$HOROVOD_RANK; while :; do sleep 0.1; done"
-    job = hororun.start("--grace-seconds", "0.2", *shell(script), where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    job.process.kill()
-    job.process.wait()
-    job.nothing_is_left()
-
-
-def test_no_secret_is_on_a_command_line(hororun: Hororun, slurm: Slurm, flags: Flags) -> None:
-    script = f"echo $HORO_SECRET > {flags.folder}/secret; : > {flags.folder}/up.$HOROVOD_RANK; exec sleep 60"
-    job = hororun.start(*shell(script), where=None, environment=slurm.environment)
-    flags.wait(["up.0", "up.1", "up.2"])
-    secret = flags.read("secret").strip()
-    assert len(secret) == 64
-    assert job.processes("agent")
-    assert not job.processes(secret)
-    job.process.terminate()
-    job.finish()
-
-
-def test_the_code_of_the_rank_that_failed_is_kept(hororun: Hororun, slurm: Slurm) -> None:
-    done = hororun.run(
-        *shell("test $HOROVOD_RANK = 2 && exit 9; exec sleep 60"), where=None, environment=slurm.environment
-    )
-    assert done.returncode == 9
-    assert "rank 2 on two exited with code 9" in done.stderr
-
-
-def test_output_of_any_shape_comes_through(hororun: Hororun, slurm: Slurm) -> None:
-    script = "import sys; sys.stdout.buffer.write(bytes(range(256)) * 999); sys.stdout.flush(); sys.stdout.write('end')"
-    done = hororun.start(
-        "-np", "1", "--no-prefix", sys.executable, "-c", script, where=None, environment=slurm.environment
-    )
-    out, _ = done.process.communicate(timeout=30)
-    assert out.endswith(b"end\n")
-    assert done.process.returncode == 0

@@ -6,7 +6,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 from jobs import Flags, Hororun, Launched, wait_until
 
 from horo.runner.processes import send_signal
@@ -38,10 +37,9 @@ def test_a_job_that_was_suspended_for_longer_than_the_host_timeout_goes_on(horor
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("where", ["localhost:2", "one:1,two:1"], ids=["direct", "agents"])
-def test_grace_time_is_time_in_which_ranks_could_run(hororun: Hororun, where: str, flags: Flags) -> None:
+def test_grace_time_is_time_in_which_ranks_could_run(hororun: Hororun, flags: Flags) -> None:
     script = f"trap 'flag term' TERM; flag up; while ! test -e {flags.folder}/go; do sleep 0.1; done; flag saved"
-    job = hororun.start("-np", "2", "--grace-seconds", str(LIMIT_S), *shell(script, flags), where=where)
+    job = hororun.start("-np", "2", "--grace-seconds", str(LIMIT_S), *shell(script, flags))
     flags.wait(["up.0", "up.1"])
     job.process.send_signal(signal.SIGTERM)
     flags.wait(["term.0", "term.1"])

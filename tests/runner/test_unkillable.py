@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, make_remote_shell, wait_until
+from jobs import Flags, Hororun, wait_until
 from skips import apt_install
 
 from horo.runner import loop as loop_module
@@ -79,22 +79,6 @@ def test_a_rank_of_another_user_does_not_hold_up_the_end(
     assert job.process.returncode == 143
     assert f"hororun: process {pid} (" in said.decode()
     assert " of rank 0 on " in said.decode()
-
-
-@pytest.mark.usefixtures("needs_root")
-def test_a_remote_shell_of_another_user_does_not_hold_up_the_end(
-    hororun: Hororun, tmp_path: Path, end_later: Callable[[Path], int]
-) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, f"echo $$ > {tmp_path}/pid; exec {AS_ANOTHER_USER} sleep 300")
-    job = hororun.start("-np", "1", "--start-timeout", "1", "true", where="one:1", prefix=WITHOUT_KILL)
-    _, said = job.process.communicate(timeout=30)
-    pid = end_later(tmp_path / "pid")
-    assert job.process.returncode == 69
-    assert said.decode().splitlines() == [
-        f"hororun: process {pid} (sleep, user 65534) on this host: SIGKILL has not ended it, and hororun leaves it; "
-        "end it there",
-        "hororun: no answer within 1 s from one: try ssh by hand, or give it more time with --start-timeout",
-    ]
 
 
 @pytest.mark.usefixtures("needs_root")

@@ -24,7 +24,7 @@ from horo.runner.loop import Loop
 
 INFO = {
     "version": __version__, "python": "3.11.1", "cores": 4, "gpus": 0, "pid": 5, "connection": "", "network": "n",
-    "free_port": 4000,
+    "free_port": 4000
 }  # fmt: skip
 ENDED = {"code": 0, "signal": 0, "asked": False, "overdue": False}
 values = st.recursive(
@@ -92,7 +92,7 @@ def test_a_number_out_of_range_or_of_another_type_is_refused(kind: Kind, value: 
     check = {
         Kind.HOST_INFO: checks.host_info, Kind.FAILED: checks.failure, Kind.LISTENING: checks.listening,
         Kind.REACHED: checks.reached, Kind.REMAINED: checks.remained,
-        Kind.EXITED: lambda message: checks.exited(message, {0}),
+        Kind.EXITED: lambda message: checks.exited(message, {0})
     }[kind]  # fmt: skip
     with pytest.raises(MessageError, match=f"a {kind.name} message has "):
         check(message(kind, value))
@@ -155,7 +155,7 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
         loop.on_signal(signal.SIGCHLD, reap)
         late: list[bool] = []
         loop.call_later(30, lambda: late.append(True))
-        remote.connect(Launcher(tmp_path / "said"), host_timeout_s=60)  # type: ignore[arg-type]
+        remote.connect(Launcher(tmp_path / "said"), host_timeout_s=60)
         remote.send_job({"ranks": {"0": {}}})
         loop.run_until(lambda: remote.finished or bool(late))
     finally:

@@ -44,7 +44,7 @@ SERVER = """
 def test_strangers_do_not_use_up_the_descriptors() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SERVER), str(LIMIT)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     ) as server:  # fmt: skip
         crowd = []
         try:

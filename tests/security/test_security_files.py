@@ -39,31 +39,26 @@ def open_files(tmp_path: Path) -> RankFiles:
     return RankFiles(str(tmp_path / "logs"), ["h"], named=False)
 
 
-def test_a_symbolic_link_is_not_followed_and_its_target_keeps_its_bytes(tmp_path: Path) -> None:
+PLANTED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "symbolic link": (lambda path, secret: path.symlink_to(secret), "it is a symbolic link"),
+    "second name": (lambda path, secret: path.hardlink_to(secret), "it has 2 names"),
+    "fifo": (lambda path, _: os.mkfifo(path), "it is no regular file"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_another_user_has_planted_is_not_written_to(tmp_path: Path, kind: str) -> None:
+    plant, reason = PLANTED[kind]
     folder, secret = prepare(tmp_path)
-    (folder / "stdout").symlink_to(secret)
-    with pytest.raises(OSError, match="it is a symbolic link"):
+    plant(folder / "stdout", secret)
+    with pytest.raises(OSError, match=reason):
         open_files(tmp_path)
+    if kind == "fifo":
+        reader = os.open(folder / "stdout", os.O_RDONLY | os.O_NONBLOCK)
+        with pytest.raises(OSError, match=reason):
+            open_files(tmp_path)
+        os.close(reader)
     assert secret.read_bytes() == b"12345"
-
-
-def test_a_second_name_of_a_file_is_refused_before_it_is_emptied(tmp_path: Path) -> None:
-    folder, secret = prepare(tmp_path)
-    (folder / "stderr").hardlink_to(secret)
-    with pytest.raises(OSError, match="it has 2 names"):
-        open_files(tmp_path)
-    assert secret.read_bytes() == b"12345"
-
-
-def test_a_fifo_does_not_hold_up_the_start(tmp_path: Path) -> None:
-    folder, _ = prepare(tmp_path)
-    os.mkfifo(folder / "stdout")
-    with pytest.raises(OSError, match="it is no regular file"):
-        open_files(tmp_path)
-    reader = os.open(folder / "stdout", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match="it is no regular file"):
-        open_files(tmp_path)
-    os.close(reader)
 
 
 def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path: Path) -> None:
@@ -75,7 +70,7 @@ def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", [0o775, 0o777, 0o1777])
+@pytest.mark.parametrize("mode", [0o775, 0o1777])
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     folder, _ = prepare(tmp_path)
     folder.chmod(mode)
@@ -94,7 +89,7 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, what: str) -> N
     assert (folder / "stdout").read_bytes() == b"12345"
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_files_of_an_earlier_job_are_replaced_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
@@ -135,23 +130,19 @@ def test_no_file_that_horo_writes_is_one_that_others_have_planted(
     tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     _, secret = prepare(tmp_path)
-    link, name, pipe, read_pipe = (tmp_path / kind for kind in ("link", "name", "pipe", "read_pipe"))
-    link.symlink_to(secret)
-    name.hardlink_to(secret)
-    os.mkfifo(pipe)
-    os.mkfifo(read_pipe)
-    reader = os.open(read_pipe, os.O_RDONLY | os.O_NONBLOCK)
+    reader = None
     try:
-        for out, reason in (
-            (link, "symbolic link"),
-            (name, "2 names"),
-            (pipe, "no regular file"),
-            (read_pipe, "no regular file"),
-        ):
+        for number, (plant, reason) in enumerate([*PLANTED.values(), PLANTED["fifo"]]):
+            out = tmp_path / f"planted{number}"
+            plant(out, secret)
+            reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK) if number == len(PLANTED) else None
             with pytest.raises((UsageError, TimelineError), match=f"{out}.*cannot be written.*{reason}"):
                 write(out)
+            if number == 1:
+                out.unlink()
     finally:
-        os.close(reader)
+        if reader is not None:
+            os.close(reader)
     assert secret.read_bytes() == b"12345"
 
 

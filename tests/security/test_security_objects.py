@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.errors import MismatchError
+from horo.torch.engine import runtime, submit
+from horo.torch.functions import object_mac
 
 
 @pytest.fixture(scope="module")
 def ranks2() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+    with RankPool(2) as pool:
+        yield pool
 
 
 class Evil:
@@ -41,10 +45,6 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
     ran = str(tmp_path / "ran")
 
     def check() -> None:
-        import cloudpickle  # noqa: PLC0415
-
-        from horo.torch.functions import object_mac  # noqa: PLC0415
-
         real, real_init = object_mac.ObjectKey.seal, object_mac.ObjectKey.__init__
         evil = b"\0" + cloudpickle.dumps(Evil(ran))
         seals: list[bytes] = []
@@ -98,99 +98,78 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
     assert not Path(ran).exists()
 
 
-def test_objects_without_names_and_of_all_sizes_travel(ranks2: RankPool) -> None:
-    def check() -> None:
-        for size in (0, 1, 31, 1000, 1 << 20):
-            assert hvd.broadcast_object(b"x" * size, 1) == b"x" * size
-            assert hvd.allgather_object(bytes([hvd.rank()]) * size) == [bytes([rank]) * size for rank in range(2)]
-
-    ranks2.run(check)
+@on("ranks2")
+def test_objects_without_names_and_of_all_sizes_travel() -> None:
+    for size in (0, 1, 31, 1000, 1 << 20):
+        assert hvd.broadcast_object(b"x" * size, 1) == b"x" * size
+        assert hvd.allgather_object(bytes([hvd.rank()]) * size) == [bytes([rank]) * size for rank in range(2)]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(ranks2: RankPool, operation: str) -> None:
+@on("ranks2")
+def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(operation: str) -> None:
     """Rank 0 leaves its first call before anything was sent; its second one meets the first one of rank 1."""
 
-    def check() -> None:
-        from horo.torch.engine import submit  # noqa: PLC0415
+    def run(value: int) -> object:
+        if operation == "broadcast":
+            return hvd.broadcast_object(value, root_rank=0, name="left")
+        return hvd.allgather_object(value, name="left")
 
-        def run(value: int) -> object:
-            if operation == "broadcast":
-                return hvd.broadcast_object(value, root_rank=0, name="left")
-            return hvd.allgather_object(value, name="left")
+    if hvd.rank() == 0:
+        patch = pytest.MonkeyPatch()
 
-        if hvd.rank() == 0:
-            patch = pytest.MonkeyPatch()
+        def leave(*_: object) -> None:
+            raise KeyboardInterrupt
 
-            def leave(*_: object) -> None:
-                raise KeyboardInterrupt
-
-            with patch.context() as patched:
-                patched.setattr(submit, "_submit", leave)
-                patched.setattr(submit, "_execute", leave)
-                with pytest.raises(KeyboardInterrupt):
-                    run(7)
-        for value in (8, 9):
-            assert run(value) == (value if operation == "broadcast" else [value, value])
-
-    ranks2.run(check)
+        with patch.context() as patched:
+            patched.setattr(submit, "_submit", leave)
+            patched.setattr(submit, "_execute", leave)
+            with pytest.raises(KeyboardInterrupt):
+                run(7)
+    for value in (8, 9):
+        assert run(value) == (value if operation == "broadcast" else [value, value])
 
 
-def test_calls_without_a_name_and_with_the_name_none_are_not_the_same(ranks2: RankPool) -> None:
+@on("ranks2")
+def test_calls_without_a_name_and_with_the_name_none_are_not_the_same() -> None:
     """Two threads call in another order on each rank."""
+    found: dict[str | None, object] = {}
 
-    def check() -> None:
-        import threading  # noqa: PLC0415
-        import time  # noqa: PLC0415
+    def call(name: str | None) -> None:
+        found[name] = hvd.allgather_object((name, hvd.rank()), name=name)
 
-        from horo.torch.engine import runtime  # noqa: PLC0415
-
-        found: dict[str | None, object] = {}
-
-        def call(name: str | None) -> None:
-            found[name] = hvd.allgather_object((name, hvd.rank()), name=name)
-
-        names: list[str | None] = [None, "None"]
-        threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
-        threads[0].start()
-        deadline = time.monotonic() + 60
-        while not runtime.current().requests:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        hvd.barrier()
-        threads[1].start()
-        for thread in threads:
-            thread.join(60)
-        assert found == {name: [(name, 0), (name, 1)] for name in names}
-
-    ranks2.run(check)
+    names: list[str | None] = [None, "None"]
+    threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
+    threads[0].start()
+    deadline = time.monotonic() + 60
+    while not runtime.current().requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    hvd.barrier()
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {name: [(name, 0), (name, 1)] for name in names}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_threads_may_send_objects_without_names(ranks2: RankPool, operation: str) -> None:
+@on("ranks2")
+def test_threads_may_send_objects_without_names(operation: str) -> None:
     """Calls pair in order: which thread gets which object is open, but each object comes once."""
+    found: list[object] = []
 
-    def check() -> None:
-        import threading  # noqa: PLC0415
+    def call(thread: int) -> None:
+        for number in range(20):
+            value = (hvd.rank(), thread, number)
+            if operation == "broadcast":
+                found.append(hvd.broadcast_object(value))
+            else:
+                found.extend(hvd.allgather_object(value))
 
-        found: list[object] = []
-
-        def call(thread: int) -> None:
-            for number in range(20):
-                value = (hvd.rank(), thread, number)
-                if operation == "broadcast":
-                    found.append(hvd.broadcast_object(value))
-                else:
-                    found.extend(hvd.allgather_object(value))
-
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(50)
-        ranks = [0] if operation == "broadcast" else [0, 1]
-        assert sorted(found) == [
-            (rank, thread, number) for rank in ranks for thread in range(3) for number in range(20)
-        ]  # type: ignore[type-var]
-
-    ranks2.run(check)
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    ranks = [0] if operation == "broadcast" else [0, 1]
+    assert sorted(found) == [(rank, thread, number) for rank in ranks for thread in range(3) for number in range(20)]

@@ -69,7 +69,7 @@ def endpoint(refusals: list[str], admitted: list[socket.socket]) -> Iterator[End
     address = Endpoint(*listeners[0].getsockname())
     thread = ListenerThread(
         listeners, SECRET, admit=lambda *_: None, on_peer=lambda peer, _: admitted.append(peer),
-        on_refused=refusals.append,
+        on_refused=refusals.append
     )  # fmt: skip
     yield address
     thread.close()

@@ -27,7 +27,7 @@ def step(rank: int, **extra: str) -> tuple[Launch, Config]:
     environ = {
         "SLURM_JOB_ID": JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost", "HORO_START_TIMEOUT": "30", **extra,
+        "SLURM_STEP_NODELIST": "localhost", "HORO_START_TIMEOUT": "30", **extra
     }  # fmt: skip
     return read_launch(environ), read_config(environ)
 

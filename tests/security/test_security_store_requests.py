@@ -124,7 +124,7 @@ def test_members_that_vanish_while_they_wait_for_each_other_do_not_stop_the_stor
             raise BrokenPipeError
         real(client)
 
-    server._flush = flush  # type: ignore[method-assign]
+    server._flush = flush
     threads = [threading.Thread(target=wait, args=(client,)) for client in [*gone, waiting]]
     try:
         for thread in threads:
@@ -138,7 +138,7 @@ def test_members_that_vanish_while_they_wait_for_each_other_do_not_stop_the_stor
             assert last.get("failed", 10) == b"first"
             last.delete(["failed"])
     finally:
-        del server._flush  # type: ignore[method-assign]
+        del server._flush
         for client in [*gone, waiting]:
             client.close()
     assert sorted(type(end).__name__ for end in ends) == ["PeerLostError"] * 4 + ["StoreAbandonedError"]

@@ -49,17 +49,17 @@ def test_a_test_that_passes_alone_is_flaky(tmp_path: Path) -> None:
     assert (tmp_path / "runs").read_text() == "x"  # in the first run only
 
 
-@pytest.mark.parametrize(("broken", "why"), [(1, "1 failed, 1 passed"), (10, "11 tests failed, more than 10")])
-def test_a_broken_test_stays_a_failure(tmp_path: Path, broken: int, why: str) -> None:
-    done = run_twice(tmp_path, broken=broken)
+BROKEN = [
+    (1, "", "1 failed, 1 passed"),
+    (10, "", "11 tests failed, more than 10"),
+    (0, "\ndef test_end():\n    import os; os._exit(3)\n", "did not reach its end"),
+    (0, "\ndef test_end():\n    raise KeyboardInterrupt\n", "did not reach its end"),
+]
+
+
+@pytest.mark.parametrize(("broken", "code", "why"), BROKEN)
+def test_a_broken_test_and_a_run_that_broke_off_stay_failures(tmp_path: Path, broken: int, code: str, why: str) -> None:
+    done = run_twice(tmp_path, broken=broken, code=code)
     assert done.returncode == 1
     assert why in done.stdout
     assert "flaky:" not in done.stdout
-
-
-@pytest.mark.parametrize("end", ["import os; os._exit(3)", "raise KeyboardInterrupt", "pytest.exit('enough', 1)"])
-def test_a_run_that_broke_off_stays_a_failure(tmp_path: Path, end: str) -> None:
-    """pytest notes the failures of a run that was interrupted, too; other tests have not run."""
-    done = run_twice(tmp_path, broken=0, code=f"\ndef test_end():\n    {end}\n")
-    assert done.returncode == 1
-    assert "did not reach its end" in done.stdout

@@ -17,8 +17,8 @@ def _traits(cases: list[tuple[str, dict[str, int]]]) -> list[tuple[str, set[obje
     return [(name, set(params.items())) for name, params in cases]
 
 
-@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,), (5, 1, 5)], ids=str)
-@pytest.mark.parametrize("most", [1, 6, 1000])
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,)], ids=str)
+@pytest.mark.parametrize("most", [1, 1000])
 def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int) -> None:
     cases = _product(*sizes)
     chosen = spread(_traits(cases), most)
@@ -27,10 +27,6 @@ def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int
         assert {params[f"p{i}"] for params in taken} == set(range(size))
     assert min(most, len(cases)) <= len(chosen) <= max(most, sum(sizes))
     assert chosen == spread(_traits(cases[::-1]), most), "the order of the cases makes no difference"
-
-
-def test_of_a_full_product_no_more_cases_are_taken_than_the_longest_list_has_values() -> None:
-    assert len(spread(_traits(_product(2, 3, 7)), 1)) == 7
 
 
 def test_two_runs_take_different_cases() -> None:
@@ -46,14 +42,10 @@ def test_every_pair_of_values_of_any_two_parameters_occurs() -> None:
     assert len(taken) < len(cases) / 2
 
 
-@pytest.mark.parametrize("sizes", [(100,), (3, 4), (2, 2, 3)], ids=str)
-def test_few_cases_and_those_of_one_list_are_all_taken(sizes: tuple[int, ...]) -> None:
-    cases = _product(*sizes)
-    assert pairwise(cases) == {name for name, _ in cases}
-
-
-def test_cases_that_are_no_product_are_all_taken() -> None:
-    cases = _product(4, 5)[1:]
+@pytest.mark.parametrize("cases", [_product(100), _product(3, 4), _product(4, 5)[1:]], ids=len)
+def test_few_cases_and_those_of_one_list_or_of_no_product_are_all_taken(
+    cases: list[tuple[str, dict[str, int]]],
+) -> None:
     assert pairwise(cases) == {name for name, _ in cases}
 
 
@@ -69,17 +61,15 @@ def test_a_sanitizer_takes_two_cases_and_four_seeds() -> None:
     assert len(some_of([(f"test[{seed}]", {"seed": seed}) for seed in range(9)], "thread")) == 4
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        [("hosts", [1]), ("host_of_rank", [0])],
-        [("hosts", [2]), ("hosts", (3,)), ("host_of_rank", [0, 0])],
-        [("hosts", [1, 1]), ("hosts", [1] * 7), ("host_of_rank", [0, 1, 2])],
-        [("hosts", [2, 2]), ("hosts", (3, 3, 3)), ("host_of_rank", [0, 1, 0, 1])],
-        [("hosts", [2, 1]), ("hosts", (1, 3, 1)), ("host_of_rank", [0, 1, 0])],
-    ],
-    ids=str,
-)
+ALIKE = [
+    [("hosts", [1]), ("host_of_rank", [0])],
+    [("hosts", [2]), ("hosts", (3,)), ("host_of_rank", [0, 0])],
+    [("hosts", [1, 1]), ("hosts", [1] * 7), ("host_of_rank", [0, 1, 2])],
+    [("hosts", [2, 1]), ("hosts", (1, 3, 1)), ("host_of_rank", [0, 1, 0])],
+]
+
+
+@pytest.mark.parametrize("kind", ALIKE, ids=str)
 def test_layouts_are_alike_within_their_kind_and_unlike_others(kind: list[tuple[str, object]]) -> None:
     (found,) = {same_layout(name, value) for name, value in kind}
     others = [[1], [2], [1, 1], [2, 2], [2, 1]]

@@ -53,9 +53,7 @@ def numbers(native: Mapping[str, str], python: Mapping[str, str]) -> dict[str, N
     """All numbers by name, of sources as `tidy_graph` reads them."""
     found = {
         "lines of native/src": Number(_step(sum(len(text.splitlines()) for text in native.values()), LINES_STEP)),
-        "functions of native/src": Number(
-            _step(sum(map(tidy_graph.functions, native.values())), FUNCTIONS_STEP),
-        ),
+        "functions of native/src": Number(_step(sum(map(tidy_graph.functions, native.values())), FUNCTIONS_STEP)),
     }
     found |= _circles_of_files(tidy_graph.native_graph(native))
     for subject in ROOMS:

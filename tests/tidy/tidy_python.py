@@ -33,10 +33,7 @@ IMPORT_RULES = (
     ImportRule("runner", ("horo.torch",), "the launcher must work without torch"),
     ImportRule("horo/__init__.py", (*TORCH, *CORE, "numpy", "horo.runner"), "import horo stays light", lazily=True),
     ImportRule(
-        "horo",
-        ("cffi", "horo._native", "horo.core.binding"),
-        "only horo/core touches cffi",
-        unless=("horo/core",),
+        "horo", ("cffi", "horo._native", "horo.core.binding"), "only horo/core touches cffi", unless=("horo/core",)
     ),
     ImportRule("horo/bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),

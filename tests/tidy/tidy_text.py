@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from tidy_files import finding
+from tidy_files import NOUN_CLAUSES, finding
 
 # Written in pieces, so that this file does not report itself.
 _LEFTOVER = re.compile(r"\b(?:" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
@@ -66,16 +67,59 @@ def check_links(path: Path, text: str) -> list[str]:
 
 
 def _without_fences(text: str) -> str:
-    return re.sub(r"^```.*?^```", lambda m: re.sub(r"[^\n]", "", m.group(0)), text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^ *```.*?^ *```", lambda m: re.sub(r"[^\n]", "", m.group(0)), text, flags=re.MULTILINE | re.DOTALL)
 
 
-def check_decisions(names: list[str]) -> list[str]:
+def check_numbers(names: list[str]) -> list[str]:
     """A number of a decision is used once; that of one that has fallen is used no more."""
     bad_form = [name for name in names if not re.fullmatch(r"\d{4}-[a-z0-9-]+\.md", name)]
     if bad_form:
         return [f"{name}: the form is 0001-some-words.md" for name in bad_form]
     have = [name[:4] for name in names]
     return [f"number {number} is used twice" for number in sorted(set(have)) if have.count(number) > 1]
+
+
+def check_decision(path: Path, text: str) -> list[str]:
+    """A decision is half a page, and its title begins with a verb, not with an article or a clause."""
+    title = re.match(r"# \d+\. (\w+)", text)
+    found = [] if title else [finding(path, 1, "the first line is not '# N. Title'")]
+    if title and title[1] in {"A", "An", "The", "There", "All", "Every", "Each", "No", "Nobody", *NOUN_CLAUSES}:
+        found.append(finding(path, 1, f"the title begins with '{title[1]}', not with a verb"))
+    words = len(text.split())
+    return found + ([finding(path, 1, f"{words} words, more than 400")] if words > 400 else [])
+
+
+def check_tables(path: Path, text: str) -> list[str]:
+    """Rows of tables have as many cells as the head of their table."""
+    found, cells = [], 0
+    for number, line in enumerate(_without_fences(text).splitlines(), 1):
+        row = re.fullmatch(r" *\|(.*)\| *", line)
+        count = len(re.split(r"(?<!\\)\|", row[1])) if row else 0
+        if cells and count not in (0, cells):
+            found.append(finding(path, number, f"{count} cells, and the head has {cells}"))
+        cells = 0 if not row else cells or count
+    return found
+
+
+def missing_links(index: str, pages: list[str]) -> list[str]:
+    """The pages, named relative to the index, that it does not link to."""
+    return [page for page in pages if f"]({page})" not in index]
+
+
+def parity_findings(page: str, is_there: Callable[[str, str], bool]) -> list[str]:
+    """Rows of the parity page whose state is none of its words, or that name no test, or one that is not there."""
+    found = []
+    for row in re.findall(r"^\| (.+) \|$", page, re.MULTILINE):
+        cells = [cell.strip() for cell in row.split(" | ")]
+        if cells[:2] == ["Horovod", "here"]:
+            continue
+        state, tests = cells[1], re.findall(r"`(tests/[^`:]+)::(\w+)`", cells[-1])
+        if state not in ("same", "better", "later", "not planned"):
+            found.append(f"{cells[0]}: {state!r} is no state")
+        elif state in ("same", "better") and not tests:
+            found.append(f"{cells[0]}: no test is named")
+        found += [f"{cells[0]}: there is no {file}::{name}" for file, name in tests if not is_there(file, name)]
+    return found
 
 
 def changelog_versions(text: str) -> list[str]:

@@ -160,8 +160,3 @@ def _text_of(node: ast.Constant | ast.JoinedStr) -> str:
         return node.value if isinstance(node.value, str) else ""
     parts = (part.value if isinstance(part, ast.Constant) else "value" for part in node.values)
     return "".join(str(part) for part in parts)
-
-
-def word_count(text: str) -> int:
-    """Words as ``wc -w`` counts them."""
-    return len(text.split())

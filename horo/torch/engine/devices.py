@@ -6,15 +6,12 @@ Nothing here waits for a GPU. The current stream of torch is an address, so that
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from horo.bootstrap.gpu_libraries import CUDA_PLACES, nccl_places
 from horo.core import context as _core
-from horo.core.libraries import copy_back, use_cuda, use_nccl
+from horo.core.libraries import copy_back
 from horo.errors import HoroError, UnsupportedError, UsageError
 
 __all__ = [
@@ -25,7 +22,6 @@ __all__ = [
     "place",
     "refuse_capture",
     "to_device",
-    "use_gpus",
 ]
 
 
@@ -55,24 +51,6 @@ def place(
             "unless it writes into them"
         )
     return None, [tensor if tensor.is_cpu else tensor.cpu() for tensor in tensors]
-
-
-def use_gpus(core: _core.Context, settings: Mapping[str, Any], warning: str = "") -> None:
-    """Lets requests be on GPUs, before the first of them; again, it does nothing.
-
-    Args:
-        core: The rank's context.
-        settings: Those in force; a job that tests make may have none.
-        warning: For the log, where NCCL is asked for.
-
-    Raises:
-        ResourceError: There is no CUDA driver of use.
-    """
-    use_cuda(core, CUDA_PLACES)
-    if settings.get("gpu_operations") == "nccl":
-        if warning:
-            logging.getLogger("horo").warning(warning)
-        use_nccl(core, nccl_places())
 
 
 def refuse_capture(what: str) -> None:

@@ -105,7 +105,7 @@ class Joining:
             BaseException: The exception of a signal handler; this rank stays joined.
         """
         runtime, call = self._runtime, object()
-        if runtime.job.settings.get("gpu_operations") == "nccl":
+        if runtime.job.nccl_device is not None and runtime.job.size > 1:
             raise UnsupportedError(
                 "join: not with HORO_GPU_OPERATIONS=nccl, as NCCL needs a tensor of each rank; use "
                 "HORO_GPU_OPERATIONS=staged, or give all ranks equally many batches"

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from horo.bootstrap.gpu_libraries import CUDA_PLACES
 from horo.core import context
+from horo.core.libraries import use_cuda
 from horo.errors import NotInitializedError, ResourceError, UsageError
 from horo.torch.compat.profiler import begin_span, end_span, profiling
 from horo.torch.engine import runtime as _runtime
-from horo.torch.engine.devices import use_gpus
 from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, StagedTensors, count_change, describe, list_tensors
 from horo.torch.engine.request import Request, left_request
@@ -415,7 +416,7 @@ def _submit(
 
 def _use_gpus(runtime: _runtime.Runtime, team: int, label: str) -> None:
     try:
-        use_gpus(runtime.core, runtime.job.settings, runtime.job.gpu_warning)
+        use_cuda(runtime.core, CUDA_PLACES)
     except (ResourceError, UsageError) as error:
         runtime.core.refuse(team, label, error)
         error._is_told = True

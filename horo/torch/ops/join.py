@@ -36,7 +36,7 @@ def join(device: int = -1) -> int:
         The rank that joined last; the same on all ranks.
 
     Raises:
-        UnsupportedError: The job has ``HORO_GPU_OPERATIONS=nccl``.
+        UnsupportedError: The job has ``HORO_GPU_OPERATIONS=nccl``, and more than one rank.
         UsageError: A thread of this rank adds or removes a process set.
         GroupError: A rank is lost or has shut down.
         NotInitializedError: Before ``init()``.

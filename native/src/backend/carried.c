@@ -29,7 +29,7 @@ int hr_carried_pays(const struct hr_team *team, size_t bytes) {
 
 size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
     if (call->op != HORO_ALLREDUCE || call->reduce_op == HORO_ADASUM || call->tensor_count != 1 ||
-        team->host_count == 1 || (call->flags & HORO_SUBMIT_BY_NCCL) != 0 ||
+        team->host_count == 1 || (call->flags & HORO_SUBMIT_ON_GPU) != 0 ||
         hr_dtype_worked_on(call->tensors[0].dtype, call->reduce_op) != call->tensors[0].dtype) {
         return 0;
     }

@@ -6,13 +6,6 @@
 #include "base/cut.h"
 #include "base/op.h"
 
-struct hr_nccl_backend {
-    struct hr_team *team;
-    struct hr_nccl_comm *comm;
-    struct hr_nccl_call *calls; /* [capacity] of the batch */
-    size_t count, capacity;
-};
-
 /* ---- What NCCL can do ---- */
 
 /* -1: NCCL has none. */
@@ -57,30 +50,30 @@ int hr_nccl_can(const horo_request *call) {
 
 /* ---- A batch as calls ---- */
 
-static int reserve(struct hr_nccl_backend *self, size_t count) {
+static int reserve(struct hr_nccl_calls *self, size_t count) {
     if (count > self->capacity) {
-        struct hr_nccl_call *larger = realloc(self->calls, count * sizeof *larger);
+        struct hr_nccl_call *larger = realloc(self->items, count * sizeof *larger);
         if (larger == NULL) {
             return HORO_ERR_RESOURCE;
         }
-        self->calls = larger;
+        self->items = larger;
         self->capacity = count;
     }
     self->count = 0;
     return HORO_OK;
 }
 
-static void add(struct hr_nccl_backend *self, const struct hr_nccl_call *call) {
+static void add(struct hr_nccl_calls *self, const struct hr_nccl_call *call) {
     if (call->count > 0) {
-        self->calls[self->count++] = *call;
+        self->items[self->count++] = *call;
     }
 }
 
 /* The rows of each rank where they are equally many; else a reduction for each rank. */
-static void add_scatter(struct hr_nccl_backend *self, const struct hr_operand *operand, size_t row_bytes,
-                        struct hr_nccl_call call) {
+static void add_scatter(struct hr_nccl_calls *self, const struct hr_team *team, const struct hr_operand *operand,
+                        size_t row_bytes, struct hr_nccl_call call) {
     const size_t width = hr_dtype_bytes(operand->dtype);
-    const size_t size = (size_t)self->team->size;
+    const size_t size = (size_t)team->size;
     const size_t all = operand->bytes == 0 ? 0 : operand->bytes / row_bytes;
     if (all % size == 0) {
         call.kind = HR_NCCL_REDUCE_SCATTER;
@@ -89,7 +82,7 @@ static void add_scatter(struct hr_nccl_backend *self, const struct hr_operand *o
         return;
     }
     call.kind = HR_NCCL_REDUCE;
-    for (int r = 0; r < self->team->size; r++) {
+    for (int r = 0; r < team->size; r++) {
         size_t first;
         size_t rows;
         hr_part(all, size, (size_t)r, &first, &rows);
@@ -100,7 +93,7 @@ static void add_scatter(struct hr_nccl_backend *self, const struct hr_operand *o
     }
 }
 
-static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work, size_t i) {
+static void add_operand(struct hr_nccl_calls *self, const struct hr_team *team, const struct hr_work *work, size_t i) {
     const struct hr_operand *operand = &work->operands[i];
     struct hr_nccl_call call = {
         .kind = HR_NCCL_ALL_REDUCE,
@@ -112,7 +105,7 @@ static void add_operand(struct hr_nccl_backend *self, const struct hr_work *work
         .root = work->root_rank,
     };
     if (work->op == HORO_REDUCESCATTER) {
-        add_scatter(self, operand, work->row_bytes[i], call);
+        add_scatter(self, team, operand, work->row_bytes[i], call);
         return;
     }
     if (work->op == HORO_BROADCAST) {
@@ -139,42 +132,20 @@ static int write_factors(const struct hr_team *team, const struct hr_work *work,
 
 /* ---- The work ---- */
 
-int hr_nccl_backend_begin(struct hr_nccl_backend *self, const struct hr_work *work) {
-    const size_t calls_each = work->op == HORO_REDUCESCATTER ? (size_t)self->team->size : 1; /* at most */
+size_t hr_nccl_calls_of(const struct hr_team *team, const struct hr_work *work) {
+    return work->count * (work->op == HORO_REDUCESCATTER ? (size_t)team->size : 1);
+}
+
+int hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
+                  const struct hr_work *work) {
     uint64_t factors[HR_NCCL_DTYPES];
-    if (self->comm->state != HR_NCCL_IDLE) {
-        return HORO_OK; /* it is broken, which ends the group: the engine looks at it */
-    }
-    HR_TRY(reserve(self, calls_each * work->count));
+    HR_TRY(reserve(calls, hr_nccl_calls_of(team, work)));
     for (size_t i = 0; i < work->count; i++) {
-        add_operand(self, work, i);
+        add_operand(calls, team, work, i);
     }
-    if (self->count > 0) {
-        const int is_scaled = write_factors(self->team, work, factors);
-        (void)hr_nccl_launch(self->comm, self->calls, self->count, is_scaled ? factors : NULL);
+    if (calls->count > 0) {
+        const int is_scaled = write_factors(team, work, factors);
+        (void)hr_nccl_launch(comm, calls->items, calls->count, is_scaled ? factors : NULL);
     }
     return HORO_OK;
-}
-
-int hr_nccl_backend_progress(struct hr_nccl_backend *self) {
-    if (self->comm->state == HR_NCCL_LAUNCHING) {
-        (void)hr_nccl_poll(self->comm);
-    }
-    return self->comm->state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
-}
-
-struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm) {
-    struct hr_nccl_backend *self = calloc(1, sizeof *self);
-    if (self != NULL) {
-        self->team = team;
-        self->comm = comm;
-    }
-    return self;
-}
-
-void hr_nccl_backend_destroy(struct hr_nccl_backend *self) {
-    if (self != NULL) {
-        free(self->calls);
-        free(self);
-    }
 }

@@ -2,7 +2,7 @@
  * Whole collectives by NCCL, on tensors in the memory of GPUs: a batch becomes one group of calls on the tensors
  * themselves. Its task is done when all of them are on the communicator's stream, not when they have ended there: what
  * comes behind orders itself by events. It is no struct hr_backend: its batches wait for their turn first, and that is
- * the engine's (nccl_turn.c).
+ * the engine's (nccl_order.c).
  */
 #ifndef HR_BACKEND_NCCL_BACKEND_H
 #define HR_BACKEND_NCCL_BACKEND_H
@@ -18,14 +18,19 @@
  */
 int hr_nccl_can(const horo_request *call);
 
-struct hr_nccl_backend;
+/* The calls of a batch. Their memory is used again for the next one; `items` is for the owner to free. */
+struct hr_nccl_calls {
+    struct hr_nccl_call *items;
+    size_t count, capacity;
+};
 
-/* The communicator, whose ranks are numbered as the team's, and the team must outlive it. NULL for lack of memory. */
-struct hr_nccl_backend *hr_nccl_backend_create(struct hr_team *team, struct hr_nccl_comm *comm);
-/* As of struct hr_backend_ops. A failure is the communicator's, whose abort ends what is on the stream. */
-int hr_nccl_backend_begin(struct hr_nccl_backend *backend, const struct hr_work *work);
-int hr_nccl_backend_progress(struct hr_nccl_backend *backend);
-/* NULL is allowed. */
-void hr_nccl_backend_destroy(struct hr_nccl_backend *backend);
+/* The number of calls that the work needs at most. */
+size_t hr_nccl_calls_of(const struct hr_team *team, const struct hr_work *work);
+/*
+ * Launches the work on an IDLE communicator, whose ranks are numbered as the team's. HORO_OK, also where the
+ * communicator is BROKEN then, or HORO_ERR_RESOURCE for lack of memory.
+ */
+int hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
+                  const struct hr_work *work);
 
 #endif

@@ -53,7 +53,7 @@ enum hr_adasum_phase {
 };
 
 /* The means by which the data of a batch moves. */
-enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI, HR_VIA_NCCL };
+enum hr_via { HR_VIA_NONE, HR_VIA_SHM, HR_VIA_TCP, HR_VIA_MPI, HR_VIA_GPU };
 
 /* An event as it is written; see horo_event. */
 struct hr_event {

@@ -101,9 +101,6 @@ void hr_device_close(struct hr_device *device) {
         if (device->to_device != NULL) {
             (void)device->cuda->stream_destroy(device->to_device);
         }
-        if (device->behind_marks != NULL) {
-            (void)device->cuda->stream_destroy(device->behind_marks);
-        }
         hr_device_leave(device, &visit);
     }
     if (atomic_load(&device->held) == 0) {

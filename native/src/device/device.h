@@ -12,7 +12,6 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
-    void *behind_marks; /* a stream for copies to the host that wait for a mark; NULL: none yet. Of one thread */
     _Atomic int held; /* pieces of memory in the context, which stays retained with them: something may touch them */
 };
 

@@ -1,15 +1,6 @@
 #include "device/nccl_comm.h"
 
 #include <limits.h>
-#include <time.h>
-
-#include "base/clock.h"
-
-enum {
-    LOOK_NS = 100000,
-    LAUNCH_WEIGHT = 8,    /* the kernel, what NCCL orders it by, and the fence */
-    CALLS_PER_LAUNCH = 32, /* NCCL takes more of them into one kernel */
-};
 
 #define CONFIG_MAGIC 0xcafebeefu
 
@@ -52,17 +43,13 @@ static void free_parts(struct hr_nccl_comm *comm) {
 }
 
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks, int within_ms,
-                    struct hr_error *error) {
+                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
     struct hr_device_visit visit;
     *comm = (struct hr_nccl_comm){
         .nccl = nccl,
         .device = device,
-        .stream = backlog->stream,
-        .backlog = backlog,
+        .stream = stream,
         .state = HR_NCCL_NONE,
-        .within_ms = within_ms,
-        .until_ns = hr_now_ns() + (int64_t)within_ms * 1000000,
     };
     HR_TRY(hr_device_enter(device, &visit, error));
     const int status = create_parts(comm, ranks, error);
@@ -138,7 +125,6 @@ static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, s
         status = enqueue(comm, &calls[i]);
     }
     const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
-    hr_backlog_add(comm->backlog, LAUNCH_WEIGHT + (int)(count / CALLS_PER_LAUNCH));
     return status == HORO_OK ? ended : status;
 }
 
@@ -169,19 +155,7 @@ static int finish_launch(struct hr_nccl_comm *comm) {
     }
     HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
     comm->is_in_flight = 1;
-    return hr_backlog_mark(comm->backlog, &comm->failure);
-}
-
-/*
- * As hr_nccl_poll, or a status. A launch may wait for a program that is late, and so may what is in flight, here or, in
- * the end of a communicator, on other ranks.
- */
-static int look_at_clock(struct hr_nccl_comm *comm) {
-    if (comm->state != HR_NCCL_CONNECTING || hr_now_ns() < comm->until_ns) {
-        return 0;
-    }
-    return hr_fail(&comm->failure, HORO_ERR_RESOURCE, "the ranks have not connected within %g s",
-                   comm->within_ms / 1000.0);
+    return HORO_OK;
 }
 
 static int look_at_fence(struct hr_nccl_comm *comm) {
@@ -207,7 +181,7 @@ static int look(struct hr_nccl_comm *comm) {
         return look_at_fence(comm);
     }
     if (code == HR_NCCL_IN_PROGRESS) {
-        return look_at_clock(comm);
+        return 0;
     }
     if (comm->state == HR_NCCL_ENDING) {
         (void)comm->nccl->comm_destroy(comm->handle);
@@ -290,31 +264,6 @@ int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
         hr_device_leave(comm->device, &visit);
     }
     return !comm->is_in_flight;
-}
-
-static void wait_a_moment(void) {
-    const struct timespec moment = {.tv_nsec = LOOK_NS}; /* nothing tells of what is waited for here */
-    (void)nanosleep(&moment, NULL);
-}
-
-int hr_nccl_await_quiet(struct hr_nccl_comm *comm, int timeout_ms) {
-    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    while (!hr_nccl_is_quiet(comm) && hr_now_ns() < until_ns) {
-        wait_a_moment();
-    }
-    return !comm->is_in_flight;
-}
-
-void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms) {
-    const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    while (hr_now_ns() < until_ns &&
-           (comm->state == HR_NCCL_LAUNCHING || comm->state == HR_NCCL_ENDING || comm->state == HR_NCCL_IDLE)) {
-        if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
-            hr_nccl_end(comm);
-        } else if (!hr_nccl_poll(comm)) {
-            wait_a_moment();
-        }
-    }
 }
 
 void hr_nccl_close(struct hr_nccl_comm *comm) {

@@ -1,7 +1,6 @@
 /*
  * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
- * No function blocks for another rank, but for close: what is in progress is polled. To connect, which needs nothing
- * but the other ranks, has a deadline: `within_ms` from its beginning. One thread at a time.
+ * No function blocks for another rank, but for close: what is in progress is polled. One thread at a time.
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -17,7 +16,7 @@
 
 #include <stdint.h>
 
-#include "device/backlog.h"
+#include "device/device.h"
 #include "device/nccl.h"
 
 enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING,
@@ -30,11 +29,8 @@ struct hr_nccl_comm {
     struct hr_device *device;
     void *handle; /* NCCL's; NULL: there is none */
     void *stream; /* the GPU's, which outlives it */
-    struct hr_backlog *backlog; /* that stream's */
     void *fence;  /* an event behind what was launched last */
     enum hr_nccl_state state;
-    int within_ms; /* CONNECTING: how long that may take */
-    int64_t until_ns;
     int is_in_flight; /* something that was launched has not been seen to end */
     int has_scale[HR_NCCL_DTYPES];
     int scales[HR_NCCL_DTYPES]; /* reductions of the launch under way, which multiply before they sum */
@@ -62,17 +58,16 @@ struct hr_nccl_ranks {
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    struct hr_backlog *backlog, const struct hr_nccl_ranks *ranks, int within_ms,
-                    struct hr_error *error);
+                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error);
 
 /*
- * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now, which is BROKEN where the first is late. IDLE: 1 if
- * nothing is in flight any more, or it is BROKEN. 0.
+ * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is
+ * BROKEN. 0.
  */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
- * IDLE, and the stream has room: calls that go onto the stream as one, so that their kernels share a launch.
+ * IDLE: calls that go onto the stream as one, so that their kernels share a launch.
  * `factors`: by dtype, the bits of what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is
  * BROKEN.
  */
@@ -90,10 +85,6 @@ void hr_nccl_end(struct hr_nccl_comm *comm);
 void hr_nccl_abort(struct hr_nccl_comm *first);
 /* Whether no kernel of it touches memory any more. Any state. */
 int hr_nccl_is_quiet(struct hr_nccl_comm *comm);
-/* Likewise; waits for that up to timeout_ms. */
-int hr_nccl_await_quiet(struct hr_nccl_comm *comm, int timeout_ms);
-/* Waits up to timeout_ms for what is in flight and, if it ends, for the other ranks to end theirs. Any state. */
-void hr_nccl_await_end(struct hr_nccl_comm *comm, int timeout_ms);
 /* Frees what is left of it. Any state; in others than NONE it is aborted first. */
 void hr_nccl_close(struct hr_nccl_comm *comm);
 

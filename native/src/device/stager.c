@@ -245,7 +245,8 @@ int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct
     return status;
 }
 
-int hr_stager_check(struct hr_block *block, struct hr_error *error) {
+/* Whether copies have failed: then on_ready never comes. HORO_OK, or HORO_ERR_RESOURCE with a sentence. */
+static int check_copies(struct hr_block *block, struct hr_error *error) {
     struct hr_stager *stager = block->stager;
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(block->device, &visit, error));
@@ -277,7 +278,7 @@ static int look_at(struct hr_stager *stager, struct hr_block *block) {
     struct hr_error error = {0};
     block->users++;
     (void)pthread_mutex_unlock(&stager->lock);
-    const int is_fine = hr_stager_check(block, &error) == HORO_OK;
+    const int is_fine = check_copies(block, &error) == HORO_OK;
     (void)pthread_mutex_lock(&stager->lock);
     block->has_failed = !is_fine;
     if (!is_fine && block->is_launched && block->request != NULL && stager->owner != NULL) {

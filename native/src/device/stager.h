@@ -62,7 +62,5 @@ void hr_stager_trim(struct hr_stager *stager);
  * for `request` later, unless the block is given back first. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
  */
 int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct hr_error *error);
-/* Whether they have failed: then on_ready never comes. HORO_OK, or HORO_ERR_RESOURCE with a sentence. */
-int hr_stager_check(struct hr_block *block, struct hr_error *error);
 
 #endif

@@ -43,35 +43,27 @@ static int copy_all_to_host(const struct hr_staging *staging, struct hr_error *e
 }
 
 /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
-static int await_values(struct hr_staging *staging, void *stream, const struct hr_mark *behind,
-                        struct hr_error *error) {
-    struct hr_device *device = staging->block->device;
-    const struct hr_cuda *cuda = device->cuda;
-    if (behind == NULL) {
-        void *event = staging->block->copied_in;
-        staging->from_device = device->to_host;
-        HR_TRY(hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error));
-        return wait_for(cuda, staging->from_device, event, error);
-    }
-    HR_TRY(device->behind_marks == NULL ? hr_device_create_stream(device, &device->behind_marks, error) : HORO_OK);
-    staging->from_device = device->behind_marks;
-    return wait_for(cuda, staging->from_device, behind->event, error);
+static int await_values(struct hr_staging *staging, void *stream, struct hr_error *error) {
+    const struct hr_device *device = staging->block->device;
+    void *event = staging->block->copied_in;
+    staging->from_device = device->to_host;
+    HR_TRY(hr_cuda_check(device->cuda, device->cuda->event_record(event, stream), "cuEventRecord", error));
+    return wait_for(device->cuda, staging->from_device, event, error);
 }
 
 static int begin(struct hr_stager *stager, struct hr_device *device, struct hr_staging *staging, void *stream,
-                 const struct hr_mark *behind, struct hr_error *error) {
+                 struct hr_error *error) {
     const size_t bytes = place(staging->tensors, staging->count);
-    HR_TRY(behind == NULL ? hr_device_refuse_capture(device, stream, error) : HORO_OK);
+    HR_TRY(hr_device_refuse_capture(device, stream, error));
     HR_TRY(hr_stager_take_block(stager, device, bytes, &staging->block, error));
-    HR_TRY(await_values(staging, stream, behind, error));
+    HR_TRY(await_values(staging, stream, error));
     const int copied = copy_all_to_host(staging, error);
     const int recorded = record(staging, staging->block->copied_in, staging->from_device, error);
     return copied != HORO_OK ? copied : recorded;
 }
 
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
-                      struct hr_staged_tensor *tensors, size_t count, struct hr_staging **staging,
-                      struct hr_error *error) {
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                      size_t count, struct hr_staging **staging, struct hr_error *error) {
     struct hr_device *opened;
     HR_TRY(hr_stager_device(stager, device, &opened, error));
     struct hr_staging *made = calloc(1, sizeof *made + count * sizeof *tensors);
@@ -84,7 +76,7 @@ int hr_staging_create(struct hr_stager *stager, int device, void *stream, const 
     struct hr_device_visit visit;
     int status = hr_device_enter(opened, &visit, error);
     if (status == HORO_OK) {
-        status = begin(stager, opened, made, stream, behind, error);
+        status = begin(stager, opened, made, stream, error);
         hr_device_leave(opened, &visit);
     }
     if (status != HORO_OK) {

@@ -20,7 +20,6 @@
 
 #include <stdatomic.h>
 
-#include "device/mark.h"
 #include "device/stager.h"
 
 enum { HR_STAGED_ALIGNMENT = 64 };
@@ -44,15 +43,13 @@ struct hr_staging {
 };
 
 /*
- * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now or, where that is not
- * NULL, `behind` a mark of the device. Fills in their offsets. HORO_OK, HORO_ERR_USAGE (no such device; a stream that
- * is being captured) or HORO_ERR_RESOURCE, with a sentence and nothing left behind. Blocks for as long as pinning new
- * memory takes. Any thread, which may have to wait for the program's stream where it is far ahead of that; behind
- * marks, one thread at a time, which waits for no other: those have a stream of their own.
+ * Begins to copy `count` tensors to the host, behind what is on `stream` of the device now. Fills in their offsets.
+ * HORO_OK, HORO_ERR_USAGE (no such device; a stream that is being captured) or HORO_ERR_RESOURCE, with a sentence and
+ * nothing left behind. Blocks for as long as pinning new memory takes. Any thread, which may have to wait for the
+ * program's stream where it is far ahead of that.
  */
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, const struct hr_mark *behind,
-                      struct hr_staged_tensor *tensors, size_t count, struct hr_staging **staging,
-                      struct hr_error *error);
+int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                      size_t count, struct hr_staging **staging, struct hr_error *error);
 
 static inline void *hr_staging_host(const struct hr_staging *staging, size_t tensor) {
     return staging->block->data + staging->tensors[tensor].offset;
@@ -61,11 +58,6 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
 /* on_ready or on_failed is called later for `request`, unless it drops the staging first. HORO_OK or as create. */
 static inline int hr_staging_launch(const struct hr_staging *staging, void *request, struct hr_error *error) {
     return hr_stager_launch(staging->block, staging->from_device, request, error);
-}
-
-/* As hr_stager_check. */
-static inline int hr_staging_check(const struct hr_staging *staging, struct hr_error *error) {
-    return hr_stager_check(staging->block, error);
 }
 
 /*

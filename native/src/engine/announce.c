@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "backend/carried.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
 #include "wire/frame.h"
 
 /* From how many bytes on what is announced goes before all of it is. */
@@ -20,7 +20,7 @@ static struct hr_request *take_queue(struct hr_engine *engine) {
 }
 
 static void tell_leader(struct hr_lane *lane) {
-    atomic_fetch_add(&lane->team->partition.header->announced, 1); /* partner: has_lead_work */
+    atomic_fetch_add(&lane->team->partition.header->announced, 1); /* partner: collect_local */
     hr_team_wake_leader(lane->team);
 }
 
@@ -46,7 +46,7 @@ int hr_lane_announce_full(struct hr_lane *lane, struct hr_request *request) {
 int hr_lane_flush_requests(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->announcer.request_out;
     if (hr_buffer_size(out) == 0) {
-        return 0;
+        return HR_STILL;
     }
     const int local_rank = lane->node->local_rank;
     const struct hr_partition *partition = &lane->team->partition;
@@ -62,7 +62,7 @@ int hr_lane_flush_requests(struct hr_lane *lane) {
     if (written > 0) {
         tell_leader(lane);
     }
-    return written > 0;
+    return written > 0 ? HR_MOVED : HR_STILL;
 }
 
 int hr_lane_write_ids(struct hr_lane *lane) {
@@ -142,19 +142,19 @@ static int worse(int first, int second) {
 
 int hr_engine_announce(struct hr_engine *engine) {
     if (atomic_load(&engine->submission.queued) == 0) {
-        return 0;
+        return HR_STILL;
     }
-    int count = 0;
     /* the last report about this rank holds no more */
     int status = engine->submission.blocked.is_told ? hr_engine_tell_blocked(engine) : HORO_OK;
     struct hr_lane *lane = NULL;
     struct hr_request *next = NULL;
-    for (struct hr_request *request = take_queue(engine); request != NULL; request = next, count++) {
+    for (struct hr_request *request = take_queue(engine); request != NULL; request = next) {
         next = request->next;
         if (lane != NULL && lane != request->lane) {
             status = worse(status, hr_lane_write_ids(lane));
         }
         lane = request->lane;
+        lane->part.is_quiet = 0;
         hr_engine_expect_removal(engine, request);
         request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
@@ -162,8 +162,26 @@ int hr_engine_announce(struct hr_engine *engine) {
         }
     }
     status = lane == NULL ? status : worse(status, hr_lane_write_ids(lane));
-    return status < 0 ? status : count;
+    return status < 0 ? status : HR_MOVED;
 }
+
+static int turn(struct hr_part *part) {
+    struct hr_engine *engine = part->owner;
+    int told = HR_STILL;
+    if (atomic_load_explicit(&engine->submission.blocked.is_new, memory_order_relaxed)) {
+        HR_TRY(hr_engine_tell_blocked(engine));
+        told = HR_MOVED;
+    }
+    const int announced = hr_engine_announce(engine);
+    return announced < 0 ? announced : told | announced;
+}
+
+static int needs(const struct hr_part *part) {
+    const struct hr_engine *engine = part->owner;
+    return atomic_load(&engine->submission.pending) > 0;
+}
+
+const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn, .needs = needs};
 
 int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words) {
     HR_TRY(hr_lone_give_up(world));
@@ -178,7 +196,7 @@ int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct h
                     &(struct hr_wire_message){.type = HR_WIRE_LEAVE, .rank = leaver, .status = status, .text = words}));
     hr_frame_end(&world->announcer.request_out, mark);
     /* The leader may be parked: its program computes, and nobody there waits for anything. */
-    /* partner: hr_engine_is_called */
+    /* partner: the first part's needs */
     atomic_store(&world->node->arena.header->wants_leave, 1);
     const int flushed = hr_lane_flush_requests(world);
     hr_node_call(world->node);

@@ -7,6 +7,7 @@
 #include "base/little_endian.h"
 #include "base/op.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 void hr_lane_free_batch(struct hr_lane *lane) {
     if (lane->executor.batch != NULL) {
@@ -81,7 +82,6 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
         HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
-        hr_lane_settle_nccl(lane, batch->requests[i]);
         batch->request_count++;
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
@@ -118,8 +118,8 @@ int hr_batch_begin(struct hr_lane *lane) {
         .splits = batch->requests[0]->splits,
     };
     struct hr_backend *backend = lane->backend;
-    if (hr_request_is_by_nccl(batch->requests[0])) {
-        backend = hr_engine_nccl_backend(lane->engine, batch->requests, batch->request_count);
+    if (hr_request_is_on_gpu(batch->requests[0])) {
+        backend = hr_gpu_backend(batch->requests, batch->request_count);
     }
     if (backend == NULL) {
         return HORO_ERR_INTERNAL;

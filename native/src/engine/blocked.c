@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
 #include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */
@@ -236,8 +236,7 @@ static int put_what_is(struct hr_engine *engine, struct hr_buffer *out) {
 }
 
 int hr_engine_tell_blocked(struct hr_engine *engine) {
-    HR_TRY(tell(engine, put_what_is));
-    return 1;
+    return tell(engine, put_what_is);
 }
 
 /* ---- Leaders ---- */
@@ -247,6 +246,7 @@ int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *m
         return HORO_ERR_INTERNAL;
     }
     if (lane->is_root) {
+        hr_part_expect(&lane->engine->driver.deadlock, 0); /* it may be judged */
         return hr_deadlock_note(&lane->leader.deadlock, lane->node->size, message, hr_now_ns());
     }
     size_t mark;
@@ -277,11 +277,14 @@ int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question) {
     return status;
 }
 
-int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
+/* The root of all ranks: ends the group at a deadlock. */
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    const struct hr_engine *engine = part->owner;
+    struct hr_lane *lane = hr_engine_world(engine);
     struct hr_deadlock *deadlock = &lane->leader.deadlock;
     const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
-    if (due_ns == 0 || now_ns < due_ns) {
-        return due_ns;
+    if (due_ns == 0 || now_ns < due_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+        return due_ns == 0 || now_ns >= due_ns ? HR_NEVER : due_ns;
     }
     char text[HR_LAST_WORDS_MAX + 1];
     switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
@@ -302,5 +305,7 @@ int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns) {
         hr_node_end(lane->node, HORO_ERR_DEADLOCK, lane->node->rank, text, strlen(text));
         break;
     }
-    return 0;
+    return HR_NEVER;
 }
+
+const struct hr_part_ops hr_part_deadlock = {.rank = HR_PART_DEADLOCK, .due = due};

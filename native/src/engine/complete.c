@@ -46,7 +46,6 @@ static void remove_pending(struct hr_engine *engine, const struct hr_request *re
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     forget_announcement(request);
-    hr_engine_note_values(engine, request);
     remove_pending(engine, request);
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);

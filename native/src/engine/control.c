@@ -103,6 +103,7 @@ static int handle_frames(struct hr_lane *lane, int link_index) {
     while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
         struct hr_wire_message message;
         HR_TRY(hr_wire_decode(data, bytes, &message));
+        lane->leader.has_news = 1;
         HR_TRY(handle_message(lane, link_index, &message, data - 4, bytes + 4));
         hr_buffer_consume(in, 4 + bytes);
     }
@@ -119,10 +120,13 @@ static void link_broke(struct hr_lane *lane, struct hr_link *link) {
 }
 
 int hr_leader_progress_links(struct hr_lane *lane) {
-    int moved = 0;
+    int moved = HR_STILL;
     for (int i = 0; i < lane->leader.link_count; i++) {
         struct hr_link *link = &lane->leader.links[i];
         const int status = hr_link_progress(lane, link);
+        if (status == HR_STILL) {
+            continue;
+        }
         if (status < 0 && status != HORO_ERR_PEER_LOST) {
             return status;
         }
@@ -130,7 +134,7 @@ int hr_leader_progress_links(struct hr_lane *lane) {
         if (status == HORO_ERR_PEER_LOST) {
             link_broke(lane, link);
         }
-        moved |= status != 0;
+        moved = HR_MOVED;
     }
     return moved;
 }
@@ -153,15 +157,6 @@ int hr_leader_is_done(const struct hr_lane *world) {
         }
     }
     return 1;
-}
-
-int hr_leader_has_messages(const struct hr_lane *lane) {
-    for (int i = 0; i < lane->leader.link_count; i++) {
-        if (hr_link_has_work(&lane->leader.links[i])) {
-            return 1;
-        }
-    }
-    return 0;
 }
 
 int hr_leader_tell_done(struct hr_lane *lane) {

@@ -1,12 +1,9 @@
-/* Between the files of the driver: drive.c takes turns, drive_wait.c waits. */
+/* The loop that turns the parts of the engine, and the end of the group, which is its first part. */
 #ifndef HR_ENGINE_DRIVE_H
 #define HR_ENGINE_DRIVE_H
 
 #include "engine/engine.h"
-
-static inline int hr_drive_is_aborted(const struct hr_engine *engine) {
-    return hr_arena_aborted(&engine->node->arena).code != 0;
-}
+#include "engine/gpu.h"
 
 /* A number that changes whenever something has moved here, in any lane. */
 static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {
@@ -17,32 +14,40 @@ static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {
     return moves;
 }
 
-/* Whether this turn or look may leave out a lane: where there are several, one in which nothing is under way. */
-static inline int hr_drive_skips(const struct hr_engine *engine, int index) {
-    const struct hr_lane *lane = engine->lanes[index];
-    return index > 0 && lane->is_quiet && !lane->is_due &&
-           atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
-           !hr_node_looks_at_quiet(engine->node, index);
+/* token.c: the background thread */
+void *hr_engine_main(void *engine);
+/* With the lock held: whether a caller may take the token. */
+static inline int hr_token_is_free(const struct hr_driver *driver) {
+    return driver->owner == HR_TOKEN_FREE || driver->owner == HR_TOKEN_WATCH;
 }
+/* With the lock held, which it lets go meanwhile: takes it at now_ns, and drives as hr_engine_drive. */
+void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns, int64_t deadline_ns);
+/* Likewise: until the token is free, requests are done, or the deadline. */
+void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
 
-/* ---- drive.c ---- */
+/*
+ * drive.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The
+ * background thread, whose `until` is NULL: until no part needs it; where it serves other hosts, until there is nothing
+ * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
+ */
+int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
 
-/* The LEAVE record has been executed, and what other teams have begun is over, or is not waited for any longer. */
-int hr_drive_may_close(const struct hr_engine *engine);
-/* Whether something holds for any of the lanes that this rank leads. */
-int hr_drive_any_leader(const struct hr_engine *engine, int (*holds)(const struct hr_lane *lane));
-/* CLOSING: nobody needs this rank any more. */
-int hr_drive_may_end(const struct hr_engine *engine);
+/* The part is turned from now on, or no longer. The driver, with the lock held. */
+void hr_drive_add(struct hr_engine *engine, struct hr_part *part, const struct hr_part_ops *ops, void *owner);
+void hr_drive_remove(struct hr_engine *engine, const struct hr_part *part);
+/* Whether somebody must drive, by the driver or with the lock held while nobody drives. */
+int hr_drive_needs(const struct hr_engine *engine);
 
-/* ---- drive_wait.c ---- */
+/* stall.c: the time of the next look while others are waited for, and when questions should have been answered. */
+int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns);
+int64_t hr_stall_answers_ns(const struct hr_engine *engine);
 
-/* One wait for something to do. 1, or 0 if the caller should get back: its time is up, or a signal came. */
-int hr_drive_wait_for_work(struct hr_engine *engine, int64_t spin_ns, int64_t deadline_ns);
-/* The thread prepares to wait while callers may drive. 0: there is something to do. */
-int hr_drive_watch(struct hr_engine *engine);
-/* Whether something is under way that a peer may hold up. */
-int hr_drive_expects_others(const struct hr_engine *engine);
-/* Nothing is: the links are silent. */
-void hr_drive_stop_expecting(struct hr_engine *engine);
+extern const struct hr_part_ops hr_part_end;         /* leave.c */
+extern const struct hr_part_ops hr_part_submissions; /* announce.c */
+extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
+extern const struct hr_part_ops hr_part_lane;        /* lane.c */
+extern const struct hr_part_ops hr_part_links;       /* drive.c */
+extern const struct hr_part_ops hr_part_stall;       /* stall.c */
+extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
 
 #endif

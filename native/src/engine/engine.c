@@ -12,8 +12,6 @@
 #include "node/node_setup.h"
 
 enum {
-    /* a driver that let go is noticed by its wake-up; this bounds the wait should one be missed */
-    CALLER_FALLBACK_MS = 50,
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
@@ -43,6 +41,20 @@ static void init_sync(struct hr_engine *engine) {
     (void)pthread_mutex_init(&engine->driver.leave_lock, NULL);
 }
 
+static void add_parts(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    hr_drive_add(engine, &driver->end, &hr_part_end, engine);
+    hr_drive_add(engine, &driver->submissions, &hr_part_submissions, engine);
+    hr_drive_add(engine, &driver->gpu, &hr_part_gpu, engine);
+    hr_drive_add(engine, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    hr_drive_add(engine, &driver->links, &hr_part_links, engine);
+    hr_drive_add(engine, &driver->stall, &hr_part_stall, engine);
+    hr_drive_add(engine, &driver->deadlock, &hr_part_deadlock, engine);
+    if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
+        atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
+    }
+}
+
 static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                       const horo_setup *setup, struct hr_error *error) {
     engine->driver.kick_fd = -1;
@@ -59,6 +71,7 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
     for (int number = 0; number < HR_TEAMS_MAX; number++) {
         engine->teams[number].id = number;
     }
+    add_parts(engine);
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
     HR_TRY(hr_engine_init_tuning(engine, setup, error));
@@ -74,7 +87,6 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
         .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
         .driver.serves_hosts = world->local_rank == 0 && world->transport != NULL,
-        .driver.must_look = 1,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
     };
@@ -121,10 +133,10 @@ void hr_engine_fini(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
     (void)pthread_mutex_lock(&engine->submission.lock);
     while (engine->submission.calls > 0) { /* which end now, for all that they wait for has ended */
-        hr_engine_wait_for_driver(engine, INT64_MAX);
+        hr_token_wait(engine, INT64_MAX);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    hr_engine_end_nccl(engine);
+    hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
     for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
@@ -146,22 +158,9 @@ struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t
     return hr_map_find(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
 }
 
-void hr_engine_kick(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    if (driver->who != HR_DRIVER_NONE) {
-        hr_node_wake(engine->node, engine->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
-    } else if (driver->is_parked) {
-        driver->is_parked = 0;
-        const uint64_t one = 1;
-        const ssize_t written = write(driver->kick_fd, &one, sizeof one);
-        (void)written;
-        atomic_fetch_add_explicit(&engine->node->wakes, 1, memory_order_relaxed);
-    }
-}
-
 /* With the lock held, for a request that is not done: it may have been submitted for a wait that has not come. */
 static void kick_if_idle(struct hr_engine *engine) {
-    if (engine->driver.who == HR_DRIVER_NONE) {
+    if (hr_token_is_free(&engine->driver)) {
         hr_engine_kick(engine);
     }
 }
@@ -175,38 +174,6 @@ int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     return status;
-}
-
-void hr_engine_wait_for_driver(struct hr_engine *engine, int64_t deadline_ns) {
-    const int64_t fallback_ns = hr_now_ns() + CALLER_FALLBACK_MS * 1000000ll;
-    const int64_t until_ns = deadline_ns < fallback_ns ? deadline_ns : fallback_ns;
-    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-    engine->submission.waiters++;
-    (void)pthread_cond_timedwait(&engine->submission.done, &engine->submission.lock, &until);
-    engine->submission.waiters--;
-}
-
-/* With the lock held: drives as a caller until the request is done or the deadline or a signal comes. */
-static void drive_as_caller(struct hr_engine *engine, const struct hr_request *request, int64_t deadline_ns) {
-    struct hr_driver *driver = &engine->driver;
-    driver->who = HR_DRIVER_CALLER;
-    driver->drives++;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    if (atomic_load(&driver->serves_hosts)) {
-        hr_node_end_sleep(engine->node, NULL); /* the thread may sleep for whoever drives, and is not to be woken */
-    }
-    hr_engine_drive(engine, request, deadline_ns);
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    driver->who = HR_DRIVER_NONE;
-    const int leaves_links = atomic_load(&driver->serves_hosts) &&
-                             (!driver->looks_soon || hr_drive_any_leader(engine, hr_leader_sends_left));
-    if (atomic_load(&engine->submission.pending) > 0 || leaves_links || hr_engine_is_nccl_busy(engine) ||
-        hr_engine_is_called(engine) || atomic_load(&driver->stop)) {
-        hr_engine_kick(engine);
-    }
-    if (engine->submission.waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->submission.done);
-    }
 }
 
 /* With the lock held, where the thread drives: it saves a switch of threads in this call, and in those that follow. */
@@ -229,16 +196,13 @@ static int wait_for_request(struct hr_engine *engine, const struct hr_request *r
             kick_if_idle(engine);
             break;
         }
-        if (engine->driver.who == HR_DRIVER_NONE) {
-            drive_as_caller(engine, request, deadline_ns);
+        if (hr_token_is_free(&engine->driver)) {
+            hr_token_drive(engine, request, now_ns, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
         }
         ask_to_drive(engine, request);
-        hr_engine_wait_for_driver(engine, deadline_ns);
-    }
-    if (deadline_ns != 0 && atomic_load(&engine->driver.serves_hosts)) {
-        engine->driver.called_ns = hr_now_ns();
+        hr_token_wait(engine, deadline_ns);
     }
     return status;
 }
@@ -348,7 +312,7 @@ int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t
     int done;
     while (!(done = is_any_done(engine, handles, count)) && hr_now_ns() < deadline_ns) {
         kick_if_idle(engine);
-        hr_engine_wait_for_driver(engine, deadline_ns);
+        hr_token_wait(engine, deadline_ns);
     }
     end_call(engine, NULL);
     return done ? HORO_OK : HORO_IN_PROGRESS;

@@ -5,13 +5,11 @@
  * lock, or the driver's, that is touched by the one thread that drives, whichever it is.
  *
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then
- * costs no thread switch. It goes round one loop (drive.c): announce, lead, execute, and one wait if nothing moved. No
- * turn of it waits, so a rank that executes a batch serves its control links and notices losses all the time; and a
- * caller may leave the loop at any turn.
+ * costs no thread switch. It goes round one loop over the parts of the engine (part.h, drive.c), and waits if nothing
+ * has moved. No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all
+ * the time; and a caller may leave the loop at any turn.
  *
- * While nothing is pending nobody drives and the background thread is parked in poll() on its kick descriptor and the
- * life lines. Where other hosts need it, it is parked on the links and the driver's eventfd as well, and drives when
- * something comes; while callers drive, and for HR_STREAM_MS after that, on the kick alone.
+ * While nothing is pending nobody drives; token.c says whose turn it is.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
  * messages between hosts), or a LEAVE record, which closes the log of the world at one place for all ranks. The
@@ -41,9 +39,6 @@
 #include <stdatomic.h>
 
 #include "engine/lane.h"
-
-/* A call within so long after another continues a stream of calls. */
-enum { HR_STREAM_MS = 1 };
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -90,44 +85,39 @@ struct hr_submission {
 
 /* ---- Driver: who runs the loop. Under the lock of submission, but for atomics and what is the driver's. ---- */
 
-enum hr_driver_who { HR_DRIVER_NONE, HR_DRIVER_THREAD, HR_DRIVER_CALLER };
+/* The owner of the right to turn the parts; see token.c. */
+enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };
 
 enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
 
 struct hr_driver {
-    enum hr_driver_who who;
-    int is_parked; /* the background thread, and nobody has kicked it */
+    enum hr_token owner;
+    int64_t since_ns; /* several hosts: when it last changed; CALLER: when that call began to wait */
+    int is_kicked;    /* the thread, which is to look whether it must drive */
+    int looks_soon;   /* the thread sleeps for a while at most */
+    _Atomic int wanted;       /* several hosts: a caller that waits for the only request would drive itself */
+    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
     pthread_t thread;
+    struct hr_sleep sleep; /* the thread's */
     int kick_fd;
     _Atomic int stop;
     int leave_status; /* for others, as the words; written before `stop` */
     char leave_words[HR_LAST_WORDS_MAX + 1];
     pthread_mutex_t leave_lock; /* of the one that joins the thread */
     int has_joined;
-    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
-    _Atomic int wanted;       /* there: a caller that waits for the only request would drive itself */
-    int64_t called_ns;        /* there: when a caller's wait last ended */
-    uint64_t drives;          /* of callers, so far */
-    int looks_soon;           /* the thread is parked for HR_STREAM_MS at most */
     int64_t caller_spin_ns, thread_spin_ns;
 
-    /* The background thread's own. */
-    struct hr_sleep sleep;
-    int is_watching;          /* `sleep` has been prepared, when callers had driven so often: */
-    uint64_t watching_since;
-    int must_look;            /* for others, though nothing is pending here */
-    int has_yielded;          /* to a caller that waits for what is pending */
-    uint64_t rested_at;       /* drives of callers when it rested last */
-
     /* The driver's own. */
+    struct hr_part *parts; /* all of these, and those of the lanes, in their order; changed under the lock */
+    struct hr_part end, submissions, gpu, links, stall, deadlock;
     enum hr_engine_stage stage;
     int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     uint64_t lane_moves;  /* moves of lanes that are no longer there */
-    /* leaving, see turn_leaving: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
+    /* leaving, see leave.c: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
     int64_t leave_ns;
     uint64_t leave_moves;
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
-    int64_t expecting_since_ns; /* several hosts: waiting for others since */
+    int expects_others; /* something is under way that a peer may hold up, as the last wait has found */
 };
 
 struct hr_counts {
@@ -168,7 +158,7 @@ struct hr_engine {
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
-    struct hr_by_nccl *_Atomic by_nccl; /* NULL: all of them are staged */
+    struct hr_on_gpu *_Atomic on_gpu; /* NULL: all of them are staged */
 };
 
 static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
@@ -241,30 +231,13 @@ int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t c
 /* blocked.c */
 /* The calling thread has submitted something, or waits; with the lock held. */
 void hr_engine_note_caller(struct hr_engine *engine);
-/* Whether there is something to tell; tells it to rank 0: 1 or a status. */
-static inline int hr_engine_has_blocked(const struct hr_engine *engine) {
-    return atomic_load_explicit(&engine->submission.blocked.is_new, memory_order_relaxed);
-}
+/* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* thread.c */
-void *hr_engine_main(void *engine);
-
-/* drive.c */
-/*
- * Whether something but the requests here needs a driver: a rank of this host that wants to leave. With the lock held.
- */
-int hr_engine_is_called(const struct hr_engine *engine);
-/*
- * Drives until `until` is done, the deadline has passed, or a signal came. The background thread, whose `until` is
- * NULL: until nothing is pending; where it serves other hosts, until there is nothing to do but wait, for which it has
- * then prepared its sleep, or a caller wants to.
- */
-void hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
-/* Wakes whoever must notice a change made under the lock. Call with the lock held. */
+/* token.c: wakes whoever must notice a change made under the lock. Call with the lock held. */
 void hr_engine_kick(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it in the lanes; returns how many. */
+/* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
 int hr_engine_announce(struct hr_engine *engine);
 
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
@@ -273,73 +246,6 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
 /* With the lock held: it can be announced. */
 void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
 
-/* staged.c: requests with tensors on GPUs */
-/* As horo_use_cuda and horo_copy_back. */
-int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
-int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
-/* Before submission: begins to copy its values to the host, where the request has them then. Without the lock. */
-int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* After submission: it gets into the queue when the values are there. Without the lock. */
-void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: buries the memory on the host of a batch that was cut off. */
-void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Ends the group: a request that others rely on has no values. */
-void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text);
-/*
- * Driver: one that was submitted for NCCL, which is not to have it: its values come behind its mark, which is dropped,
- * and hr_engine_note_values is called then. HORO_OK or a status. Without the lock.
- */
-int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* After all requests are gone. */
-void hr_engine_end_cuda(struct hr_engine *engine);
-
-/* by_nccl.c, nccl_setup.c, nccl_turn.c: requests that NCCL does, see by_nccl.h */
-/* As horo_use_nccl. */
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
-/*
- * Before submission: whether the request is for NCCL; with a mark, if NCCL has not been refused. HORO_OK or a status.
- * Without the lock. And, with the lock held: whether that has changed meanwhile.
- */
-int hr_engine_mark_for_nccl(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-int hr_engine_is_placed_late(const struct hr_engine *engine, const struct hr_request *request);
-/* With the lock held: it is over, or its values have come. */
-void hr_engine_note_values(struct hr_engine *engine, struct hr_request *request);
-/* Driver: 1 if something moved, else 0; whether there is something to do. */
-int hr_engine_turn_nccl(struct hr_engine *engine);
-int hr_engine_nccl_has_work(struct hr_engine *engine);
-/* Whether something may run on a GPU that somebody has to look after. Any thread. */
-int hr_engine_is_nccl_busy(const struct hr_engine *engine);
-/*
- * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
- * run, which others hold up, or the group has been aborted: what runs then may never end, and nobody would hear why.
- */
-void hr_engine_trim_pinned(struct hr_engine *engine);
-/* Driver: what does a batch of such requests, behind their marks; NULL: this rank cannot, so no rank could. */
-struct hr_backend *hr_engine_nccl_backend(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
-int hr_engine_end_nccl_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count);
-/* Driver: what a record of the lane waits for on this rank, in front of its batch, in words; NULL: none waits. */
-const char *hr_engine_holds_record(const struct hr_lane *lane);
-/* Driver: whether the lane's batch waits for other ranks to propose its turn; or for batches of other lanes here. */
-int hr_engine_orders_turn(const struct hr_lane *lane);
-int hr_engine_awaits_turn(const struct hr_lane *lane);
-/* Driver: whether the lane's batch waits for the GPU of this rank, which shows on no other rank. */
-int hr_engine_awaits_gpu(const struct hr_lane *lane);
-/* Driver: whether the lane's batch is not NCCL's, and kernels of NCCL run here: another rank may wait for such. */
-int hr_engine_is_beside_nccl(const struct hr_lane *lane);
-/*
- * Driver: the group ends. What runs on the GPU ends by itself, unless the group has been aborted: then, whether the GPU
- * has let go of all memory of requests.
- */
-void hr_engine_leave_nccl(struct hr_engine *engine, int is_aborted);
-int hr_engine_is_nccl_quiet(struct hr_engine *engine);
-/* Ends NCCL, when nobody drives any more. */
-void hr_engine_end_nccl(struct hr_engine *engine);
-/* Driver: the team has been removed, and its lane is about to go. */
-void hr_engine_remove_nccl(struct hr_engine *engine, const struct hr_lane *lane);
-
-/* engine.c: with the lock held, which it lets go meanwhile: until the driver changes, a moment, or the deadline. */
-void hr_engine_wait_for_driver(struct hr_engine *engine, int64_t deadline_ns);
 /* engine.c: with the lock held; NULL if there is none. */
 struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
 
@@ -400,7 +306,7 @@ void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *reque
 /* Requests that are over; before they can be released. */
 void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
 /* For a timeline: the record of the log that is executed; before its batch is noted. */
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl);
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int on_gpu);
 /* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
 void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
 /* The end of the group, once. Any thread. */

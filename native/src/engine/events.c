@@ -75,14 +75,14 @@ static int via(const struct hr_lane *lane, int moves_data) {
     return strcmp(transport->ops->name, "mpi") == 0 ? HR_VIA_MPI : HR_VIA_TCP;
 }
 
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int by_nccl) {
+void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int on_gpu) {
     struct hr_recorder *recorder = &lane->node->recorder;
     if (hr_recorder_is_traced(recorder)) {
         hr_recorder_add(recorder, &(struct hr_event){
                                       .event = HR_EVENT_RECORD,
                                       .op = -1,
                                       .team = lane->team->number,
-                                      .number = by_nccl ? HR_VIA_NCCL : via(lane, moves_data),
+                                      .number = on_gpu ? HR_VIA_GPU : via(lane, moves_data),
                                       .bytes = (int64_t)(hr_lane_place(lane) + hr_lane_step(lane)),
                                   });
     }

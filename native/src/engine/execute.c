@@ -7,6 +7,7 @@
 #include "base/op.h"
 #include "engine/batch.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 #include "wire/frame.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
@@ -45,9 +46,7 @@ static void end_batch(struct hr_lane *lane) {
 static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
-    if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
-    }
+    hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
 }
 
 /*
@@ -59,36 +58,35 @@ static int suspect(struct hr_lane *lane) {
     lane->executor.state = HR_EXECUTION_LOST;
     lane->executor.confirm_ns =
         hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
-    return 1;
+    hr_part_expect(&lane->part, lane->executor.confirm_ns);
+    return HR_MOVED;
 }
 
 static int confirm(struct hr_lane *lane) {
     const struct hr_abort who = lane->team->suspect;
-    if (hr_lane_is_left(lane) || hr_now_ns() < lane->executor.confirm_ns) {
-        return 0;
+    if (hr_lane_is_left(lane)) {
+        return HR_STILL;
+    }
+    if (hr_now_ns() < lane->executor.confirm_ns) {
+        return HR_STILL;
     }
     hr_node_abort(lane->node, who.code, who.rank, who.reason);
-    return 1;
+    return HR_MOVED;
 }
 
-/* One of NCCL goes on on the GPU. 0: that has failed, and the group is about to end. */
-static int may_end_batch(struct hr_lane *lane) {
+/* One on the GPU goes on there. 0: that has failed, and the group is about to end. */
+static int may_end_batch(const struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
-    return !hr_request_is_by_nccl(batch->requests[0]) ||
-           hr_engine_end_nccl_batch(lane->engine, batch->requests, batch->request_count);
+    return !hr_request_is_on_gpu(batch->requests[0]) || hr_gpu_end_batch(batch->requests);
 }
 
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
     switch (moved) {
-    case HR_TASK_BLOCKED: return 0;
+    case HR_TASK_BLOCKED: return HR_STILL;
     case HR_TASK_DONE:
-        if (lane->executor.state == HR_EXECUTION_TELLING) {
-            hr_lane_finish_telling(lane);
-            break;
-        }
         if (!may_end_batch(lane)) {
-            return 0;
+            return HR_STILL;
         }
         end_batch(lane);
         break;
@@ -97,7 +95,7 @@ static int progress_task(struct hr_lane *lane) {
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
     }
     lane->executor.moves++;
-    return 1;
+    return HR_MOVED;
 }
 
 static int change_teams(struct hr_lane *lane) {
@@ -106,12 +104,12 @@ static int change_teams(struct hr_lane *lane) {
     int outcome;
     const int moved = hr_engine_change_teams(lane->engine, request, &outcome, text, sizeof text);
     if (moved != HR_TASK_DONE) {
-        return moved == HR_TASK_BLOCKED ? 0 : moved;
+        return moved == HR_TASK_BLOCKED ? HR_STILL : moved;
     }
     end_record(lane);
     lane->executor.moves++;
     hr_engine_complete(lane->engine, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
-    return 1;
+    return HR_MOVED;
 }
 
 /* One request, whose results are too large for anybody: all ranks see the same rows, and none begins. */
@@ -138,7 +136,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     HR_TRY(hr_batch_load(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
     hr_lane_note_record(lane, batch->operand_count > 0,
-                        batch->request_count > 0 && hr_request_is_by_nccl(batch->requests[0]));
+                        batch->request_count > 0 && hr_request_is_on_gpu(batch->requests[0]));
     hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_teams(op)) {
@@ -293,7 +291,7 @@ static int execute_record(struct hr_lane *lane, const struct hr_wire_message *re
 }
 
 int hr_lane_execute(struct hr_lane *lane) {
-    if (lane->executor.state == HR_EXECUTION_RUNNING || lane->executor.state == HR_EXECUTION_TELLING) {
+    if (lane->executor.state == HR_EXECUTION_RUNNING) {
         return progress_task(lane);
     }
     if (lane->executor.state == HR_EXECUTION_LOST) {
@@ -310,23 +308,19 @@ int hr_lane_execute(struct hr_lane *lane) {
     size_t bytes;
     const int whole = hr_frame_peek(&lane->executor.log_in, &data, &bytes);
     if (whole != HORO_OK) {
-        return whole < 0 ? whole : 0;
+        return whole < 0 ? whole : HR_STILL;
     }
     struct hr_wire_message record;
     HR_TRY(hr_wire_decode(data, bytes, &record));
-    const int prepared = hr_lane_prepare_nccl(lane, &record);
-    if (prepared != HR_TASK_DONE) {
-        return prepared == HR_TASK_MOVED || prepared < 0 ? prepared : 0;
-    }
     lane->executor.record_bytes = 4 + bytes;
     HR_TRY(execute_record(lane, &record));
     hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* the batch has its own copy */
     lane->executor.moves++;
-    return 1;
+    return HR_MOVED;
 }
 
 void hr_lane_cancel(struct hr_lane *lane) {
-    if (lane->executor.state == HR_EXECUTION_RUNNING || lane->executor.state == HR_EXECUTION_TELLING) {
+    if (lane->executor.state == HR_EXECUTION_RUNNING) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;

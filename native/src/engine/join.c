@@ -71,6 +71,7 @@ static int put_joined(struct hr_buffer *out, int rank, uint64_t at) {
 
 /* At a time of this host's: when the rank called, or when the message of another host came. */
 static int note_joined(struct hr_lane *lane, int rank, uint64_t at) {
+    lane->leader.has_news = 1;
     hr_agree_note_joined(&lane->leader.agree, rank, at);
     if (lane->is_root) {
         return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
@@ -123,13 +124,13 @@ int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
 int hr_lane_go_on_joining(struct hr_lane *lane) {
     struct hr_joining *join = &lane->announcer.join;
     if (join->held == NULL || has_to_announce(lane)) {
-        return 0;
+        return HR_STILL;
     }
     struct hr_request *request = join->held;
     join->held = NULL;
     join->has_joined = 1;
     HR_TRY(hr_lane_announce_full(lane, request));
-    return 1;
+    return HR_MOVED;
 }
 
 int hr_lane_execute_joined(struct hr_lane *lane, int rank) {
@@ -177,5 +178,5 @@ int hr_leader_tell_joined(struct hr_lane *lane) {
         hr_buffer_consume(ranks, sizeof rank);
     }
     HR_TRY(hr_leader_hand_down(lane, begin));
-    return 1;
+    return HR_MOVED;
 }

@@ -9,10 +9,12 @@
 #include "engine/agree/agree.h"
 #include "engine/deadlock.h"
 #include "engine/lone.h"
+#include "engine/part.h"
 #include "engine/request.h"
 #include "node/team.h"
 
 struct hr_engine;
+struct hr_gpu_team;
 
 /* A control link to a neighbour in the tree of hosts: a stream of frames each way. Leaders only. */
 struct hr_link {
@@ -62,13 +64,11 @@ enum hr_execution {
     HR_EXECUTION_IDLE,     /* none has been begun */
     HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
     HR_EXECUTION_CHANGING, /* a batch that adds or removes a team */
-    HR_EXECUTION_TELLING,  /* none: in front of the first one for NCCL; the task is the backend's, see by_nccl.h */
     HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
 };
 
 struct hr_executor {
     enum hr_execution state;
-    int outcome;            /* of a look at the executor during a wait, for the next turn; 0: none */
     int64_t confirm_ns;
     uint64_t log_position;  /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
@@ -78,7 +78,7 @@ struct hr_executor {
     uint64_t record_bytes;  /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave; /* the last record of the log */
     struct hr_batch *batch; /* see batch.h */
-    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of NCCL */
+    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of the GPU */
 };
 
 /* ---- Leader: the agreement on one host, and its links to other hosts. The driver's; unused on other ranks. ---- */
@@ -117,6 +117,7 @@ struct hr_leader {
     struct hr_buffer joined_ranks; /* the root: ints, of which no record has been written yet */
     int64_t heard_before_ns; /* this rank joins: what the links bring now has come before, at this time; else 0 */
     uint64_t announced_seen;
+    int has_news; /* since the last turn that has agreed on nothing and written nothing, see agree_and_write */
     struct hr_link *links;        /* parent first if there is one, then children */
     int link_count;
     int has_parent;
@@ -126,6 +127,7 @@ struct hr_leader {
     int log_closed;      /* the LEAVE record has been written or passed on: nothing follows it */
     int told_abort, told_done;
     int64_t cycle_ns;
+    int64_t batch_due_ns; /* a batch that is ready waits out its cycle time; HR_NEVER: none does */
 };
 
 /* The memory of the check for stalls; stall.c. */
@@ -144,6 +146,7 @@ struct hr_lane {
     struct hr_node *node;
     struct hr_team *team;
     struct hr_backend *backend;
+    struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
     int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
     _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
@@ -151,8 +154,7 @@ struct hr_lane {
     struct hr_map in_flight;
     _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
-    int is_quiet; /* the driver's: when its turn ended, nothing was under way here for this rank */
-    int is_due;   /* the driver's: a look has found something to do */
+    struct hr_part part;
     struct hr_announcer announcer;
     struct hr_executor executor;
     struct hr_leader leader;
@@ -223,7 +225,7 @@ void hr_lane_free_known(struct hr_lane *lane);
 
 /* The request to join: announces it, or that it will be. */
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
-/* Announces the one that is held, if it may go. 1 if it did, 0, or a status. */
+/* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
 int hr_lane_go_on_joining(struct hr_lane *lane);
 /* The record JOINED. HORO_OK or a status. */
 int hr_lane_execute_joined(struct hr_lane *lane, int rank);
@@ -234,7 +236,7 @@ void hr_lane_end_join(struct hr_lane *lane);
  * do without it.
  */
 int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-/* The root: whether there are records JOINED to write; writes them: 1 or a status. */
+/* The root: whether there are records JOINED to write; writes them: HR_MOVED or a status. */
 int hr_leader_may_tell_joined(const struct hr_lane *lane);
 int hr_leader_tell_joined(struct hr_lane *lane);
 
@@ -255,21 +257,16 @@ void hr_stand_in_destroy(struct hr_request *request);
 /* Frees the stand-ins, when nothing touches their memory any more. */
 void hr_lane_free_stand_ins(struct hr_lane *lane);
 
-/* ---- lead.c and control.c: what a leader does besides; 1 if something moved, 0 if not, or a status ---- */
+/* ---- lead.c and control.c: what a leader does besides; HR_STILL, HR_MOVED or a status ---- */
 
 int hr_lane_lead(struct hr_lane *lane);
-int hr_lane_has_lead_work(struct hr_lane *lane);
 int hr_lane_init_leader(struct hr_lane *lane, uint64_t fusion_bytes, struct hr_error *error);
 void hr_lane_fini_leader(struct hr_lane *lane);
-/* The time when a ready batch that waits out its cycle time is due; 0: none waits. */
-int64_t hr_lane_batch_due_ns(struct hr_lane *lane);
 /*
  * After the end of the group: tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0;
  * a status.
  */
 int hr_leader_flush_links(struct hr_lane *lane);
-/* Whether a message of another leader waits to be read, or of this one to be sent. */
-int hr_leader_has_messages(const struct hr_lane *lane);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_lane *lane);
 /* CLOSING: whether all of this host, and all hosts below it, have executed what stands before the LEAVE record. */
@@ -324,20 +321,17 @@ void hr_carry_fini(struct hr_lane *lane);
 int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message);
 /* Leader: asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
 int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question);
-/* The root of all ranks: ends the group at a deadlock. Returns when to look again (0: no need). */
-int64_t hr_leader_check_deadlock(struct hr_lane *lane, int64_t now_ns);
 
 /* ---- link.c ---- */
 
 int hr_link_open(struct hr_lane *lane, struct hr_link *link, int host);
 void hr_link_close(struct hr_link *link);
-int hr_link_has_work(const struct hr_link *link);
-/* Moves bytes both ways; received frames are in link->in. 1, 0, or HORO_ERR_PEER_LOST once the link is broken. */
+/* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
 int hr_link_progress(struct hr_lane *lane, struct hr_link *link);
 
 /* ---- execute.c ---- */
 
-/* One stage of the current batch, or the next record of the log: 1 if something moved, 0 if not, or a status. */
+/* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
 int hr_lane_execute(struct hr_lane *lane);
 /* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
@@ -346,17 +340,6 @@ void hr_lane_cancel(struct hr_lane *lane);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
-
-/* ---- nccl_setup.c ---- */
-
-/*
- * In front of a record: HR_TASK_DONE if it can be executed; HR_TASK_MOVED: the state is TELLING now; HR_TASK_BLOCKED:
- * not yet; or a status. And: all have told, or are connected.
- */
-int hr_lane_prepare_nccl(struct hr_lane *lane, const struct hr_wire_message *record);
-void hr_lane_finish_telling(struct hr_lane *lane);
-/* by_nccl.c: makes a request that was for NCCL, which has been refused, one like any other. Its batch begins. */
-void hr_lane_settle_nccl(const struct hr_lane *lane, struct hr_request *request);
 
 /* ---- gather.c ---- */
 
@@ -374,10 +357,5 @@ int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_
 
 /* Leader: a leader above asks where the ranks of this subtree stand that wait for nothing. */
 int hr_leader_pass_question(struct hr_lane *lane, int asker);
-
-/* ---- stall.c ---- */
-
-/* Reports what has waited too long; returns when to look again (0: no need). */
-int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns);
 
 #endif

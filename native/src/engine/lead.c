@@ -7,10 +7,16 @@
 #include "engine/engine.h"
 #include "wire/frame.h"
 
+/* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
+#ifndef HR_CHECK_QUIET
+#define HR_CHECK_QUIET 0
+#endif
+
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
 enum { EVICT_AFTER_CAPACITIES = 16 };
 
 int hr_lane_announce_own(struct hr_lane *lane, const struct hr_request *request, uint32_t id) {
+    lane->leader.has_news = 1;
     if (id != 0) {
         return hr_agree_announce_id(&lane->leader.agree, 0, id, request->rows, request->submit_ns);
     }
@@ -126,6 +132,7 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_
         return HORO_OK; /* one LEAVE record closes the log for all */
     }
     lane->leader.leaver = rank + 1;
+    lane->leader.has_news = 1;
     size_t mark;
     struct hr_buffer *out = &lane->leader.leave_record; /* see form_batches */
     if (!lane->is_root) {
@@ -140,6 +147,7 @@ int hr_leader_note_leaver(struct hr_lane *lane, int rank, int status, struct hr_
 }
 
 int hr_leader_announce(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    lane->leader.has_news = 1;
     switch (message->type) {
     case HR_WIRE_IDS: return announce_ids(lane, member, message, now_ns);
     case HR_WIRE_DATA:
@@ -198,14 +206,14 @@ static int collect_local(struct hr_lane *lane) {
     /* before looking: what comes later counts anew */
     const uint64_t announced = atomic_load(&lane->team->partition.header->announced);
     if (announced == lane->leader.announced_seen) {
-        return 0;
+        return HR_STILL;
     }
     lane->leader.announced_seen = announced;
     const int64_t now_ns = hr_now_ns();
     for (int i = 1; i < lane->team->local_size; i++) {
         HR_TRY(collect_requests(lane, i, now_ns));
     }
-    return 1;
+    return HR_MOVED;
 }
 
 /* ---- What goes out ---- */
@@ -244,17 +252,17 @@ static int report(struct hr_lane *lane) {
 
 int hr_leader_collect(struct hr_lane *lane) {
     if (!may_collect(lane)) {
-        return 0;
+        return HR_STILL;
     }
     if (!lane->is_root) {
         HR_TRY(report(lane));
-        return 1;
+        return HR_MOVED;
     }
     uint32_t frames = 0;
     const size_t mark = hr_buffer_size(&lane->leader.log_out);
     HR_TRY(hr_agree_collect(&lane->leader.agree, &lane->leader.log_out, &frames));
     HR_TRY(hr_leader_hand_down(lane, mark));
-    return 1;
+    return HR_MOVED;
 }
 
 /*
@@ -271,8 +279,8 @@ static int log_runs_out(const struct hr_lane *lane) {
 }
 
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
-static int may_form_batch(const struct hr_lane *lane, int64_t *due_ns) {
-    *due_ns = 0;
+static int may_form_batch(struct hr_lane *lane) {
+    lane->leader.batch_due_ns = HR_NEVER;
     if (!lane->is_root || lane->leader.log_closed || !hr_agree_is_ready(&lane->leader.agree) || !log_runs_out(lane)) {
         return 0;
     }
@@ -284,7 +292,8 @@ static int may_form_batch(const struct hr_lane *lane, int64_t *due_ns) {
     if (bytes >= lane->leader.agree.config.fusion_bytes || hr_now_ns() - since_ns >= lane->leader.cycle_ns) {
         return 1;
     }
-    *due_ns = since_ns + lane->leader.cycle_ns;
+    lane->leader.batch_due_ns = since_ns + lane->leader.cycle_ns;
+    hr_part_expect(&lane->part, lane->leader.batch_due_ns);
     return 0;
 }
 
@@ -326,20 +335,19 @@ static int close_log(struct hr_lane *lane) {
 }
 
 static int form_batches(struct hr_lane *lane) {
-    int64_t due_ns;
     if (hr_leader_may_tell_joined(lane)) {
         return hr_leader_tell_joined(lane);
     }
     if (may_close(lane)) {
         HR_TRY(close_log(lane));
-        return 1;
+        return HR_MOVED;
     }
-    if (!may_form_batch(lane, &due_ns)) {
-        return 0;
+    if (!may_form_batch(lane)) {
+        return HR_STILL;
     }
     HR_TRY(lane->leader.tuning.is_due ? hr_leader_write_tuning(lane) : HORO_OK);
     HR_TRY(write_batches(lane, lane->team->host_count > 1)); /* between hosts what is ready goes at once */
-    return 1;
+    return HR_MOVED;
 }
 
 static uint64_t slowest_reader(const struct hr_lane *lane) {
@@ -358,7 +366,7 @@ static uint64_t slowest_reader(const struct hr_lane *lane) {
 static int flush_log(struct hr_lane *lane) {
     struct hr_buffer *out = &lane->leader.log_out;
     if (hr_buffer_size(out) == 0) {
-        return 0;
+        return HR_STILL;
     }
     const struct hr_partition *partition = &lane->team->partition;
     /* before looking for room: a reader that makes some wakes us */
@@ -375,17 +383,51 @@ static int flush_log(struct hr_lane *lane) {
         }
         hr_team_wake_all(lane->team);
     }
-    return written > 0;
+    return written > 0 ? HR_MOVED : HR_STILL;
 }
 
 /* ---- The step ---- */
 
 /* A batch that all have counted themselves in for comes before any record: 1, or 0 where it is to be executed first. */
 static int close_lone(struct hr_lane *lane) {
-    int64_t due_ns;
     const int agrees = lane->leader.agree.active > 0 || may_collect(lane) || hr_leader_may_tell_joined(lane) ||
-                       may_close(lane) || may_form_batch(lane, &due_ns);
+                       may_close(lane);
     return agrees && lane->team->host_count == 1 ? hr_lone_close(lane) : 1;
+}
+
+/* Agrees on what has been announced, forms batches, and writes the log. HR_STILL, HR_MOVED or a status. */
+static int agree_and_write(struct hr_lane *lane) {
+    struct hr_leader *leader = &lane->leader;
+    const int may_agree = close_lone(lane);
+    if (may_agree <= 0) {
+        return may_agree;
+    }
+    const int collected = hr_leader_collect(lane);
+    HR_TRY(collected);
+    const int formed = form_batches(lane);
+    HR_TRY(formed);
+    const int flushed = flush_log(lane);
+    HR_TRY(flushed);
+    const int moved = collected | formed | flushed;
+    /* tensors that are ready wait for the log or for their time, and records for room in it: none of it is news */
+    leader->has_news = moved || hr_agree_is_ready(&leader->agree) || hr_buffer_size(&leader->log_out) > 0;
+    return moved;
+}
+
+/*
+ * Without news this moves nothing, and is spared. Whatever could let it move sets has_news; a turn before a sleep does
+ * not rely on that.
+ */
+static int agree_on_news(struct hr_lane *lane) {
+    const int has_news = lane->leader.has_news;
+    if (!has_news && !lane->node->looks_at_all && !HR_CHECK_QUIET) {
+        return HR_STILL;
+    }
+    const int moved = agree_and_write(lane);
+    if (HR_CHECK_QUIET && !has_news && moved != HR_STILL) {
+        __builtin_trap(); /* it would have been missed */
+    }
+    return moved;
 }
 
 /*
@@ -398,42 +440,16 @@ static int send_at_once(struct hr_lane *lane) {
         struct hr_transport *transport = lane->team->transport;
         (void)transport->ops->progress(transport);
     }
-    return 1;
+    return HR_MOVED;
 }
 
 int hr_lane_lead(struct hr_lane *lane) {
-    static int (*const parts[])(struct hr_lane *) = {hr_leader_collect, form_batches, flush_log};
-    int moved = collect_local(lane);
-    HR_TRY(moved);
-    const int linked = hr_leader_progress_links(lane);
+    const int collected = collect_local(lane);
+    HR_TRY(collected);
+    const int linked = lane->leader.link_count > 0 ? hr_leader_progress_links(lane) : HR_STILL;
     HR_TRY(linked);
-    moved |= linked;
-    const int may_agree = close_lone(lane);
-    HR_TRY(may_agree);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts && may_agree; i++) {
-        const int status = parts[i](lane);
-        HR_TRY(status);
-        moved |= status;
-    }
+    const int agreed = agree_on_news(lane);
+    HR_TRY(agreed);
+    const int moved = collected | linked | agreed;
     return moved && lane->leader.link_count > 0 ? send_at_once(lane) : moved;
-}
-
-int hr_lane_has_lead_work(struct hr_lane *lane) {
-    const struct hr_partition_header *header = lane->team->partition.header;
-    int64_t due_ns;
-    if (atomic_load(&header->announced) != lane->leader.announced_seen || may_collect(lane) ||
-        hr_leader_may_tell_joined(lane) || may_close(lane) || may_form_batch(lane, &due_ns)) {
-        return 1;
-    }
-    if (hr_buffer_size(&lane->leader.log_out) > 0 &&
-        atomic_load(&header->log.written) - slowest_reader(lane) < HR_LOG_RING_BYTES) {
-        return 1;
-    }
-    return hr_leader_has_messages(lane);
-}
-
-int64_t hr_lane_batch_due_ns(struct hr_lane *lane) {
-    int64_t due_ns;
-    (void)may_form_batch(lane, &due_ns);
-    return due_ns;
 }

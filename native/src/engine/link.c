@@ -29,14 +29,9 @@ void hr_link_close(struct hr_link *link) {
     link->open = 0;
 }
 
-int hr_link_has_work(const struct hr_link *link) {
-    return link->open && ((link->recv.state != HR_IO_POSTED && !link->has_no_memory) ||
-                          (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0));
-}
-
 static int send_next(struct hr_lane *lane, struct hr_link *link) {
     if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
-        return 0;
+        return HR_STILL;
     }
     struct hr_buffer sent = link->sending;
     hr_buffer_consume(&sent, hr_buffer_size(&sent));
@@ -46,7 +41,7 @@ static int send_next(struct hr_lane *lane, struct hr_link *link) {
     HR_TRY(transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, hr_buffer_front(&link->sending),
                                      hr_buffer_size(&link->sending), &link->send));
     atomic_fetch_add_explicit(&lane->engine->counts.messages_sent, 1, memory_order_relaxed);
-    return 1;
+    return HR_MOVED;
 }
 
 static int receive_next(const struct hr_lane *lane, struct hr_link *link) {
@@ -54,22 +49,22 @@ static int receive_next(const struct hr_lane *lane, struct hr_link *link) {
         return HORO_ERR_PEER_LOST;
     }
     if (link->recv.state != HR_IO_DONE) {
-        return 0;
+        return HR_STILL;
     }
     HR_TRY(hr_buffer_append(&link->in, link->received, link->recv.done_bytes));
     HR_TRY(post_receive(lane, link));
-    return 1;
+    return HR_MOVED;
 }
 
 int hr_link_progress(struct hr_lane *lane, struct hr_link *link) {
     if (!link->open) {
-        return 0;
+        return HR_STILL;
     }
-    const int received = link->has_no_memory ? 0 : receive_next(lane, link);
+    const int received = link->has_no_memory ? HR_STILL : receive_next(lane, link);
     if (received < 0) {
         link->has_no_memory = received != HORO_ERR_PEER_LOST;
         return received;
     }
     const int sent = send_next(lane, link);
-    return sent < 0 ? sent : received || sent;
+    return sent < 0 ? sent : received | sent;
 }

@@ -150,7 +150,7 @@ static int count_in(const struct hr_lane *lane, uint32_t id) {
         if (next == 0) {
             return 0;
         }
-    } while (!atomic_compare_exchange_weak(word_of(lane), &word, next)); /* partner: hr_lone_has_work, hr_lone_go_on */
+    } while (!atomic_compare_exchange_weak(word_of(lane), &word, next)); /* partner: hr_lone_go_on */
     return (next & CLOSED) == 0;
 }
 
@@ -164,6 +164,7 @@ int hr_lone_enter(struct hr_lane *lane, struct hr_request *request, uint32_t id)
         return 0;
     }
     lane->lone.request = request;
+    hr_part_expect(&lane->part, request->submit_ns + LIMIT_NS);
     return 1;
 }
 
@@ -231,21 +232,14 @@ static int execute(struct hr_lane *lane) {
     return hr_lane_execute_lone(lane, request, rows);
 }
 
-int hr_lone_has_work(struct hr_lane *lane) {
-    if (lane->lone.request == NULL) {
-        return 0;
-    }
-    lane->lone.is_given_up |= lane->node->looks_at_all; /* this rank is about to sleep */
-    return lane->lone.is_given_up || look(lane, atomic_load(word_of(lane))) != ROUND_OPEN;
-}
-
 int hr_lone_go_on(struct hr_lane *lane) {
+    lane->lone.is_given_up |= lane->node->looks_at_all; /* this rank is about to sleep */
     const enum round round = lane->lone.is_given_up ? close_mine(lane) : look(lane, atomic_load(word_of(lane)));
     if (round == ROUND_OPEN) {
-        return 0;
+        return HR_STILL;
     }
     HR_TRY(round == ROUND_COMPLETE ? execute(lane) : announce(lane));
-    return 1;
+    return HR_MOVED;
 }
 
 int hr_lone_give_up(struct hr_lane *lane) {
@@ -254,11 +248,11 @@ int hr_lone_give_up(struct hr_lane *lane) {
 
 int64_t hr_lone_due_ns(struct hr_lane *lane, int64_t now_ns) {
     if (lane->lone.request == NULL) {
-        return 0;
+        return HR_NEVER;
     }
     const int64_t due_ns = lane->lone.request->submit_ns + LIMIT_NS;
     lane->lone.is_given_up |= now_ns >= due_ns;
-    return due_ns;
+    return lane->lone.is_given_up ? HR_NEVER : due_ns;
 }
 
 void hr_lone_drop(struct hr_lane *lane) {

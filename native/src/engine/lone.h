@@ -42,12 +42,11 @@ struct hr_lone {
 
 /* Counts this rank in for a request that is known by this id: 1, or 0 where it is to be announced. */
 int hr_lone_enter(struct hr_lane *lane, struct hr_request *request, uint32_t id);
-/* Whether there is something to do about it. And: does it; 1 if something moved, 0, or a status. */
-int hr_lone_has_work(struct hr_lane *lane);
+/* Executes it, or announces it, if the round has ended. HR_STILL, HR_MOVED or a status. */
 int hr_lone_go_on(struct hr_lane *lane);
 /* Before what must come behind the request: announces it, unless all are counted in. HORO_OK or a status. */
 int hr_lone_give_up(struct hr_lane *lane);
-/* The time when this rank gives it up, which this does if that has come; 0: it is counted in for none. */
+/* Returns the time when this rank gives it up, and does that if it has come; HR_NEVER: it is counted in for none. */
 int64_t hr_lone_due_ns(struct hr_lane *lane, int64_t now_ns);
 /* The group has ended, or the lane: nothing comes of it. */
 void hr_lone_drop(struct hr_lane *lane);

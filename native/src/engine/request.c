@@ -222,8 +222,8 @@ int hr_request_create(const horo_request *call, struct hr_request **request, str
     return HORO_OK;
 }
 
-void hr_request_set_by_nccl(struct hr_request *request) {
-    request->call.flags |= HORO_SUBMIT_BY_NCCL;
+void hr_request_set_on_gpu(struct hr_request *request) {
+    request->call.flags |= HORO_SUBMIT_ON_GPU;
     (void)encode(request); /* into the room that it has already */
 }
 

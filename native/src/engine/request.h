@@ -47,7 +47,6 @@ struct hr_request {
     int refused;                  /* a refusal, see submit.c: the status; its reason is error_text */
     struct hr_request *behind;    /* of a refusal: the next call of its name, which is queued when this one is done */
     int is_behind;                /* under the lock: it is such a call */
-    int is_taken;                 /* driver: it was for NCCL, which has been refused; what travels is as it was */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     int is_stand_in;              /* for one of this rank, which has joined */
     void *stand_in;               /* of such a one: the memory of its tensors in the host; NULL: there is none */
@@ -56,10 +55,9 @@ struct hr_request {
     int team_added;               /* add team: its id, once done; else -1 */
     int team_size, team_rank;     /* of its own team, and of this rank there */
     int is_queued;                /* under the lock: it has been in the queue, or is to get there when is_behind ends */
-    int awaits_values;            /* under the lock: submitted for NCCL, which is not to have it; it is being staged */
     int is_returned;              /* under the lock: results are on their way to the GPU */
-    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or NCCL does it */
-    /* by NCCL: behind the caller's work when it was submitted, and behind its results once it is done */
+    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or stay on the GPU */
+    /* it is done on the GPU: behind the caller's work when it was submitted, and behind its results once it is done */
     struct hr_mark *mark;
 };
 
@@ -80,15 +78,15 @@ struct hr_known {
  */
 int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
-/* Before it is announced: that it is for NCCL. */
-void hr_request_set_by_nccl(struct hr_request *request);
+/* Before it is announced: that it is done on the GPU. */
+void hr_request_set_on_gpu(struct hr_request *request);
 /* Of a refusal; empty otherwise. */
 static inline struct hr_wire_text hr_request_reason(const struct hr_request *request) {
     return request->refused == 0 ? (struct hr_wire_text){NULL, 0}
                                  : (struct hr_wire_text){request->error_text, strlen(request->error_text)};
 }
-static inline int hr_request_is_by_nccl(const struct hr_request *request) {
-    return (request->call.flags & HORO_SUBMIT_BY_NCCL) != 0 && !request->is_taken;
+static inline int hr_request_is_on_gpu(const struct hr_request *request) {
+    return (request->call.flags & HORO_SUBMIT_ON_GPU) != 0;
 }
 
 /*

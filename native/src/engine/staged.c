@@ -10,6 +10,7 @@
 #include "device/mark.h"
 #include "device/staging.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 enum { CLOSE_MS = 2500 }; /* for what runs on a GPU; then the stager frees what it has without this thread */
 
@@ -19,17 +20,13 @@ static void on_ready(void *owner, void *launched) {
     struct hr_request *request = launched;
     (void)pthread_mutex_lock(&engine->submission.lock);
     if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
-        if (request->is_queued) { /* for NCCL */
-            hr_engine_note_values(engine, request);
-        } else {
-            hr_engine_queue(engine, request);
-        }
+        hr_engine_queue(engine, request);
         hr_engine_kick(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
 }
 
-void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
+static void end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
     char words[HORO_MESSAGE_MAX];
     const int length = snprintf(words, sizeof words,
                                 "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
@@ -38,23 +35,16 @@ void hr_engine_end_for_copy(struct hr_engine *engine, const horo_request *call, 
     hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
 }
 
-/*
- * A request whose values do not come; with the lock held. The other ranks wait for it, and are told, or have been told
- * that it is there.
- */
+/* A request whose values do not come; with the lock held. The other ranks wait for it, and are told. */
 static void fail_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
-        return;
-    }
-    if (request->is_queued) {
-        hr_engine_end_for_copy(engine, &request->call, text);
         return;
     }
     hr_engine_complete_locked(engine, request, status, text);
     /* before anybody can submit the name again */
     const int is_told = hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text) == 1;
     if (!is_told && !atomic_load(&engine->driver.stop)) {
-        hr_engine_end_for_copy(engine, &request->call, text);
+        end_for_copy(engine, &request->call, text);
     }
     hr_engine_kick(engine); /* a caller that waits for it may drive meanwhile */
     (void)pthread_cond_broadcast(&engine->submission.done);
@@ -149,8 +139,8 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     describe(engine, request, staged);
     struct hr_error reason = {0};
-    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, request->mark,
-                                         staged, (size_t)call->tensor_count, &request->staging, &reason);
+    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
+                                         (size_t)call->tensor_count, &request->staging, &reason);
     free(staged);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
@@ -170,13 +160,6 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
         fail_locked(engine, refused, error.code, error.text);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-}
-
-int hr_engine_stage_marked(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
-    HR_TRY(hr_engine_stage(engine, request, error));
-    hr_mark_drop(request->mark);
-    request->mark = NULL;
-    return hr_staging_launch(request->staging, request, error);
 }
 
 static void drop(void *staging) {

@@ -9,6 +9,9 @@
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };
 
+/* While others are waited for, it is looked so often whether anything has moved. */
+enum { STEPS = 16 };
+
 enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
@@ -170,27 +173,25 @@ static int find_only_other(const struct hr_team *team) {
     return -1;
 }
 
-/* The batch that is being executed, or that a record is in front of, has not moved for waited_ns. */
+/* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const char *held_by = hr_engine_holds_record(lane);
-    const int silent = held_by != NULL ? -1 : find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && (held_by != NULL || hr_engine_awaits_gpu(lane));
+    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
+    const int silent = find_silent(lane, now_ns);
+    const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
      * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front
      */
-    const int may_wait =
-        held_by != NULL || hr_engine_orders_turn(lane) || (late >= 0 && hr_engine_is_beside_nccl(lane));
+    const int may_wait = on_gpu == HR_GPU_OTHER_RANKS || (late >= 0 && on_gpu == HR_GPU_BESIDE);
     const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
     } else {
         (void)snprintf(name, sizeof name, "%s",
-                       held_by != NULL              ? held_by
-                       : is_late_here               ? "its own GPU"
+                       is_late_here                 ? "its own GPU"
                        : lane->team->host_count > 1 ? "another host"
                                                     : "another rank");
     }
@@ -234,7 +235,7 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || was_stopped || hr_engine_awaits_turn(lane)) {
+    if (moves != stall->moves || was_stopped || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
     }
@@ -246,16 +247,12 @@ static int64_t look(struct hr_lane *lane, int64_t now_ns) {
     return now_ns + warning_ns / LOOKS;
 }
 
-/* As hr_lane_check_stall, but for answers that are waited for. */
+/* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    if (warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
-        atomic_store_explicit(&lane->node->arena.blocks[lane->node->local_rank].alive_until_ns, INT64_MAX,
-                              memory_order_relaxed);
-        return 0;
-    }
-    if (atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
-        (!lane->is_leader || lane->leader.agree.active == 0)) {
+    const int is_idle = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+                        (!lane->is_leader || lane->leader.agree.active == 0);
+    if (warning_ns <= 0 || is_idle) {
         return 0;
     }
     /*
@@ -263,8 +260,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
      */
     const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
-        const int is_executing =
-            lane->executor.state != HR_EXECUTION_IDLE || hr_engine_holds_record(lane) != NULL;
+        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
         const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {
@@ -280,8 +276,32 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
 }
 
-int64_t hr_lane_check_stall(struct hr_lane *lane, int64_t now_ns) {
-    const int64_t due_ns = check(lane, now_ns);
-    const int64_t answers_ns = hr_stall_check_answers(lane, now_ns);
-    return due_ns == 0 || (answers_ns != 0 && answers_ns < due_ns) ? answers_ns : due_ns;
+int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns) {
+    return node->stall_warning_ns > 0 ? now_ns + node->stall_warning_ns / STEPS : HR_NEVER;
 }
+
+int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
+    int64_t next_ns = HR_NEVER;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int64_t answers_ns = engine->lanes[i]->stall.answers_ns;
+        next_ns = answers_ns != 0 && answers_ns < next_ns ? answers_ns : next_ns;
+    }
+    return next_ns;
+}
+
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    struct hr_engine *engine = part->owner;
+    if (engine->driver.stage != HR_ENGINE_RUNNING) {
+        return HR_NEVER;
+    }
+    int64_t next_ns = engine->driver.expects_others ? hr_stall_next_look_ns(engine->node, now_ns) : HR_NEVER;
+    for (int i = 0; i < engine->lane_count; i++) {
+        const int64_t due_ns = check(engine->lanes[i], now_ns);
+        next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;
+        hr_stall_check_answers(engine->lanes[i], now_ns);
+    }
+    const int64_t answers_ns = hr_stall_answers_ns(engine);
+    return answers_ns < next_ns ? answers_ns : next_ns;
+}
+
+const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due};

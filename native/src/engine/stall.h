@@ -43,8 +43,8 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
  * in their own logs.
  */
 void hr_stall_ask(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns);
-/* Names those that should have answered and have not; returns when to look for that, 0: no need. */
-int64_t hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns);
+/* Names those that should have answered and have not. */
+void hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns);
 /*
  * stall_text.c: whether a member, local or a host below, has not submitted all of it. What is excused does not count
  * beside other names, nor of a local rank that has submitted any: who has not joined may wait itself for a late rank.

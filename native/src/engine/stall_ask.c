@@ -47,12 +47,13 @@ int hr_leader_pass_question(struct hr_lane *lane, int asker) {
         ask_below(lane, i, asker);
     }
     lane->stall.answers_ns = hr_now_ns() + ANSWER_NS;
+    hr_part_expect(&lane->engine->driver.stall, lane->stall.answers_ns);
     return HORO_OK;
 }
 
-int64_t hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns) {
+void hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns) {
     if (lane->stall.answers_ns == 0 || now_ns < lane->stall.answers_ns) {
-        return lane->stall.answers_ns;
+        return;
     }
     lane->stall.answers_ns = 0;
     for (int member = 0; member < lane->team->local_size; member++) {
@@ -66,5 +67,4 @@ int64_t hr_stall_check_answers(struct hr_lane *lane, int64_t now_ns) {
                    name);
         }
     }
-    return 0;
 }

@@ -10,7 +10,8 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
+#include "engine/gpu.h"
 
 /* The lane of the request's team; with the lock held. */
 static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
@@ -115,13 +116,10 @@ static int check(const struct hr_engine *engine, struct hr_request *request, str
     return HORO_OK;
 }
 
-/* With the lock held. HORO_IN_PROGRESS: it is to be made again. */
+/* With the lock held. */
 static int enqueue(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
     HR_TRY(check(engine, request, error));
-    if (hr_engine_is_placed_late(engine, request)) {
-        return HORO_IN_PROGRESS;
-    }
     hr_engine_note_caller(engine);
     request->handle = engine->submission.last_handle + 1;
     const uint64_t handle_hash = hr_hash_number(request->handle);
@@ -146,38 +144,32 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
     return HORO_OK;
 }
 
-/* Its tensors: NCCL's or, if it is not to have them, on their way to the host; none of what is refused. */
+/* Its tensors stay on the GPU, or are on their way to the host; none of what is refused. */
 static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
-    struct hr_error reason = {0};
-    const horo_request *call = &request->call;
     (void)pthread_mutex_lock(&engine->submission.lock);
-    int status = check(engine, request, error);
+    const int status = check(engine, request, error);
+    const int stays = status == HORO_OK && atomic_load(&request->lane->on_gpu) != NULL;
     (void)pthread_mutex_unlock(&engine->submission.lock);
     HR_TRY(status);
-    status = hr_engine_mark_for_nccl(engine, request, &reason);
-    if (status != HORO_OK) {
-        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
-    }
-    return request->mark != NULL ? HORO_OK : hr_engine_stage(engine, request, error);
+    return stays ? hr_gpu_place(engine, request, error) : hr_engine_stage(engine, request, error);
 }
 
-/* As enqueue. */
-static int try_to_submit(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
-                         struct hr_error *error) {
+static int create_and_enqueue(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane,
+                              int64_t *handle, struct hr_error *error) {
     struct hr_request *request = NULL;
     HR_TRY(hr_request_create(call, &request, error));
     if (call->device != 0 && place_on_gpu(engine, request, error) != HORO_OK) {
         hr_request_destroy(request);
         return error->code;
     }
-    const int is_staged = request->staging != NULL; /* from here on the driver may stage it */
+    const int is_staged = request->staging != NULL;
     (void)pthread_mutex_lock(&engine->submission.lock);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
         request->new_lane = new_lane;
         *handle = request->handle;
         const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
-        if (engine->driver.who != HR_DRIVER_NONE || !sync) {
+        if (!hr_token_is_free(&engine->driver) || !sync) {
             hr_engine_kick(engine);
         }
     }
@@ -201,11 +193,7 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
         hr_engine_show_end(engine);
         return error->code;
     }
-    int status;
-    do {
-        status = try_to_submit(engine, call, new_lane, handle, error);
-    } while (status == HORO_IN_PROGRESS);
-    return status;
+    return create_and_enqueue(engine, call, new_lane, handle, error);
 }
 
 int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
@@ -215,8 +203,8 @@ int hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s' is the name of joining; use another name", call->name);
     }
-    if ((call->flags & HORO_SUBMIT_BY_NCCL) != 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "'%s': what NCCL does is for horo to say",
+    if ((call->flags & HORO_SUBMIT_ON_GPU) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': what is done on the GPU is for horo to say",
                        call->name == NULL ? "" : call->name);
     }
     return hr_engine_submit_with(engine, call, NULL, handle, error);

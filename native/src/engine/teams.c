@@ -7,7 +7,8 @@
 #include <stdlib.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/drive.h"
+#include "engine/gpu.h"
 
 /* ---- The callers' side ---- */
 
@@ -209,6 +210,9 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
         return error.code;
     }
+    if (lane != NULL) {
+        hr_gpu_attach(engine, lane);
+    }
     (void)pthread_mutex_lock(&engine->submission.lock);
     request->new_lane = NULL;
     request->team_added = place->id;
@@ -217,6 +221,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     place->lane = lane;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
+        hr_drive_add(engine, &lane->part, &hr_part_lane, lane);
         choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
@@ -227,6 +232,7 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
     for (int i = 1; i < engine->lane_count; i++) {
         if (engine->lanes[i] == lane) {
             engine->lanes[i] = engine->lanes[--engine->lane_count];
+            hr_drive_remove(engine, &lane->part);
             engine->driver.lane_moves += hr_lane_moves(lane);
             engine->gone_link_bytes +=
                 lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
@@ -250,7 +256,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
     if (lane != NULL) {
-        hr_engine_remove_nccl(engine, lane);
+        hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
         hr_lane_destroy(lane);
     }

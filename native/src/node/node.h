@@ -61,7 +61,7 @@ struct hr_node {
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;  /* 0: never */
     int64_t stall_shutdown_ns; /* 0: never */
-    int64_t nccl_within_ns;    /* NCCL is waited for, of which no event tells: the longest sleep; 0: it is not */
+    int64_t poll_within_ns;    /* a GPU is waited for, of which no event tells: the longest sleep; 0: it is not */
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;
@@ -73,7 +73,7 @@ static inline int hr_node_is_contended(const struct hr_node *node, int64_t now_n
     return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
 }
 
-/* The condition of a wait: looks, may advance state of its own, never blocks. */
+/* The condition of a wait: looks, and does what can be done at once; 1 ends the wait. Never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 
 /*

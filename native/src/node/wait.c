@@ -24,7 +24,7 @@ static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t 
     fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
     sleep->life_count = hr_node_life_fds(node, fds + 1);
     sleep->count = 1 + sleep->life_count;
-    sleep->look_ns = node->nccl_within_ns > 0 ? node->nccl_within_ns : -1; /* the longest sleep; -1: any */
+    sleep->look_ns = node->poll_within_ns > 0 ? node->poll_within_ns : -1; /* the longest sleep; -1: any */
     for (int i = 0; i < node->transport_count; i++) {
         sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(node->transports[i]));
         const size_t left = room - sleep->count;
@@ -67,12 +67,12 @@ void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep) {
     }
 }
 
-enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK };
+enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK, NOT_ASLEEP };
 
-/* Sleeps once. */
+/* Sleeps once, unless it is ready. */
 static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
     if (!set_mark(node, ready, arg)) {
-        return AWOKEN_BY_EVENT;
+        return NOT_ASLEEP;
     }
     struct hr_sleep *sleep = &node->sleep;
     name_fds(node, sleep, sleep->capacity);
@@ -157,6 +157,9 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         const enum awoken awoken = sleep_until_woken(node, ready, arg, deadline_ns);
         if (awoken == AWOKEN_BY_SIGNAL) {
             return HORO_IN_PROGRESS;
+        }
+        if (awoken == NOT_ASLEEP) {
+            return HORO_OK;
         }
         /* one look: spinning has been tried */
         now_ns = hr_now_ns();

@@ -136,7 +136,7 @@ static int is_canonical(const struct hr_wire_request *request) {
     const int reduces = hr_op_reduces(request->op);
     return (reduces || (request->reduce_op == 0 && memcmp(&request->prescale, &one, sizeof one) == 0 &&
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
-           (!request->by_nccl || hr_op_moves_data(request->op)) &&
+           (!request->on_gpu || hr_op_moves_data(request->op)) &&
            (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
            (request->op == HORO_BROADCAST || request->root_rank == 0);
 }
@@ -149,7 +149,7 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     request->reduce_op = read_u8(reader);
     const int flags = read_u8(reader);
     request->transient = flags & 1;
-    request->by_nccl = (flags & HR_WIRE_BY_NCCL) != 0;
+    request->on_gpu = (flags & HR_WIRE_ON_GPU) != 0;
     request->root_rank = read_i32(reader);
     request->prescale = read_f64(reader);
     request->postscale = read_f64(reader);
@@ -159,7 +159,7 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     const int reduce = request->reduce_op;
     require(reader, reduce == HORO_AVERAGE || reduce == HORO_SUM || reduce == HORO_ADASUM || reduce == HORO_MIN ||
                         reduce == HORO_MAX || reduce == HORO_PRODUCT);
-    require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_BY_NCCL) && request->root_rank >= 0 &&
+    require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_ON_GPU) && request->root_rank >= 0 &&
                         is_canonical(request));
     request->tensors = reader->at;
     for (uint32_t i = 0; i < request->tensor_count && !reader->failed; i++) {

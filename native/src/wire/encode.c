@@ -92,8 +92,8 @@ int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const int reduces = hr_op_reduces(request->op);
     *at++ = (uint8_t)request->op;
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
-    const int by_nccl = hr_op_moves_data(request->op) && (request->flags & HORO_SUBMIT_BY_NCCL) != 0;
-    *at++ = (uint8_t)(((request->flags & HORO_SUBMIT_TRANSIENT) != 0) | (by_nccl ? HR_WIRE_BY_NCCL : 0));
+    const int on_gpu = hr_op_moves_data(request->op) && (request->flags & HORO_SUBMIT_ON_GPU) != 0;
+    *at++ = (uint8_t)(((request->flags & HORO_SUBMIT_TRANSIENT) != 0) | (on_gpu ? HR_WIRE_ON_GPU : 0));
     at = write_i32(at, request->op == HORO_BROADCAST ? request->root_rank : 0);
     at = write_f64(at, reduces ? request->prescale : 1.0);
     at = write_f64(at, reduces ? request->postscale : 1.0);

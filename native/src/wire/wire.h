@@ -29,7 +29,7 @@
  *
  *   ref      u32 id, str16 name; an empty name: the cached tensor `id`; else the name, which now gets `id` (0: not
  *            cached)
- *   request  u8 op, u8 reduce_op, u8 flags (1: transient, 2: by NCCL), i32 root, f64 prescale, f64 postscale,
+ *   request  u8 op, u8 reduce_op, u8 flags (1: transient, 2: on the GPU), i32 root, f64 prescale, f64 postscale,
  *            str16 name, u32 n, n x tensor; of teams: one tensor, int32 [m], and m x i32, its values: the ranks of a
  *            team to add, the number of one to remove
  *   tensor   u8 dtype, u8 wire dtype, u8 ndim, ndim x i64 extent; allgather, alltoall: the first extent is written as
@@ -84,7 +84,7 @@ enum {
     HR_WIRE_DATA_MAX = 1 << 16,
     HR_WIRE_KNOBS_MAX = 64,
     HR_WIRE_VAR_MAX = 9, /* bytes */
-    HR_WIRE_BY_NCCL = 2,   /* among the flags of a request */
+    HR_WIRE_ON_GPU = 2,   /* among the flags of a request */
     HR_WIRE_ALL_NAMES = 0, /* the hash of no name, see lane */
     /*
      * Of a request's canonical form, and of that and its rows: a REQUEST message holds it together with the longest
@@ -117,7 +117,7 @@ struct hr_wire_request {
     int op;
     int reduce_op;
     int transient;
-    int by_nccl; /* an operation that moves data */
+    int on_gpu; /* an operation that moves data */
     int root_rank;
     double prescale;
     double postscale;

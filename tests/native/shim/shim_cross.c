@@ -9,9 +9,9 @@
 #include "local/shares.h"
 #include "collective/two_level.h"
 #include "horo.h"
-#include "loopback.h"
 #include "node/linked.h"
 #include "shim_transport.h"
+#include "transport/queue.h"
 
 enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
@@ -167,26 +167,45 @@ int shim_cross_run(void *transport, int host, const shim_cross_call *call, void 
     return status;
 }
 
-/* A transport that counts what is sent through it and sees to it that no memory is received into while it is in use. */
-struct counting {
+/* A linear congruential generator (Knuth's MMIX); the high bits are the good ones. */
+static unsigned draw(uint64_t *seed, unsigned below) {
+    *seed = *seed * 6364136223846793005u + 1442695040888963407u;
+    return (unsigned)(*seed >> 33) % below;
+}
+
+/* One member of a simulation: a transport inside this thread, with the links of the rule, and its call. */
+struct member {
     struct hr_transport base;
-    struct hr_transport *inner;
+    struct simulation *simulation;
+    int host, is_closed, is_abandoned, misused, status;
+    struct hr_queue send[PARTS_MAX], recv[PARTS_MAX]; /* by peer */
+    size_t pulled[PARTS_MAX];                         /* what a peer has taken of the first send; it is not told yet */
     size_t sent_bytes;
-    int misused;
-    const struct hr_io *ios[2 * HR_CROSS_WINDOW];
+    const struct hr_io *ios[2 * HR_CROSS_WINDOW]; /* that are posted, to look at their memory */
     int is_recv[2 * HR_CROSS_WINDOW];
     int io_count;
+    struct hr_cross state;
+    void *scratch;
+    struct hr_cross_part parts[PARTS_MAX];
 };
 
-/* Drops what is over and the old life of `io` itself; then says whether the new range is in use, and adds it. */
-static void look_at_memory(struct counting *self, const char *data, size_t bytes, const struct hr_io *io, int is_recv) {
+struct simulation {
+    int host_count;
+    uint64_t seed;
+    size_t piece_bytes; /* that move at once, at most; 0: whatever there is */
+    int cut_a, cut_b, turns_until_cut;
+    struct member *members;
+};
+
+/* No memory is received into while it is in use. Drops what is over and the old life of `io`, and adds the new one. */
+static void look_at_memory(struct member *self, const struct hr_io *io, int is_recv) {
     int kept = 0;
     for (int i = 0; i < self->io_count; i++) {
         const struct hr_io *other = self->ios[i];
         if (other == io || other->state != HR_IO_POSTED) {
             continue;
         }
-        const int overlaps = data < other->data + other->bytes && other->data < data + bytes;
+        const int overlaps = io->data < other->data + other->bytes && other->data < io->data + io->bytes;
         self->misused |= overlaps && (is_recv || self->is_recv[i]);
         self->ios[kept] = other;
         self->is_recv[kept++] = self->is_recv[i];
@@ -196,171 +215,144 @@ static void look_at_memory(struct counting *self, const char *data, size_t bytes
     self->io_count = kept + 1;
 }
 
-static int counting_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
-                              size_t bytes, struct hr_io *io) {
-    struct counting *self = (struct counting *)transport;
-    self->sent_bytes += bytes;
-    look_at_memory(self, data, bytes, io, 0);
-    return self->inner->ops->post_send(self->inner, peer, channel, data, bytes, io);
-}
-
-static int counting_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data,
-                              size_t bytes, struct hr_io *io) {
-    struct counting *self = (struct counting *)transport;
-    look_at_memory(self, data, bytes, io, 1);
-    return self->inner->ops->post_recv(self->inner, peer, channel, data, bytes, io);
-}
-
-static void counting_abandon(struct hr_transport *transport, enum hr_channel channel) {
-    struct counting *self = (struct counting *)transport;
-    self->inner->ops->abandon(self->inner, channel);
-}
-
-static const struct hr_transport_ops counting_ops = {
-    .name = "counting",
-    .post_send = counting_post_send,
-    .post_recv = counting_post_recv,
-    .abandon = counting_abandon,
-};
-
-struct member {
-    struct counting transport;
-    struct hr_cross state;
-    void *scratch;
-    struct hr_cross_part parts[PARTS_MAX];
-    int status;
-};
-
-static int member_begin(struct member *member, struct loopback_hub *hub, int host, const shim_cross_call *call,
-                        void *data) {
-    struct hr_error error = {0};
-    member->transport = (struct counting){.base.ops = &counting_ops, .inner = loopback_create(hub, host, 0, &error)};
-    if (member->transport.inner == NULL) {
-        return error.code;
+static int post(struct member *self, int peer, enum hr_channel channel, struct hr_queue *queues, char *data,
+                size_t bytes, struct hr_io *io) {
+    if (channel != HR_CHANNEL_DATA || peer < 0 || peer >= self->simulation->host_count || peer == self->host ||
+        !hr_hosts_are_linked(channel, self->simulation->host_count, self->host, peer)) {
+        return HORO_ERR_INTERNAL;
     }
+    if (self->is_abandoned) {
+        return HORO_ERR_ABORTED;
+    }
+    hr_queue_push(&queues[peer], data, bytes, io);
+    look_at_memory(self, io, queues == self->recv);
+    return HORO_OK;
+}
+
+static int member_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
+                            size_t bytes, struct hr_io *io) {
+    struct member *self = (struct member *)transport;
+    self->sent_bytes += bytes;
+    return post(self, peer, channel, self->send, (char *)(uintptr_t)data, bytes, io);
+}
+
+static int member_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data,
+                            size_t bytes, struct hr_io *io) {
+    struct member *self = (struct member *)transport;
+    return post(self, peer, channel, self->recv, data, bytes, io);
+}
+
+static void member_abandon(struct hr_transport *transport, enum hr_channel channel) {
+    struct member *self = (struct member *)transport;
+    (void)channel;
+    self->is_abandoned = 1;
+    for (int peer = 0; peer < PARTS_MAX; peer++) {
+        (void)hr_queue_fail(&self->send[peer]);
+        (void)hr_queue_fail(&self->recv[peer]);
+    }
+}
+
+static const struct hr_transport_ops member_ops = {
+    .name = "simulated",
+    .post_send = member_post_send,
+    .post_recv = member_post_recv,
+    .abandon = member_abandon,
+};
+
+static int is_lost(const struct simulation *simulation, int host, int peer) {
+    const int is_cut = simulation->turns_until_cut < 0 && ((host == simulation->cut_a && peer == simulation->cut_b) ||
+                                                           (host == simulation->cut_b && peer == simulation->cut_a));
+    return is_cut || simulation->members[peer].is_closed;
+}
+
+/* Takes a part of what a peer sends, and learns what the peer has taken. */
+static void move(struct member *self, int number) {
+    struct simulation *simulation = self->simulation;
+    struct member *peer = &simulation->members[number];
+    struct hr_queue *recv = &self->recv[number];
+    if (is_lost(simulation, self->host, number)) {
+        (void)hr_queue_fail(recv);
+        (void)hr_queue_fail(&self->send[number]);
+        return;
+    }
+    (void)hr_queue_advance(&self->send[number], self->pulled[number]);
+    self->pulled[number] = 0;
+    (void)hr_queue_advance(recv, 0);
+    const struct hr_io *from = peer->send[self->host].head;
+    if (recv->head == NULL || from == NULL || peer->pulled[self->host] > 0) {
+        return;
+    }
+    const size_t there = from->bytes - from->done_bytes;
+    const size_t room = recv->head->bytes - recv->head->done_bytes;
+    size_t bytes = there < room ? there : room;
+    bytes = simulation->piece_bytes > 0 && simulation->piece_bytes < bytes ? simulation->piece_bytes : bytes;
+    memcpy(recv->head->data + recv->head->done_bytes, from->data + from->done_bytes, bytes);
+    peer->pulled[self->host] = bytes;
+    (void)hr_queue_advance(recv, bytes);
+}
+
+static int member_begin(struct member *member, struct simulation *simulation, int host, const shim_cross_call *call,
+                        void *data) {
+    member->base.ops = &member_ops;
+    member->simulation = simulation;
+    member->host = host;
     HR_TRY(scratch_create(call, &member->scratch));
-    const struct hr_cross_call full = call_of(call, &member->transport, host, data, member->scratch, member->parts);
+    const struct hr_cross_call full = call_of(call, member, host, data, member->scratch, member->parts);
     HR_TRY(hr_cross_begin(algorithm_of(call), &member->state, &full));
     member->status = HORO_IN_PROGRESS;
     return HORO_OK;
 }
 
-static void member_close(struct member *member) {
-    if (member->transport.inner != NULL) {
-        member->transport.inner->ops->destroy(member->transport.inner);
-        member->transport.inner = NULL;
-    }
-    free(member->scratch);
-    member->scratch = NULL;
-}
-
 /* Turns until the call is over, then the transport alone: what was sent must still go out. */
-static void member_turn(struct member *member, int of_transport) {
-    if (member->transport.inner == NULL) {
+static void member_turn(struct member *member) {
+    if (member->is_closed) {
         return;
     }
-    if (of_transport || member->status == HORO_OK) {
-        (void)member->transport.inner->ops->progress(member->transport.inner);
+    if (member->status == HORO_OK || draw(&member->simulation->seed, 2)) {
+        for (int peer = 0; peer < member->simulation->host_count; peer++) {
+            if (peer != member->host && draw(&member->simulation->seed, 4) > 0) {
+                move(member, peer);
+            }
+        }
         return;
     }
     member->status = hr_cross_progress(&member->state);
     if (member->status < 0) {
-        member_close(member);
+        member->is_closed = 1;
+        member_abandon(&member->base, HR_CHANNEL_DATA);
     }
 }
 
-static int all_over(const struct member *members, int host_count) {
-    for (int i = 0; i < host_count; i++) {
-        if (members[i].status == HORO_IN_PROGRESS) {
+static int all_over(const struct simulation *simulation) {
+    for (int i = 0; i < simulation->host_count; i++) {
+        if (simulation->members[i].status == HORO_IN_PROGRESS) {
             return 0;
         }
     }
     return 1;
 }
 
-/* A linear congruential generator (Knuth's MMIX); the high bits are the good ones. */
-static unsigned draw(uint64_t *seed, unsigned below) {
-    *seed = *seed * 6364136223846793005u + 1442695040888963407u;
-    return (unsigned)(*seed >> 33) % below;
-}
-
-int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
-                        uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes) {
-    const unsigned host_count = (unsigned)call->host_count;
-    const struct loopback_timing timing = {.delay_polls = {delay_polls, delay_polls}, .piece_bytes = link_piece_bytes};
-    struct loopback_hub *hub = loopback_hub_create(call->host_count, &timing);
-    struct member *members = calloc(host_count, sizeof *members);
-    int status = hub == NULL || members == NULL ? HORO_ERR_RESOURCE : HORO_OK;
-    for (unsigned i = 0; i < host_count && status == HORO_OK; i++) {
-        status = member_begin(&members[i], hub, (int)i, call, data[i]);
+int shim_cross_simulate(const shim_cross_call *call, void *const *data, size_t link_piece_bytes, uint64_t seed,
+                        int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes) {
+    const int host_count = call->host_count;
+    struct member *members = calloc((size_t)host_count, sizeof *members);
+    struct simulation simulation = {host_count, seed, link_piece_bytes, cut_a, cut_b, cut_turn, members};
+    int status = members == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    for (int i = 0; i < host_count && status == HORO_OK; i++) {
+        status = member_begin(&members[i], &simulation, i, call, data[i]);
     }
-    int turns_until_cut = cut_turn;
-    for (uint64_t turn = 0; status == HORO_OK && turn < TURNS_MAX && !all_over(members, call->host_count); turn++) {
-        const int host = (int)draw(&seed, host_count);
-        if ((host == cut_a || host == cut_b) && turns_until_cut-- == 0) {
-            loopback_hub_cut(hub, cut_a, cut_b);
-        }
-        member_turn(&members[host], (int)draw(&seed, 2));
+    for (uint64_t turn = 0; status == HORO_OK && turn < TURNS_MAX && !all_over(&simulation); turn++) {
+        const int host = (int)draw(&simulation.seed, (unsigned)host_count);
+        simulation.turns_until_cut -= host == cut_a || host == cut_b;
+        member_turn(&members[host]);
     }
-    for (unsigned i = 0; members != NULL && i < host_count; i++) {
+    for (int i = 0; members != NULL && i < host_count; i++) {
         statuses[i] = members[i].status;
-        sent_bytes[i] = members[i].transport.sent_bytes;
-        status = members[i].transport.misused ? HORO_ERR_USAGE : status;
-        member_close(&members[i]);
+        sent_bytes[i] = members[i].sent_bytes;
+        status = members[i].misused ? HORO_ERR_USAGE : status;
+        free(members[i].scratch);
     }
     free(members);
-    loopback_hub_destroy(hub);
-    return status;
-}
-
-/* A transport that notes whom it is to send to and receive from, moves nothing, and is done at once. */
-struct noting {
-    struct hr_transport base;
-    char *peers;
-};
-
-static int note(struct hr_transport *transport, int peer, size_t bytes, struct hr_io *io) {
-    ((struct noting *)transport)->peers[peer] = 1;
-    *io = (struct hr_io){.bytes = bytes, .done_bytes = bytes, .state = HR_IO_DONE};
-    return HORO_OK;
-}
-
-static int noting_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
-                            size_t bytes, struct hr_io *io) {
-    (void)data;
-    return channel == HR_CHANNEL_DATA ? note(transport, peer, bytes, io) : HORO_ERR_INTERNAL;
-}
-
-static int noting_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                            struct hr_io *io) {
-    memset(data, 0, bytes);
-    return channel == HR_CHANNEL_DATA ? note(transport, peer, bytes, io) : HORO_ERR_INTERNAL;
-}
-
-static void noting_abandon(struct hr_transport *transport, enum hr_channel channel) {
-    (void)transport;
-    (void)channel;
-}
-
-static const struct hr_transport_ops noting_ops = {
-    .name = "noting", .post_send = noting_post_send, .post_recv = noting_post_recv, .abandon = noting_abandon};
-
-int shim_cross_peers(const shim_cross_call *call, int host, char *peers) {
-    struct noting transport = {.base.ops = &noting_ops, .peers = peers};
-    struct hr_cross state;
-    struct hr_cross_part parts[PARTS_MAX];
-    void *scratch = NULL;
-    void *data = calloc(call->count + 1, hr_dtype_bytes(call->dtype));
-    int status = data == NULL ? HORO_ERR_RESOURCE : scratch_create(call, &scratch);
-    if (status == HORO_OK) {
-        const struct hr_cross_call full = call_of(call, &transport, host, data, scratch, parts);
-        status = hr_cross_begin(algorithm_of(call), &state, &full);
-    }
-    if (status == HORO_OK) {
-        status = hr_cross_progress(&state);
-    }
-    free(scratch);
-    free(data);
     return status;
 }
 

@@ -50,19 +50,13 @@ int shim_cross_run(void *transport, int host, const shim_cross_call *call, void 
 int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data);
 
 /*
- * All members in this thread over a loopback hub, driven in an order drawn from `seed`. When hosts cut_a and cut_b (or
- * -1) have made cut_turn turns in all, their link is cut; a member with an error closes its end. Fills statuses
- * (HORO_IN_PROGRESS: not over after very many turns) and the bytes that each member sent. HORO_OK, HORO_ERR_RESOURCE,
- * or HORO_ERR_USAGE if an algorithm received into memory that was being sent or received into.
+ * All members in this thread, driven in an order drawn from `seed`, over the links of the rule, which move so many
+ * bytes at once (0: any). When hosts cut_a and cut_b (or -1) have made cut_turn turns in all, their link is cut; a
+ * member with an error closes its end. Fills statuses (HORO_IN_PROGRESS: not over after very many turns) and the bytes
+ * that each member sent. HORO_OK, HORO_ERR_RESOURCE, or HORO_ERR_USAGE if memory in use was received into.
  */
-int shim_cross_simulate(const shim_cross_call *call, void *const *data, int delay_polls, size_t link_piece_bytes,
-                        uint64_t seed, int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);
-
-/*
- * What member `host` would do of the call alone: sets peers[h], of host_count, to 1 for each host h that it sends to or
- * receives from. Nothing travels. HORO_OK once it has posted everything, or an error.
- */
-int shim_cross_peers(const shim_cross_call *call, int host, char *peers);
+int shim_cross_simulate(const shim_cross_call *call, void *const *data, size_t link_piece_bytes, uint64_t seed,
+                        int cut_a, int cut_b, int cut_turn, int *statuses, size_t *sent_bytes);
 
 /* Whether two hosts have a link on a channel, as the core sees it. */
 int shim_hosts_are_linked(int channel, int host_count, int host, int other);

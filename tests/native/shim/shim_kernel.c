@@ -13,72 +13,37 @@ const char *shim_kernel_name(const char *level) {
     return kernel == NULL ? NULL : kernel->name;
 }
 
-int shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
+void shim_kernel_reduce(const char *level, int dtype, int reduce_op, void *dst, void *copy, const void *const *src,
                        int src_count, size_t count, double factor, int divisor, int copy_store) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->reduce(dtype, reduce_op, dst, copy, src, src_count, count, (struct hr_scale){factor, divisor},
+    find(level)->reduce(dtype, reduce_op, dst, copy, src, src_count, count, (struct hr_scale){factor, divisor},
                    (enum hr_store)copy_store);
-    return 0;
 }
 
-int shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor,
+void shim_kernel_scale(const char *level, int dtype, void *dst, const void *src, size_t count, double factor,
                       int divisor, int store) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->scale(dtype, dst, src, count, (struct hr_scale){factor, divisor}, (enum hr_store)store);
-    return 0;
+    find(level)->scale(dtype, dst, src, count, (struct hr_scale){factor, divisor}, (enum hr_store)store);
 }
 
-int shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
+void shim_kernel_convert(const char *level, int dst_dtype, void *dst, int src_dtype, const void *src, size_t count,
                         double scale, int store) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->convert(dst_dtype, dst, src_dtype, src, count, scale, (enum hr_store)store);
-    return 0;
+    find(level)->convert(dst_dtype, dst, src_dtype, src, count, scale, (enum hr_store)store);
 }
 
-int shim_kernel_dots(const char *level, int dtype, const void *a, const void *b, size_t count, double *sums) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->dots(dtype, a, b, count, sums);
-    return 0;
+void shim_kernel_dots(const char *level, int dtype, const void *a, const void *b, size_t count, double *sums) {
+    find(level)->dots(dtype, a, b, count, sums);
 }
 
-int shim_kernel_combine(const char *level, int dtype, void *a, const void *b, size_t count, double a_factor,
+void shim_kernel_combine(const char *level, int dtype, void *a, const void *b, size_t count, double a_factor,
                         double b_factor) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->combine(dtype, a, b, count, a_factor, b_factor);
-    return 0;
+    find(level)->combine(dtype, a, b, count, a_factor, b_factor);
 }
 
-int shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->copy(dst, src, bytes, (enum hr_store)store);
-    return 0;
+void shim_kernel_copy(const char *level, void *dst, const void *src, size_t bytes, int store) {
+    find(level)->copy(dst, src, bytes, (enum hr_store)store);
 }
 
-int shim_kernel_exchange(const char *level, void *out, void *slot, const void *in, size_t bytes, int store) {
-    const struct hr_kernel *kernel = find(level);
-    if (kernel == NULL) {
-        return -1;
-    }
-    kernel->exchange(out, slot, in, bytes, (enum hr_store)store);
-    return 0;
+void shim_kernel_exchange(const char *level, void *out, void *slot, const void *in, size_t bytes, int store) {
+    find(level)->exchange(out, slot, in, bytes, (enum hr_store)store);
 }
 
 const char *shim_dtype_name(int dtype) {

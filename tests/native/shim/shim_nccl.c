@@ -11,7 +11,6 @@ struct shim_nccl {
     struct hr_stager *stager;
     struct hr_device *device;
     void *stream;
-    struct hr_backlog backlog;
     struct hr_nccl_comm comm;
 };
 
@@ -28,14 +27,12 @@ static void on_failed(void *owner, void *request, const char *text) {
 static int create_stream(struct shim_nccl *made, struct hr_error *error) {
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(made->device, &visit, error));
-    int status = hr_device_create_stream(made->device, &made->stream, error);
-    status = status == HORO_OK ? hr_backlog_create(&made->backlog, made->device, made->stream, error) : status;
+    const int status = hr_device_create_stream(made->device, &made->stream, error);
     hr_device_leave(made->device, &visit);
     return status;
 }
 
-static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, int size, int rank, char *id,
-                   int within_ms) {
+static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, int size, int rank, char *id) {
     struct hr_error error = {0};
     horo_library library = {0};
     struct hr_nccl_id where;
@@ -49,12 +46,12 @@ static int connect(struct shim_nccl *made, const char *cuda, const char *nccl, i
     }
     memcpy(&where, id, sizeof where);
     const struct hr_nccl_ranks ranks = {size, rank, &where};
-    return hr_nccl_connect(&made->comm, &made->nccl, made->device, &made->backlog, &ranks, within_ms, &error);
+    return hr_nccl_connect(&made->comm, &made->nccl, made->device, made->stream, &ranks, &error);
 }
 
-shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms) {
+shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id) {
     shim_nccl *made = calloc(1, sizeof *made);
-    if (made != NULL && connect(made, cuda, nccl, size, rank, id, within_ms) != HORO_OK) {
+    if (made != NULL && connect(made, cuda, nccl, size, rank, id) != HORO_OK) {
         shim_nccl_destroy(made);
         return NULL;
     }
@@ -118,7 +115,6 @@ void shim_nccl_destroy(shim_nccl *made) {
         hr_nccl_close(&made->comm);
     }
     if (made->stream != NULL && hr_device_enter(made->device, &visit, &ignored) == HORO_OK) {
-        hr_backlog_destroy(&made->backlog);
         (void)made->device->cuda->stream_destroy(made->stream);
         hr_device_leave(made->device, &visit);
     }

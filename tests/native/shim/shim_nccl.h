@@ -12,7 +12,7 @@ typedef struct shim_nccl shim_nccl;
  * SHIM_NCCL_ID_BYTES, which rank 0 writes and the others read. NULL: it could not be made.
  */
 enum { SHIM_NCCL_ID_BYTES = 128 };
-shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id, int within_ms);
+shim_nccl *shim_nccl_connect(const char *cuda, const char *nccl, int size, int rank, char *id);
 /* enum hr_nccl_state after a look. */
 int shim_nccl_poll(shim_nccl *made);
 /* Sums a byte at this address of the device. HORO_OK or a status. */

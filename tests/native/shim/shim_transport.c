@@ -6,40 +6,15 @@
 
 #include "base/clock.h"
 #include "horo.h"
-#include "loopback.h"
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 
 enum { SLEEP_FDS_MAX = 64 };
 
-void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes,
-                      int one_piece) {
-    const struct loopback_timing timing = {
-        .delay_polls = {[HR_CHANNEL_CONTROL] = control_delay_polls, [HR_CHANNEL_DATA] = data_delay_polls},
-        .piece_bytes = piece_bytes,
-        .one_piece = one_piece,
-    };
-    return loopback_hub_create(host_count, &timing);
-}
-
-void shim_hub_destroy(void *hub) {
-    loopback_hub_destroy(hub);
-}
-
-void shim_hub_cut(void *hub, int host_a, int host_b) {
-    loopback_hub_cut(hub, host_a, host_b);
-}
-
 static void *tell(struct hr_transport *transport, const struct hr_error *failure, int *status, char *error) {
     *status = failure->code;
     (void)snprintf(error, HORO_MESSAGE_MAX, "%s", failure->text);
     return transport;
-}
-
-void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error) {
-    struct hr_error failure = {0};
-    struct hr_transport *transport = loopback_create(hub, host, lane, &failure);
-    return tell(transport, &failure, status, error);
 }
 
 void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,

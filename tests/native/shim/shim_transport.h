@@ -8,13 +8,7 @@
 #include "horo.h"
 /* cffi: end */
 
-/* See loopback.h. */
-void *shim_hub_create(int host_count, int control_delay_polls, int data_delay_polls, size_t piece_bytes, int one_piece);
-void shim_hub_destroy(void *hub);
-void shim_hub_cut(void *hub, int host_a, int host_b);
-
 /* NULL with the sentence in error (HORO_MESSAGE_MAX bytes) and the code in *status. */
-void *shim_loopback_create(void *hub, int host, int lane, int *status, char *error);
 void *shim_tcp_create(const int *control_fds, const int *data_fds, int host_count, int data_sockets,
                       int peer_timeout_ms, int *status, char *error);
 /*

@@ -63,7 +63,7 @@ static void walk_request(const struct hr_wire_request *request) {
         .reduce_op = request->reduce_op,
         .root_rank = request->root_rank,
         .flags =
-            (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->by_nccl ? HORO_SUBMIT_BY_NCCL : 0),
+            (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->on_gpu ? HORO_SUBMIT_ON_GPU : 0),
         .prescale = request->prescale,
         .postscale = request->postscale,
         .tensors = tensors,

@@ -29,7 +29,7 @@ struct hr_agree_kind {
     int root_rank;
     int dtypes; /* dtype and wire dtype of all tensors in one number */
     int transient;
-    int by_nccl;
+    int on_gpu;
     double prescale, postscale;
     uint64_t bytes;
 };

@@ -83,7 +83,7 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
         .prescale = request.prescale,
         .postscale = request.postscale,
         .transient = request.transient,
-        .by_nccl = request.by_nccl,
+        .on_gpu = request.on_gpu,
     };
     const uint8_t *cursor = request.tensors;
     for (uint32_t i = 0; i < request.tensor_count; i++) {
@@ -158,7 +158,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
 }
 
 static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
-    if (a->op != b->op || a->by_nccl != b->by_nccl) {
+    if (a->op != b->op || a->on_gpu != b->on_gpu) {
         return 0;
     }
     if (a->op == HORO_BROADCAST) {

@@ -80,7 +80,7 @@ static int same_factors(const struct hr_wire_request *a, const struct hr_wire_re
 }
 
 static void describe_way(const struct hr_wire_request *request, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "%s", request->by_nccl ? "it on the GPU that NCCL uses"
+    (void)snprintf(text, VALUE_BYTES, "%s", request->on_gpu ? "it on the GPU that NCCL uses"
                                                              : "it in host memory or on another GPU");
 }
 
@@ -149,7 +149,7 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         describe_root(b, b_text);
     } else if (!same_factors(a, b)) {
         describe_factors(a, b, a_text, b_text);
-    } else if (a->by_nccl != b->by_nccl) {
+    } else if (a->on_gpu != b->on_gpu) {
         describe_way(a, a_text);
         describe_way(b, b_text);
     } else {

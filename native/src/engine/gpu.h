@@ -1,0 +1,75 @@
+/*
+ * Requests with tensors on GPUs. NCCL does those that it can where its ranks have been connected, which is before the
+ * team's first request (docs/adr/0044-nccl-does-what-all-ranks-agree-on.md); the others are staged: host memory has
+ * their values meanwhile. Which of the two it is follows from the call alone, so it is the same on all ranks.
+ */
+#ifndef HR_ENGINE_GPU_H
+#define HR_ENGINE_GPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "horo_gpu.h"
+
+struct hr_backend;
+struct hr_engine;
+struct hr_error;
+struct hr_lane;
+struct hr_request;
+
+/* ---- staged.c ---- */
+
+/* As horo_use_cuda, and horo_copy_back. */
+int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
+/* Before submission: begins to copy the values to the host, where the request has them then. Without the lock. */
+int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
+/* After submission of one that is staged: it gets into the queue when the values are there. Without the lock. */
+void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
+/* Driver: buries the memory on the host of a batch that was cut off. */
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* After all requests are gone. */
+void hr_engine_end_cuda(struct hr_engine *engine);
+
+/* ---- nccl.c ---- */
+
+/*
+ * Before submission of one with tensors on a GPU, whose team's ranks NCCL has connected: it is NCCL's, behind a mark.
+ * Or, where NCCL cannot do it, as hr_engine_stage. HORO_OK or a status. Without the lock.
+ */
+int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
+/* As horo_use_nccl, horo_nccl_id, horo_connect_nccl and horo_await_nccl. */
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
+                       horo_gpu *found, struct hr_error *error);
+int hr_engine_nccl_id(struct hr_engine *engine, void *id, struct hr_error *error);
+int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, int rank, struct hr_error *error);
+int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error);
+/* Driver: a lane has been opened, and has what this rank has connected for it; or it is about to go. */
+void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane);
+void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane);
+/* Whether something may run on a GPU that somebody has to look after. Any thread. */
+int hr_gpu_is_busy(const struct hr_engine *engine);
+/*
+ * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
+ * run, which others hold up, or the group has been aborted: what runs then may never end, and nobody would hear why.
+ */
+void hr_engine_trim_pinned(struct hr_engine *engine);
+/* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
+int hr_gpu_is_quiet(struct hr_engine *engine);
+/* Ends NCCL, when nobody drives any more. */
+void hr_gpu_end(struct hr_engine *engine);
+
+/* ---- nccl_order.c ---- */
+
+/* Driver: what does a batch of such requests, behind their marks; NULL: its team has not been connected. */
+struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count);
+/* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
+int hr_gpu_end_batch(struct hr_request *const *requests);
+/*
+ * Driver: what the lane's batch waits for. GPU: that of this rank, which shows on no other. BESIDE: the batch is not
+ * NCCL's, and kernels of NCCL run here, which another rank may wait for.
+ */
+enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
+enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane);
+
+#endif

@@ -1,0 +1,313 @@
+"""Small parts of the core, each by itself."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+from descriptors import open_descriptors
+from fabric import close_setup, make_setups
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Group, Rank, wait_for
+
+from horo.core.setup import Setup, close_all
+from horo.errors import PeerLostError
+
+# ---- A forked child is known for one, with and without a page that a fork wipes ----
+
+
+@pytest.mark.parametrize("by_pid", [False, True])
+def test_a_child_is_told_from_its_parent(native: ModuleType, by_pid: bool) -> None:
+    owner = native.lib.shim_owner_create(by_pid)
+    assert native.lib.shim_owner_is_here(owner) == 1
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        os._exit(native.lib.shim_owner_is_here(owner) if grandchild == 0 else _wait(grandchild))
+    assert _wait(child) == 0
+    assert native.lib.shim_owner_is_here(owner) == 1
+    native.lib.shim_owner_destroy(owner)
+
+
+def test_this_kernel_needs_no_system_call(native: ModuleType) -> None:
+    owner = native.lib.shim_owner_create(False)
+    assert native.lib.shim_owner_asks_kernel(owner) == 0
+    native.lib.shim_owner_destroy(owner)
+
+
+def _wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- The table in which a rank shows the others of its host what it has submitted ----
+
+
+@pytest.fixture
+def arena(native: ModuleType) -> Iterator[Any]:
+    one = native.lib.shim_arena_create()
+    yield one
+    native.lib.shim_arena_destroy(one)
+
+
+def test_a_pending_name_is_told_from_one_that_is_not(native: ModuleType, arena: Any) -> None:
+    lib = native.lib
+    names = [b"layers.%d.weight" % i for i in range(1000)]
+    places = [lib.shim_arena_pending_add(arena, name) for name in names]
+    assert len(set(places)) == len(names)
+    assert all(lib.shim_arena_pending_has(arena, name) == 1 for name in names)
+    assert lib.shim_arena_pending_has(arena, b"late") == 0
+
+
+def test_more_names_than_places_are_never_denied_and_leave_no_trace(native: ModuleType, arena: Any) -> None:
+    lib = native.lib
+    names = [b"n%d" % i for i in range(3 * lib.shim_arena_places())]
+    places = {name: lib.shim_arena_pending_add(arena, name) for name in names}
+    hidden = {name for name, place in places.items() if place == lib.shim_arena_places()}
+    assert len(names) - len(hidden) == lib.shim_arena_places()
+    random.Random(1).shuffle(names)
+    while names:
+        assert all(lib.shim_arena_pending_has(arena, name) == (-1 if name in hidden else 1) for name in names[-3:])
+        assert lib.shim_arena_pending_has(arena, b"late") == (-1 if hidden else 0)
+        gone = names.pop()
+        hidden.discard(gone)
+        lib.shim_arena_pending_remove(arena, places[gone])
+    assert lib.shim_arena_pending_has(arena, gone) == 0
+
+
+# ---- The memory and the wake-up descriptors that ranks of a host share ----
+
+
+@pytest.fixture
+def make(native: ModuleType) -> Callable[..., tuple[int, int, str]]:
+    """Calls ``horo_create_memory`` or ``horo_create_wake``: its status, the descriptor and the sentence."""
+
+    def call(what: str, *words: int) -> tuple[int, int, str]:
+        out, error = native.ffi.new("int32_t *", -1), native.ffi.new("char[]", native.lib.HORO_MESSAGE_MAX)
+        status = getattr(native.lib, f"horo_create_{what}")(*words, out, error, native.lib.HORO_MESSAGE_MAX)
+        return status, out[0], native.ffi.string(error).decode()
+
+    return call
+
+
+def test_memory_is_zero_and_grows_but_never_shrinks(make: Callable[..., tuple[int, int, str]]) -> None:
+    status, memory, _ = make("memory", 10_000)
+    assert status == 0
+    try:
+        assert os.pread(memory, 20_000, 0) == bytes(10_000)
+        assert fcntl.fcntl(memory, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        os.ftruncate(memory, 20_000)
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory, 19_999)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    finally:
+        os.close(memory)
+
+
+def test_a_wake_is_an_eventfd_that_blocks_nobody(make: Callable[..., tuple[int, int, str]]) -> None:
+    status, wake, _ = make("wake")
+    assert status == 0
+    try:
+        assert fcntl.fcntl(wake, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        with pytest.raises(BlockingIOError):
+            os.read(wake, 8)
+        os.eventfd_write(wake, 3)
+        assert os.eventfd_read(wake) == 3
+    finally:
+        os.close(wake)
+
+
+def test_more_memory_than_a_file_may_have_is_an_error_that_says_how_much(
+    native: ModuleType, make: Callable[..., tuple[int, int, str]]
+) -> None:
+    before = open_descriptors()
+    status, memory, text = make("memory", 1 << 63)
+    assert (status, memory) == (native.lib.HORO_ERR_RESOURCE, -1)
+    assert text == f"cannot create {1 << 63} bytes of shared memory: Invalid argument"
+    assert open_descriptors() <= before
+
+
+def test_without_a_free_descriptor_both_say_so() -> None:
+    code = f"""
+import resource
+from horo.core import context
+from horo.errors import ResourceError
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}))
+for make, words in ((context.create_memory, (10,)), (context.create_wake, ())):
+    try:
+        make(*words)
+    except ResourceError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "cannot create shared memory (memfd_create): Too many open files",
+        "cannot create an eventfd: Too many open files",
+    ]
+
+
+# ---- What a setup may leave out: arrays of descriptors that have nothing to say ----
+
+
+OK = 0
+_KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What descriptions of an MPI point to."""
+
+
+def create(native: ModuleType, setup: Setup, **changes: Any) -> tuple[int, Any]:
+    """The status of horo_create and the context; ``changes`` are fields of horo_setup."""
+    ffi = native.ffi
+    names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
+    given = {
+        "rank": setup.rank,
+        "size": setup.size,
+        "host_of_rank": ffi.new("int32_t[]", list(setup.host_of_rank)),
+        "host_name_of_rank": ffi.new("char *[]", names),
+        "arena_fd": setup.arena_fd,
+        "segment_bytes": setup.segment_bytes,
+        "wake_fds": ffi.new("int32_t[]", list(setup.wake_fds)),
+        "life_fds": ffi.new("int32_t[]", list(setup.life_fds)),
+        "control_fds": ffi.new("int32_t[]", list(setup.control_fds)),
+        "data_fds": ffi.new("int32_t[]", list(setup.data_fds)),
+        "peer_timeout_ms": setup.peer_timeout_ms,
+        "log_level": setup.log_level,
+    }
+    context = ffi.new("horo_context **")
+    error = ffi.new("char[]", 1024)
+    status = native.lib.horo_create(ffi.new("horo_setup *", given | changes), context, error, len(error))
+    return status, context[0]
+
+
+def no_changes(_native: ModuleType) -> dict[str, Any]:
+    return {}
+
+
+def by_mpi(native: ModuleType) -> dict[str, Any]:
+    """Data travels by an MPI that does nothing."""
+    native.lib.shim_fake_reset()
+    calls = native.ffi.new("horo_mpi *")
+    native.lib.shim_fake_describe(calls, 2)
+    peers = native.ffi.new("int32_t[]", [-1, 1])
+    calls.rank_of_host = peers
+    _KEPT[calls] = peers
+    return {"mpi": calls}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "absent", "use"),
+    [
+        pytest.param([1], 0, ["control_fds", "data_fds"], no_changes, id="one host has no links"),
+        pytest.param([1, 1], 0, ["data_fds"], by_mpi, id="data by MPI"),
+        pytest.param([1, 2], 2, ["control_fds", "data_fds"], no_changes, id="no leader and nobody's like"),
+        pytest.param([2, 2], 1, ["control_fds"], no_changes, id="no leader"),
+    ],
+)
+def test_an_array_of_descriptors_that_are_not_used_may_be_missing(
+    native: ModuleType, hosts: list[int], rank: int, absent: list[str], use: Callable[[ModuleType], dict[str, Any]]
+) -> None:
+    setups = make_setups(hosts)
+    status, context = create(native, setups[rank], **use(native), **dict.fromkeys(absent, native.ffi.NULL))
+    native.lib.horo_destroy(context)
+    close_all([fd for name in absent for fd in getattr(setups[rank], name)])
+    for setup in setups:
+        if setup is not setups[rank]:
+            close_setup(setup)
+    assert status == OK
+
+
+# ---- How data is cut among owners, and that the room for what travels holds every share ----
+
+
+LINE_BYTES = 64
+BLOCKS = [1, 2, 4, 8, 9, 33, 68, 260, 4096]
+"""Bytes of a block: elements, and values with a scale."""
+
+by_block = pytest.mark.parametrize("block", BLOCKS)
+
+
+def shares(native: ModuleType, block: int, count: int, owners: int) -> list[tuple[int, int]]:
+    offset, length = native.ffi.new("size_t *"), native.ffi.new("size_t *")
+    found = []
+    for index in range(owners):
+        native.lib.shim_share(block, count, index, owners, offset, length)
+        found.append((offset[0], length[0]))
+    return found
+
+
+@by_block
+@given(blocks=st.integers(0, 1 << 20), owners=st.integers(1, 200))
+def test_shares_are_whole_blocks_and_lines_and_cover_everything_in_order(
+    native: ModuleType, block: int, blocks: int, owners: int
+) -> None:
+    """Of lines where these hold whole blocks; else no share but the last is shorter than a line."""
+    end = 0
+    for offset, length in shares(native, block, blocks * block, owners):
+        assert offset == end and length % block == 0
+        end = offset + length
+        assert end == blocks * block or (end % LINE_BYTES == 0 if LINE_BYTES % block == 0 else length >= LINE_BYTES)
+    assert end == blocks * block
+
+
+@by_block
+@given(blocks=st.integers(0, 1 << 20), owners=st.integers(1, 200), data=st.data())
+def test_no_share_of_a_shorter_segment_is_longer_than_the_bound(
+    native: ModuleType, block: int, blocks: int, owners: int, data: st.DataObject
+) -> None:
+    most = native.lib.shim_share_most(block, blocks * block, owners)
+    shorter = data.draw(st.integers(0, blocks), "shorter")
+    assert max(length for _, length in shares(native, block, shorter * block, owners)) <= most
+    unit = -(-LINE_BYTES // block) * block
+    assert most - max(length for _, length in shares(native, block, blocks * block, owners)) < unit
+
+
+@pytest.mark.parametrize("segment_bytes", [4096, 8192, 1 << 16, 1 << 18, 1 << 20])
+@pytest.mark.parametrize("hosts", [2, 3, 8, 129, 256, 300])
+@pytest.mark.parametrize("block", [1, 4, 68, 1000])
+def test_scratch_holds_every_share_of_every_segment(
+    native: ModuleType, block: int, hosts: int, segment_bytes: int
+) -> None:
+    """Also where the last segment is shorter, but cut so that somebody's share of it is longer."""
+    whole = segment_bytes // block
+    for owners in (*range(1, 14), 24, 33, 48, 63, 64, 100):
+        reserved = native.lib.shim_two_level_reserved(hosts, owners, block, whole * block)
+        for cut in (0, 1, 64, 65, 128, 192, 320, segment_bytes // 2, segment_bytes - 1):
+            for index in range(owners):
+                shorter = max(whole - -(-cut // block), 0) * block
+                needed = native.lib.shim_two_level_needed(hosts, owners, block, shorter, index)
+                assert needed <= reserved, (owners, cut, index)
+
+
+# ---- Who wakes a sleeper first clears its mark and then writes its eventfd; it may die in between ----
+
+
+@pytest.mark.parametrize("sleeper", [0, 1, 2])
+def test_a_sleeper_whose_waker_died_hears_of_the_death(native: ModuleType, sleeper: int) -> None:
+    """The waker is the rank that dies: its mark is all that it has changed."""
+    size, segment_bytes, victim = 4, 1 << 16, 3
+    submitted = threading.Barrier(victim)
+
+    def body(rank: Rank) -> None:
+        handle = rank.submit("allreduce", "x", [np.ones(100_000)], reduce_op=1)
+        submitted.wait(20)
+        if rank.rank == sleeper:
+            memory = native.ffi.cast("void *", group.arena_address(0))
+            wait_for(lambda: native.lib.shim_arena_clear_sleeping(memory, size, segment_bytes, sleeper) == 1)
+            group.kill(victim)
+        wait_for(lambda: rank.context.poll(handle))  # nobody waits: the background thread alone must hear
+        with pytest.raises(PeerLostError, match=rf"rank {victim} "):
+            rank.finish(handle)
+
+    with Group([size], spin_us=0, segment_bytes=segment_bytes) as group:
+        group.run(body, ranks=range(victim))
