@@ -69,7 +69,7 @@ ARGUMENTS = {
     "broadcast_optimizer_state": "optimizer root_rank model process_set",
     "broadcast_object": "obj root_rank name process_set",
     "allgather_object": "obj name process_set",
-    "init": "comm process_sets settings",
+    "init": "comm process_sets device settings",
     "start_timeline": "file_path mark_cycles",
     "stop_timeline": "",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "

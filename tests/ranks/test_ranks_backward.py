@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import warnings
 from typing import Any
@@ -174,6 +175,22 @@ def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(
         make_loss(late, hvd.rank()).backward()
         assert_close(gradients_of(late), wanted)
     assert len(optimizers) == 2
+
+
+@on("ranks2_always")
+def test_an_optimizer_that_is_garbage_keeps_no_gradient_from_an_early_reduction() -> None:
+    gc.disable()
+    forgotten = vars(sgd(make_model()))  # has the same names, and none of them in the core
+    forgotten["itself"] = forgotten
+    model, optimizer = made()
+    early = []
+    model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(_requests()))
+    del forgotten
+    before = _requests()
+    make_loss(model, hvd.rank()).backward()
+    gc.enable()
+    assert early[0] > before
+    optimizer.step()
 
 
 @on("ranks2_in_backward")

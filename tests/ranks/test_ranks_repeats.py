@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -164,7 +165,9 @@ def test_requests_that_are_kept_hold_no_tensor() -> None:
 @on("ranks2")
 def test_results_that_nobody_can_ask_for_go_and_others_stay() -> None:
     before, seen = len(runtime.current().requests), []
-    held = [hvd.allreduce_async(torch.full((3,), float(index)), op=hvd.Max) for index in range(70)]
+    handles = [hvd.allreduce_async(torch.full((3,), float(index)), op=hvd.Max) for index in range(70)]
+    held = [*copy.deepcopy(handles[:35]), *map(copy.copy, handles[35:])]
+    handles.clear()
     for _ in range(400):
         tensor = torch.ones(3)
         seen.append(weakref.ref(tensor))

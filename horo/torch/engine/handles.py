@@ -35,6 +35,12 @@ class Handle(int, Generic[T]):
         """As ``poll(handle)``."""
         return poll(self)
 
+    def __copy__(self) -> Handle[T]:
+        return self  # another object would not hold the result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle[T]:
+        return self
+
 
 def first_of(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The result of a request with one tensor, for ``Request.publish``."""

@@ -316,8 +316,15 @@ class Membership:
     def _is_ambiguous(self, runtime: _runtime.Runtime) -> bool:
         """Whether another optimizer has no names yet in this job, but will have some that this one has.
 
-        Then the order of the first hook calls must not decide which gets which: ranks may differ in it.
+        Then the order of the first hook calls must not decide which gets which: ranks may differ in it. An optimizer
+        that is garbage gets none, and is collected first.
         """
+        if not self._shares_names_to_come(runtime):
+            return False
+        gc.collect()
+        return self._shares_names_to_come(runtime)
+
+    def _shares_names_to_come(self, runtime: _runtime.Runtime) -> bool:
         names = {state.name for state in self.states.values()}
         others = (other for other in list(_members) if other is not self and other._process_set is self._process_set)
         return any(not names.isdisjoint(other.names_to_come(runtime)) for other in others)

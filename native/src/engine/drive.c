@@ -169,6 +169,7 @@ static int wait_for_move(struct hr_engine *engine, int64_t spin_ns, int64_t dead
 static int watch(struct hr_engine *engine) {
     const int64_t now_ns = hr_now_ns();
     stop_expecting(engine);
+    begin_expecting(engine, now_ns); /* as a leader, whose own program computes */
     const int64_t until_ns = next_due_ns(engine, 0, now_ns);
     show_moves(engine);
     return (until_ns == 0 || now_ns < until_ns) &&

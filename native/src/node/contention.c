@@ -33,8 +33,8 @@ void hr_contention_note(struct hr_contention *contention, struct hr_losses *loss
         }
         losses->lost_ns += yield_ns;
         if (losses->lost_ns >= LOST_NS) {
-            const int64_t twice_ns = while_ns > WHILE_MAX_NS / 2 ? WHILE_MAX_NS : 2 * while_ns;
-            const int64_t next_ns = twice_ns < WHILE_MIN_NS ? WHILE_MIN_NS : twice_ns;
+            const int64_t more_ns = while_ns > WHILE_MAX_NS / 2 ? WHILE_MAX_NS : 2 * while_ns;
+            const int64_t next_ns = while_ns < WHILE_MIN_NS / 2 ? WHILE_MIN_NS : more_ns;
             *losses = (struct hr_losses){0};
             atomic_store_explicit(&contention->while_ns, next_ns, memory_order_relaxed);
             atomic_store_explicit(&contention->until_ns, now_ns + next_ns, memory_order_relaxed);
