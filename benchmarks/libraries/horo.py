@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from forks import core_of
 
 import horo.torch as hvd
-from horo import __version__
-from horo.core import context
+from horo import __version__, errors
 from libraries import Exchange, check_place
 
 
@@ -25,7 +27,11 @@ class Opened:
         hvd.barrier()
 
     def versions(self) -> dict[str, str]:
-        return {"horo": __version__, "core": context.version(), "torch": str(torch.__version__)}
+        return {
+            "horo": __version__,
+            "core": core_of(Path(errors.__file__).parents[1]).version(),
+            "torch": str(torch.__version__),
+        }
 
     def close(self) -> None:
         hvd.shutdown()
