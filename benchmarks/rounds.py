@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from contest import Contest, Turn
@@ -241,8 +241,3 @@ def describe_probe(results: Sequence[Result]) -> str:
         f"a core reads what another has just written at {middle:.1f} GB/s ({low:.1f} to {high:.1f}); "
         f"rounds by state of the cores: {states}"
     )
-
-
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """For the JSON."""
-    return asdict(plan)
