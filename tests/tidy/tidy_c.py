@@ -39,13 +39,16 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "agree": (),
         "announce": ("drive.h",),
-        "round": ("engine.h", "batch.h"),
+        "round": ("engine.h", "execute"),
         "lead": ("engine.h",),
-        "execute": ("engine.h",),
-        "group": ("agree", "round", "engine.h", "deadlock.h", "drive.h", "part.h", "request.h"),
+        "execute": ("engine.h", "group", "gpu"),
+        "group": ("agree", "round", "report", "engine.h", "drive.h", "part.h", "request.h"),
+        "membership": ("engine.h", "drive.h", "gpu"),
+        "report": ("engine.h", "drive.h"),
+        "gpu": ("engine.h", "drive.h"),
     }
 }
-"""Per folder that is divided, its rooms, and for each the rooms and headers of that folder that it may include."""
+"""Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""
 ROOT_FILES = {"context.c"}
 
 BANNED_CALLS: dict[str, str] = {
