@@ -8,12 +8,6 @@ static void forget_announcement(const struct hr_request *request) {
     if (request->pending_place == HR_NOT_ANNOUNCED) {
         return;
     }
-    if (request->announced_id != 0) {
-        struct hr_known *known = lane->announcer.known_slots[request->announced_id % lane->announcer.capacity];
-        if (known != NULL && known->pending == request) {
-            known->pending = NULL;
-        }
-    }
     hr_arena_pending_remove(&lane->node->arena, request->pending_place);
 }
 

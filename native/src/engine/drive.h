@@ -43,7 +43,7 @@ int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns);
 int64_t hr_stall_answers_ns(const struct hr_engine *engine);
 
 extern const struct hr_part_ops hr_part_end;         /* leave.c */
-extern const struct hr_part_ops hr_part_submissions; /* announce.c */
+extern const struct hr_part_ops hr_part_submissions; /* submissions.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
 extern const struct hr_part_ops hr_part_links;       /* drive.c */

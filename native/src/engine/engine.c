@@ -15,10 +15,20 @@ enum {
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
+/* Who in the engine handles messages that are none of the leader's own. */
+static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
+    [HR_WIRE_JOINED] = hr_join_handle,
+    [HR_WIRE_BLOCKED] = hr_blocked_handle,
+    [HR_WIRE_QUERY] = hr_blocked_handle_query,
+    [HR_WIRE_ASK] = hr_stall_handle_question,
+};
+
 static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
+        hr_lane_free_stand_ins(engine->lanes[i]);
         hr_lane_destroy(engine->lanes[i]);
     }
+    hr_deadlock_fini(&engine->deadlock);
     hr_map_fini(&engine->submission.handles);
     free(engine->driver.sleep.fds);
     if (engine->driver.kick_fd >= 0) {
@@ -67,7 +77,7 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
         hr_team_destroy(world);
         return status;
     }
-    HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
     for (int number = 0; number < HR_TEAMS_MAX; number++) {
         engine->teams[number].id = number;
     }
@@ -83,9 +93,15 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .fusion_bytes = setup->fusion_bytes,
-        .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
-        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+        .lane_setup =
+            {
+                .lock = &engine->submission.lock,
+                .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+                .fusion_bytes = setup->fusion_bytes,
+                .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+                .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
+                .handlers = on_message,
+            },
         .driver.serves_hosts = world->local_rank == 0 && world->transport != NULL,
         .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
         .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,

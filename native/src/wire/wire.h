@@ -78,6 +78,7 @@ enum hr_wire_type {
 };
 
 enum {
+    HR_WIRE_TYPES = HR_WIRE_TUNE + 1, /* room for them all */
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
@@ -154,6 +155,13 @@ struct hr_wire_message {
     struct hr_wire_request request;
 };
 
+/* Whether a message is a record of the log where it comes from the parent. */
+static inline int hr_wire_is_record(enum hr_wire_type type) {
+    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
+                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
+    return (records >> type & 1) != 0;
+}
+
 struct hr_wire_lane {
     uint32_t team, members;
     uint64_t executed;
@@ -197,6 +205,8 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
+/* A DATA message, whose values the caller writes to *room, until something else is appended. */
+int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
 /* At most HR_WIRE_KNOBS_MAX values. */
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 /*

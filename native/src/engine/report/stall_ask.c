@@ -36,17 +36,21 @@ void hr_stall_ask(struct hr_lane *lane, const struct hr_stalled *stalled, int64_
     lane->stall.answers_ns = now_ns + ANSWER_NS;
 }
 
-int hr_leader_pass_question(struct hr_lane *lane, int asker) {
+int hr_stall_handle_question(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_lane *lane = owner;
     const struct hr_team *team = lane->team;
-    for (int member = 0; member < team->local_size; member++) {
-        if (!hr_arena_pending_any(&lane->node->arena, team->index_of_local[member])) {
-            hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
+    if (member >= 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    for (int i = 0; i < team->local_size; i++) {
+        if (!hr_arena_pending_any(&lane->node->arena, team->index_of_local[i])) {
+            hr_arena_ask(&lane->node->arena, team->index_of_local[i]);
         }
     }
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        ask_below(lane, i, asker);
+        ask_below(lane, i, message->rank);
     }
-    lane->stall.answers_ns = hr_now_ns() + ANSWER_NS;
+    lane->stall.answers_ns = now_ns + ANSWER_NS;
     hr_part_expect(&lane->engine->driver.stall, lane->stall.answers_ns);
     return HORO_OK;
 }
