@@ -197,7 +197,7 @@ def _open_store(
         first, *others = launch.endpoints
         client, secret = StoreClient(*first, launch.secret, config.start_timeout_s, others), launch.secret
     else:
-        raise InternalError(f"rank {launch.rank} was told of no store")
+        raise InternalError(f"rank {launch.rank} has no address of a store")
     return client, secret, client.local_address
 
 

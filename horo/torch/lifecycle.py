@@ -57,28 +57,26 @@ def init(
 ) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
-    Blocks until all ranks have come. Does nothing if the process is in a job already. If that has ended, since
+    Blocks until all ranks have come. Does nothing if the process is in a job already. If that job has ended, because
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
-        comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
-            their place in the list; each of them calls ``init`` with the same list, the others do not call it.
-            A communicator of mpi4py: its ranks, whoever started them.
+        comm: The processes that form the job. None: all that were started. A list of their ranks: those, numbered by
+            their place in the list; only they call ``init``, with the same list. A communicator of mpi4py: its ranks,
+            whoever started them.
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
-            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
-            may always come.
-        device: The GPU for NCCL, with ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank``
-            if this process sees several GPUs, and ``cuda:0`` if it sees one. Others have no use for it.
-        settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
-            names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
+            of ranks, the same on all ranks. Horovod's ``"dynamic"`` means None, since sets may always be added.
+        device: The GPU for ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank`` if this
+            process sees several GPUs, and ``cuda:0`` if it sees one.
+        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. The reference of
+            the environment lists them. None: as if it were not given.
 
     Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``, ``device``,
-            ``process_sets`` or a setting does not fit, NCCL has been asked for and two ranks have one GPU, this is a
-            forked child of a rank, ``process_sets``, another device or another value of a setting came after the first
-            ``init()``, or a signal handler that has interrupted ``init()`` or ``shutdown()`` calls it.
-        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there; NCCL has been asked for, but
-            this rank has none, or no GPU.
+        UsageError: The launcher's environment is incomplete, or contradicts MPI. An argument or a setting does not fit,
+            or differs from that of the first ``init()``. Two ranks have one GPU for NCCL. This process is a forked
+            child of a rank. A signal handler has interrupted ``init()`` or ``shutdown()`` and calls it.
+        ResourceError: An MPI started the job, but mpi4py or its MPI library is missing; or NCCL was requested, and this
+            rank has none, or no GPU.
         GroupError: Not all ranks came, they do not fit together, or another one has failed in ``init``.
 
     Example:
