@@ -35,8 +35,15 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "node", "collective", "backend", "device"},
 }
 
-HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {"engine": {"agree": ()}}
-"""Per folder that is divided, its rooms, and for each the rooms of that folder that it may include from."""
+HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "engine": {
+        "drive": (".",),
+        "requests": ("drive", "."),
+        "agree": (),
+    }
+}
+"""Per folder that is divided, its rooms, and for each the rooms of that folder that it may include from; "." is the
+folder itself."""
 ROOT_FILES = {"context.c"}
 
 BANNED_CALLS: dict[str, str] = {
@@ -180,8 +187,9 @@ def check_includes(path: Path, text: str) -> list[str]:
         elif target[-1] == "private.h" and tuple(target[:-1]) != path.parts[:-1]:
             found.append(finding(path, number, f"{match.group(1)} is for the files beside it"))
         elif len(path.parts) == 3 and target[0] == folder and tuple(target[:-1]) != path.parts[:-1]:
-            above = ", ".join(HAVE_ROOMS[folder].get(path.parts[1], ())) or "none"
-            if len(target) == 2 or target[1] not in HAVE_ROOMS[folder].get(path.parts[1], ()):
+            rooms = HAVE_ROOMS[folder].get(path.parts[1], ())
+            above = ", ".join(rooms) or "none"
+            if (target[1] if len(target) == 3 else ".") not in rooms:
                 found.append(finding(path, number, f"room {path.parts[1]} may include of {folder}: {above}"))
         elif folder is not None and target[0] != folder and target[0] not in MAY_INCLUDE[folder]:
             allowed = ", ".join(sorted(MAY_INCLUDE[folder])) or "nothing"
