@@ -7,7 +7,7 @@
 #define HR_ENGINE_LANE_H
 
 #include "engine/agree/agree.h"
-#include "engine/deadlock.h"
+#include "engine/report/deadlock.h"
 #include "engine/lone.h"
 #include "engine/drive/part.h"
 #include "engine/requests/request.h"
@@ -341,7 +341,7 @@ void hr_lane_cancel(struct hr_lane *lane);
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
 
-/* ---- gather.c ---- */
+/* ---- rows.c ---- */
 
 /*
  * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/batch.h"
+#include "engine/execute/batch.h"
 #include "engine/engine.h"
 
 /* The word, from its lowest bit up: ranks counted, closed, rounds completed before, place in the log, id. */
