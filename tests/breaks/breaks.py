@@ -185,7 +185,7 @@ BREAKS = (
     ),
     Break(
         "lead-silent-news",
-        "native/src/engine/lead.c",
+        "native/src/engine/lead/leader.c",
         "    lane->leader.has_news = 1;\n    switch (message->type) {",
         "    switch (message->type) {",
         "What another rank announces is agreed on when the leader goes to sleep, a millisecond late.",
@@ -225,7 +225,7 @@ BREAKS = (
     ),
     Break(
         "announce-eviction",
-        "native/src/engine/announce.c",
+        "native/src/engine/announce/announcer.c",
         "return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "return pending == NULL || lane->is_leader ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "With more names in flight than the cache holds, a call never returns.",
@@ -233,7 +233,7 @@ BREAKS = (
     ),
     Break(
         "round-other-name",
-        "native/src/engine/lone.c",
+        "native/src/engine/round/round.c",
         "return word >> ID_SHIFT == id ? word + 1 : word | CLOSED;",
         "return word + 1;",
         "Two ranks that call different operations at once get the sum of unlike tensors.",
@@ -241,7 +241,7 @@ BREAKS = (
     ),
     Break(
         "lead-carried-once",
-        "native/src/engine/carry.c",
+        "native/src/engine/round/carry.c",
         "        memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);\n",
         "",
         "After a round that came to nothing, small sums between hosts are never carried again.",

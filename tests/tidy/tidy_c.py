@@ -37,10 +37,14 @@ MAY_INCLUDE: dict[str, set[str]] = {
 
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "drive": ("engine.h", "lane.h", "gpu"),
+        "drive": ("engine.h", "gpu"),
         "requests": ("drive", "engine.h", "gpu"),
         "agree": (),
-        "execute": ("engine.h", "lane.h", "requests", "gpu"),
+        "announce": ("drive",),
+        "round": ("engine.h", "execute"),
+        "lead": ("engine.h",),
+        "execute": ("engine.h", "group", "requests", "gpu"),
+        "group": ("agree", "round", "report", "engine.h", "drive", "requests"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
         "report": ("engine.h", "drive", "requests"),
         "gpu": ("engine.h", "drive", "requests"),

@@ -38,7 +38,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "engine/lane.h"
+#include "engine/group/lane.h"
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
