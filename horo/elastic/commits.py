@@ -43,7 +43,7 @@ class Commit(NamedTuple):
     """A commit of the job. The greater of two is the later one, and equal ones have the same state on all ranks."""
 
     generation: int
-    """That in which it was made; 0: none has been made yet."""
+    """The one in which it was made; 0: there has been no commit yet."""
     number: int
     """Counted from the beginning of the job."""
 

@@ -20,7 +20,7 @@ def shuffled(length: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Share:
-    """How ranks share the samples that are left of an epoch. Rank r takes those at r, r + replicas and so on.
+    """A partition of the samples that are left of an epoch. Rank r takes those at r, r + replicas and so on.
 
     So whenever all ranks have taken equally many, the samples that are done are the first ones.
     """
