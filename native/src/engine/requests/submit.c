@@ -10,8 +10,8 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive.h"
-#include "engine/gpu.h"
+#include "engine/drive/drive.h"
+#include "engine/gpu/gpu.h"
 
 /* The lane of the request's team; with the lock held. */
 static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
