@@ -6,16 +6,17 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo.config.table import check_arguments
+from horo.config.table import check_arguments, environment, read_config
 from horo.errors import UsageError
 from horo.torch.compat.dynamo import keep_from_dynamo
 from horo.torch.engine.course import SCRIPT_ENDED, SHUT_DOWN
-from horo.torch.engine.runtime import Runtime, current, process
+from horo.torch.engine.runtime import Forecast, Runtime, current, process
 from horo.torch.ops.process_set import ProcessSet, register_all
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from horo.bootstrap.elastic import WorkerMembership
     from horo.config.init_settings import InitSettings
     from horo.config.settings import Settings
 
@@ -96,10 +98,36 @@ def init(
             _check_unchanged(settings, process.runtime.job.settings)
             _check_device(number, process.runtime.job.nccl_device)
             return
-        from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
+        from horo.bootstrap.elastic import membership  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        job = start(None, comm, settings, torch.get_num_threads(), number)
+        begin, member = partial(_begin, comm, settings, number, added), membership()
+        if member is None:
+            begin()
+        elif process.forecast is None:
+            _begin_elastic(member, begin, settings)
+
+
+def _begin_elastic(member: WorkerMembership, begin: Callable[[], None], settings: Mapping[str, Any]) -> None:
+    """``init()`` in a worker of an elastic job: the first ones join at once, a newcomer does in ``elastic.run``."""
+    if member.has_joined:
+        raise UsageError("init(): a worker of an elastic job comes into its next generation by hvd.elastic.run only")
+    member.begin_with(begin, shutdown)
+    if not member.is_newcomer:
+        member.join()
+        return
+    seat = member.forecast
+    ready = read_config(environment(), settings).gradients_ready_default
+    process.forecast = Forecast(seat.rank, len(seat.workers), *seat.local, *seat.cross, True, ready)
+
+
+def _begin(comm: Any, settings: Mapping[str, Any], device: int | None, added: list[ProcessSet]) -> None:
+    """Joins the job, and registers sets of ranks; blocks until all ranks have come."""
+    from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
+
+    with process.lock:
+        job = start(None, comm, settings, torch.get_num_threads(), device)
         process.runtime = Runtime(job, process.handle_base)
+        process.forecast = None
         if not process.registered:
             process.registered = True
             atexit.register(_at_exit)
@@ -201,7 +229,7 @@ def is_initialized() -> bool:
         if not hvd.is_initialized():
             hvd.init()
     """
-    return process.runtime is not None
+    return process.runtime is not None or process.forecast is not None
 
 
 def _at_exit() -> None:

@@ -166,7 +166,7 @@ def DistributedOptimizer(
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    chosen = gradients_ready or runtime.current().job.gradients_ready
+    chosen = gradients_ready or runtime.place().gradients_ready
     if op == Adasum:
         _check_adasum(optimizer, groups, gradients_ready)
         chosen = _ADASUM
