@@ -1,5 +1,5 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@ enum {
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
-/* Who in the engine handles messages that are none of the leader's own. */
+/* The handlers of messages that are none of a leader's own. */
 static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_JOINED] = hr_join_handle,
     [HR_WIRE_BLOCKED] = hr_blocked_handle,

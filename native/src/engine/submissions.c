@@ -1,5 +1,5 @@
 /* The part that takes what callers have submitted, and their reports, to the lanes. */
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 static struct hr_request *take_queue(struct hr_engine *engine) {
     (void)pthread_mutex_lock(&engine->submission.lock);
@@ -22,7 +22,8 @@ static int announce(struct hr_engine *engine) {
         hr_engine_expect_removal(engine, request);
         request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
         if (status == HORO_OK) {
-            status = request->call.op == HORO_JOIN ? hr_lane_begin_join(lane, request) : hr_lane_announce(lane, request);
+            const int joins = request->call.op == HORO_JOIN;
+            status = joins ? hr_lane_begin_join(lane, request) : hr_lane_announce(lane, request);
         }
     }
     return status;

@@ -32,7 +32,7 @@
 /* The number of looks of whoever spins before it offers its core to others. */
 enum { HR_LOOKS_PER_YIELD = 2 };
 
-/* What horo_read_counters gives. */
+/* Counters of horo_read_counters. */
 struct hr_counts {
     _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
 };

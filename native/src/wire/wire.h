@@ -155,13 +155,6 @@ struct hr_wire_message {
     struct hr_wire_request request;
 };
 
-/* Whether a message is a record of the log where it comes from the parent. */
-static inline int hr_wire_is_record(enum hr_wire_type type) {
-    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
-                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
-    return (records >> type & 1) != 0;
-}
-
 struct hr_wire_lane {
     uint32_t team, members;
     uint64_t executed;

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "backend/carried.h"
-#include "engine/part.h"
 #include "wire/frame.h"
 
 /* The knowledge of this rank of a tensor with an id, in one allocation. */

@@ -8,7 +8,7 @@
 #include "base/buffer.h"
 #include "base/map.h"
 #include "base/pool.h"
-#include "engine/request.h"
+#include "engine/requests/request.h"
 #include "node/team.h"
 
 struct hr_known; /* private to this room */

@@ -1,4 +1,4 @@
-/* What the refs of records stand for on this rank. */
+/* The refs of records, and the requests of this rank that they stand for. */
 #include "engine/engine.h"
 
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name) {

@@ -4,7 +4,7 @@
 
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {

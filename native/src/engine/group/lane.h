@@ -1,15 +1,15 @@
 /*
  * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which
  * its members agree on and execute in order; nothing in a lane waits for another lane. The driver of the engine goes
- * round all of them (drive.c). All of a lane is the driver's, unless a line says otherwise.
+ * round all of them (loop.c). All of a lane is the driver's, unless a line says otherwise.
  */
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
 
 #include "engine/announce/announcer.h"
+#include "engine/drive/part.h"
 #include "engine/lead/leader.h"
-#include "engine/part.h"
-#include "engine/request.h"
+#include "engine/requests/request.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 
@@ -58,7 +58,7 @@ struct hr_stall {
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
 };
 
-/* What all lanes of a rank begin with. */
+/* The values that all lanes of a rank begin with. */
 struct hr_lane_setup {
     pthread_mutex_t *lock; /* of submission */
     uint32_t cache_capacity;

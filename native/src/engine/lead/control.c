@@ -49,6 +49,13 @@ static int take_record(struct hr_leader *leader, const struct hr_wire_message *r
     return hr_leader_hand_down(leader, mark);
 }
 
+/* Whether a message of the parent is a record of the log. */
+static int is_record(enum hr_wire_type type) {
+    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
+                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
+    return (records >> type & 1) != 0;
+}
+
 static int handle_message(struct hr_leader *leader, int link_index, const struct hr_wire_message *message,
                           const uint8_t *frame, size_t frame_bytes, int64_t now_ns) {
     struct hr_node *node = leader->team->node;
@@ -69,7 +76,7 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
         return HORO_OK;
     default: break;
     }
-    if (from_parent && hr_wire_is_record(message->type)) {
+    if (from_parent && is_record(message->type)) {
         return take_record(leader, message, frame, frame_bytes);
     }
     const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
@@ -98,7 +105,7 @@ static void link_broke(struct hr_leader *leader, struct hr_link *link) {
     if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(leader->team)) {
         const enum hr_loss how = leader->team->transport->ops->loss(leader->team->transport, link->host);
         hr_node_abort(leader->team->node, HORO_ERR_PEER_LOST, link->leader_rank,
-                       how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
+                      how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
     }
 }
 
@@ -158,7 +165,8 @@ int hr_leader_tell_done(struct hr_leader *leader) {
 }
 
 static int put_end(struct hr_leader *leader, struct hr_buffer *out, struct hr_abort end) {
-    const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(&leader->team->node->arena, end.rank) : NULL;
+    const struct hr_arena *arena = &leader->team->node->arena;
+    const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
     struct hr_wire_message message = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
                                       .rank = end.rank,
                                       .status = end.code,

@@ -158,7 +158,7 @@ static int collect_local(struct hr_leader *leader) {
     return HR_MOVED;
 }
 
-/* What this rank has announced itself. */
+/* Takes in the announcements of this rank. */
 static int collect_own(struct hr_leader *leader) {
     struct hr_announcer *announcer = leader->announcer;
     if (hr_announcer_is_idle(announcer)) {

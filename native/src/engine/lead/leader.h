@@ -94,7 +94,7 @@ void hr_leader_fini(struct hr_leader *leader);
 
 /* ---- A turn, in two halves ---- */
 
-/* Takes in what ranks and links have brought, this rank's own announcements included. HR_STILL, HR_MOVED or a status. */
+/* Takes in what this rank has announced, and what others have brought. HR_STILL, HR_MOVED or a status. */
 int hr_leader_collect(struct hr_leader *leader);
 /* Whether the second half may do something. It is cheap where not; before a sleep it does not rely on that. */
 static inline int hr_leader_has_news(const struct hr_leader *leader) {

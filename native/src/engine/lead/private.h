@@ -2,8 +2,8 @@
 #ifndef HR_ENGINE_LEAD_PRIVATE_H
 #define HR_ENGINE_LEAD_PRIVATE_H
 
+#include "engine/drive/part.h"
 #include "engine/lead/leader.h"
-#include "engine/part.h"
 
 /* link.c */
 int hr_link_open(const struct hr_leader *leader, struct hr_link *link, int host);

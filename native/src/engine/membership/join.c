@@ -125,10 +125,10 @@ void hr_lane_end_join(struct hr_lane *lane) {
 
 /* At a time of this host's: when the rank called, or when the message of another host came. */
 static int note_joined(struct hr_leader *leader, int rank, uint64_t at) {
+    const struct hr_wire_message joined = {
+        .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}; /* a record has none */
     hr_agree_note_joined(&leader->agree, rank, at);
-    return hr_frame_put(hr_leader_up(leader),
-                        &(struct hr_wire_message){
-                            .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}); /* a record has none */
+    return hr_frame_put(hr_leader_up(leader), &joined);
 }
 
 int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {

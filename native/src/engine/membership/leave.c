@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
@@ -154,7 +154,8 @@ static int begin_closing(struct hr_engine *engine) {
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
     /* requests from before the call are announced before, by a part behind this one */
-    if (atomic_load(&engine->driver.stop) && !world->has_asked_to_leave && atomic_load(&engine->submission.queued) == 0) {
+    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->submission.queued) == 0;
+    if (atomic_load(&engine->driver.stop) && may_ask) {
         return ask_to_leave(engine);
     }
     if (!world->executor.has_executed_leave) {

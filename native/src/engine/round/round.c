@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "engine/part.h"
+#include "engine/drive/part.h"
 #include "wire/wire.h"
 
 /* The word, from its lowest bit up: ranks counted, closed, rounds completed before, place in the log, id. */

@@ -31,7 +31,7 @@
 #define HR_ENGINE_ROUND_ROUND_H
 
 #include "base/buffer.h"
-#include "engine/request.h"
+#include "engine/requests/request.h"
 #include "node/team.h"
 
 /* ---- The word: on one host ---- */
@@ -53,13 +53,13 @@ struct hr_round {
 /* Whether ranks of this team can count themselves in. */
 int hr_round_is_for(const struct hr_team *team);
 void hr_round_fini(struct hr_round *round);
-/* Whether this rank can do so for a request of this id, at this place of the log, as far as a look at the word tells. */
+/* Whether this rank can do so for a request of this id, at this place of the log, as far as a look tells. */
 int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id);
 /* Before: writes the rows that this rank tells: 1, or 0 where there is no room for them. */
 int hr_round_show_rows(struct hr_round *round, const struct hr_request *request);
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
 int hr_round_enter(struct hr_round *round, struct hr_request *request, uint64_t place);
-/* How the round of this rank goes. It is closed where this rank is about to sleep, or it has lasted too long. */
+/* The state of the round of this rank. It is closed where this rank is about to sleep, or it has lasted too long. */
 enum hr_round_end hr_round_look(struct hr_round *round);
 /* Closes it, unless it is complete. */
 enum hr_round_end hr_round_close_mine(const struct hr_round *round);
