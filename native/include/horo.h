@@ -378,7 +378,7 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
-/* Done when all members have joined. Until then this rank submits nothing to the team, and stands in: engine/join.c. */
+/* Done when all members have joined. Until then this rank submits nothing to the team, and stands in. */
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* Once it is done: the rank of the job that joined last. HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_joined_last(horo_context *context, int64_t handle);

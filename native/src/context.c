@@ -11,7 +11,7 @@
 #include "base/owner.h"
 #include "base/timeline.h"
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 #include "node/node_setup.h"
 
 struct horo_context {

@@ -11,7 +11,7 @@
  *     a caller's: queue, report, shutdown, a wish to drive      | hr_engine_kick: the eventfd of the driver that sleeps
  *     another rank's of the host: log, announcements, room in a | hr_node_wake and hr_team_wake_*: the same eventfd
  *     ring, phases, abort, the LEAVE that somebody asks for     |
- *     an open round (lone.h)                                    | nobody, so nobody sleeps in one: that turn closes it
+ *     an open round (round.h)                                   | nobody, so nobody sleeps in one: that turn closes it
  *     bytes between hosts                                       | the links, which are named after that turn
  *     a death                                                   | the life lines, likewise
  *     MPI, NCCL and CUDA, of which nothing tells                | poll() ends by itself soon, see name_fds in wait.c

@@ -3,7 +3,7 @@
 #define HR_ENGINE_DRIVE_H
 
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 /* A number that changes whenever something has moved here, in any lane. */
 static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {

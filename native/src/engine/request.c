@@ -235,7 +235,7 @@ void hr_request_destroy(struct hr_request *request) {
         free(request->gathered[i].is_given ? NULL : request->gathered[i].data);
     }
     if (request->gathered != NULL) {
-        free(request->gathered[0].first_dims); /* those of all, see gather.c */
+        free(request->gathered[0].first_dims); /* those of all, see execute/rows.c */
     }
     free(request->gathered);
     free(request->splits);

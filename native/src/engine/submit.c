@@ -11,7 +11,7 @@
 
 #include "base/op.h"
 #include "engine/drive.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 /* The lane of the request's team; with the lock held. */
 static int find_lane(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {

@@ -16,7 +16,7 @@
  * A driver makes a thread wait that puts something on a stream with about a thousand pieces of work that have not run;
  * behind a kernel that waits for a rank that is gone it would wait for ever. So what is in flight has a bound.
  */
-#include "engine/nccl.h"
+#include "engine/gpu/nccl.h"
 
 enum {
     MOST = 512,            /* pieces on the stream */

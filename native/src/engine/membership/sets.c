@@ -8,7 +8,7 @@
 
 #include "base/op.h"
 #include "engine/drive.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 /* ---- The callers' side ---- */
 

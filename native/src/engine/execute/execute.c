@@ -5,9 +5,9 @@
 #include "arena/last_words.h"
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/batch.h"
+#include "engine/execute/batch.h"
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 #include "wire/frame.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */

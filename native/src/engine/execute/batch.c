@@ -1,4 +1,4 @@
-#include "engine/batch.h"
+#include "engine/execute/batch.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 #include "base/little_endian.h"
 #include "base/op.h"
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 void hr_lane_free_batch(struct hr_lane *lane) {
     if (lane->executor.batch != NULL) {

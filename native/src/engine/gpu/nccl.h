@@ -5,7 +5,7 @@
 #include "backend/nccl_backend.h"
 #include "device/mark.h"
 #include "engine/drive.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 enum {
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request */

@@ -1,6 +1,6 @@
 /* Questions to ranks that have not submitted what others wait for; each writes where it stands to its own log. */
 #include "arena/question.h"
-#include "engine/stall.h"
+#include "engine/report/stall.h"
 #include "wire/frame.h"
 
 #define ANSWER_NS 2000000000ll /* an interpreter that is not busy answers in milliseconds */

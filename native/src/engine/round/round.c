@@ -1,9 +1,9 @@
-#include "engine/lone.h"
+#include "engine/round/round.h"
 
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/batch.h"
+#include "engine/execute/batch.h"
 #include "engine/engine.h"
 
 /* The word, from its lowest bit up: ranks counted, closed, rounds completed before, place in the log, id. */

@@ -4,7 +4,7 @@
 
 #include "base/clock.h"
 #include "engine/drive.h"
-#include "engine/stall.h"
+#include "engine/report/stall.h"
 
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
 enum { LOOKS = 8 };

@@ -1,4 +1,4 @@
-#include "engine/deadlock.h"
+#include "engine/report/deadlock.h"
 
 #include <stdio.h>
 #include <stdlib.h>

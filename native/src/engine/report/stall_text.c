@@ -4,7 +4,7 @@
 
 #include "base/op.h"
 #include "engine/engine.h"
-#include "engine/stall.h"
+#include "engine/report/stall.h"
 
 /* Whether a member has joined: of a host below, whether all of its ranks and of those below it have. */
 static int has_joined(const struct hr_lane *lane, int member) {

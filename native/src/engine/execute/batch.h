@@ -6,7 +6,7 @@
 #define HR_ENGINE_BATCH_H
 
 #include "base/op.h"
-#include "engine/lane.h"
+#include "engine/group/lane.h"
 
 /* Grows, is never shrunk. */
 struct hr_batch {

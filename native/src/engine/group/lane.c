@@ -1,4 +1,4 @@
-#include "engine/lane.h"
+#include "engine/group/lane.h"
 
 #include <stdlib.h>
 

@@ -7,10 +7,10 @@
 #define HR_ENGINE_LANE_H
 
 #include "engine/agree/agree.h"
-#include "engine/deadlock.h"
-#include "engine/lone.h"
 #include "engine/part.h"
+#include "engine/report/deadlock.h"
 #include "engine/request.h"
+#include "engine/round/round.h"
 #include "node/team.h"
 
 struct hr_engine;
@@ -182,7 +182,7 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
 
 /*
  * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
- * no record there (lone.h) and are over. It grows with each of both, on all ranks alike.
+ * no record there (round.h) and are over. It grows with each of both, on all ranks alike.
  */
 static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
     return lane->executor.place;
@@ -341,7 +341,7 @@ void hr_lane_cancel(struct hr_lane *lane);
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);
 
-/* ---- gather.c ---- */
+/* ---- rows.c ---- */
 
 /*
  * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.

@@ -10,7 +10,7 @@
 #include "device/mark.h"
 #include "device/staging.h"
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 
 enum { CLOSE_MS = 2500 }; /* for what runs on a GPU; then the stager frees what it has without this thread */
 

@@ -2,7 +2,7 @@
  * Communicators of NCCL: a caller connects them, the driver looks after them. All are on one GPU of this rank and on
  * one stream there, and each team that has one is connected on all its ranks before its first request.
  */
-#include "engine/nccl.h"
+#include "engine/gpu/nccl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
