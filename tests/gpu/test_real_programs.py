@@ -1,4 +1,4 @@
-"""Whole programs on the GPUs of this machine: scripts, examples, benchmarks, libraries; more ranks than GPUs; how they end."""
+"""Whole programs on the GPUs of this machine: scripts, examples, benchmarks, libraries; and how they end."""
 
 from __future__ import annotations
 

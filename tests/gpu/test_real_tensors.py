@@ -1,4 +1,4 @@
-"""What ``horo.torch`` does with tensors on GPUs, by the checks that also run without one (tests/gpu_checks.py), and with their memory."""
+"""What ``horo.torch`` does with tensors on GPUs (tests/gpu_checks.py), and with their memory."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize(
-    ("place", "victim", "function"),
+    "failure",
     [
         ("id", 0, "ncclGetUniqueId"),
         ("init", 1, "ncclCommInitRankConfig"),
@@ -59,8 +59,9 @@ def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type
     ],
 )
 def test_a_failure_to_connect_is_told_to_all(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], place: str, victim: int, function: str
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], failure: tuple[str, int, str]
 ) -> None:
+    place, victim, function = failure
     nccl.fail(place, victim)
     words = f"^NCCL on rank {victim}: {function} failed with code 2: unhandled system error"
     refuses(hosts, lambda rank: on_gpu(rank, gpu, nccl), ResourceError, words)

@@ -1,4 +1,4 @@
-/* What the ranks of this process launch, in which order, and what an abort waits for. For nccl.c, with its lock held. */
+/* What the ranks of this process launch, and what an abort waits for. For nccl.c, with its lock held. */
 #ifndef NCCL_ORDER_H
 #define NCCL_ORDER_H
 
@@ -6,7 +6,7 @@
 
 #include "nccl_run.h"
 
-/* A line for each launch, which are the calls of a group: GPU, stream, and a word that its collective has on all ranks. */
+/* A line for each launch, the calls of a group: GPU, stream, and a word that its collective has on all ranks. */
 static FILE *launches;
 static char *launches_text;
 static size_t launches_bytes;
@@ -14,8 +14,8 @@ static size_t launches_bytes;
 static void note_group(struct comm *comm) {
     launches = launches != NULL ? launches : open_memstream(&launches_text, &launches_bytes);
     if (comm->waiting != NULL) {
-        fprintf(launches, "%d %p %s:%d\n", comm->clique->slots[comm->rank].device, comm->waiting->stream, comm->id.bytes,
-                ++comm->groups);
+        fprintf(launches, "%d %p %s:%d\n", comm->clique->slots[comm->rank].device, comm->waiting->stream,
+                comm->id.bytes, ++comm->groups);
     }
 }
 
