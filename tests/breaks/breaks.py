@@ -169,7 +169,7 @@ BREAKS = (
     ),
     Break(
         "backend-given-memory",
-        "native/src/engine/request.c",
+        "native/src/engine/requests/request.c",
         "free(request->gathered[i].is_given ? NULL : request->gathered[i].data);",
         "free(request->gathered[i].is_given ? request->gathered[i].data : NULL);",
         "An allgather into a tensor of the program crashes in free(); any other leaks its result.",
@@ -177,7 +177,7 @@ BREAKS = (
     ),
     Break(
         "drive-other-hosts",
-        "native/src/engine/drive.c",
+        "native/src/engine/drive/loop.c",
         "    return !atomic_load(&engine->driver.serves_hosts) && !hr_drive_needs(engine);",
         "    return !hr_drive_needs(engine);",
         "While the program of a leader computes, the calls of other hosts wait for its next call.",
@@ -185,7 +185,7 @@ BREAKS = (
     ),
     Break(
         "lead-silent-news",
-        "native/src/engine/lead.c",
+        "native/src/engine/lead/leader.c",
         "    lane->leader.has_news = 1;\n    switch (message->type) {",
         "    switch (message->type) {",
         "What another rank announces is agreed on when the leader goes to sleep, a millisecond late.",
@@ -225,7 +225,7 @@ BREAKS = (
     ),
     Break(
         "announce-eviction",
-        "native/src/engine/announce.c",
+        "native/src/engine/announce/announcer.c",
         "return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "return pending == NULL || lane->is_leader ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "With more names in flight than the cache holds, a call never returns.",
@@ -233,7 +233,7 @@ BREAKS = (
     ),
     Break(
         "round-other-name",
-        "native/src/engine/lone.c",
+        "native/src/engine/round/round.c",
         "return word >> ID_SHIFT == id ? word + 1 : word | CLOSED;",
         "return word + 1;",
         "Two ranks that call different operations at once get the sum of unlike tensors.",
@@ -241,7 +241,7 @@ BREAKS = (
     ),
     Break(
         "lead-carried-once",
-        "native/src/engine/carry.c",
+        "native/src/engine/round/carry.c",
         "        memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);\n",
         "",
         "After a round that came to nothing, small sums between hosts are never carried again.",

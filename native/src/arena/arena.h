@@ -110,7 +110,7 @@ struct hr_partition_header {
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
-    _Alignas(HR_LINE) _Atomic uint64_t lone; /* the ranks counted in for an operation, see engine/lone.h */
+    _Alignas(HR_LINE) _Atomic uint64_t lone; /* the ranks counted in for an operation, see engine/round/round.h */
     struct hr_ring_head log;
     _Atomic uint32_t log_wants_room; /* written by the leader: the log was full, readers wake it */
 };

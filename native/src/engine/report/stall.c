@@ -8,7 +8,7 @@
 
 #include "arena/question.h"
 #include "base/clock.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "engine/report/stall.h"
 #include "wire/frame.h"
 

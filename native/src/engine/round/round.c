@@ -1,4 +1,4 @@
-#include "engine/lone.h"
+#include "engine/round/round.h"
 
 #include <string.h>
 

@@ -11,7 +11,7 @@
  *     a caller's: queue, report, shutdown, a wish to drive      | hr_engine_kick: the eventfd of the driver that sleeps
  *     another rank's of the host: log, announcements, room in a | hr_node_wake and hr_team_wake_*: the same eventfd
  *     ring, phases, abort, the LEAVE that somebody asks for     |
- *     an open round (lone.h)                                    | nobody, so nobody sleeps in one: that turn closes it
+ *     an open round (round.h)                                   | nobody, so nobody sleeps in one: that turn closes it
  *     bytes between hosts                                       | the links, which are named after that turn
  *     a death                                                   | the life lines, likewise
  *     MPI, NCCL and CUDA, of which nothing tells                | poll() ends by itself soon, see name_fds in wait.c
@@ -20,7 +20,7 @@
  * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on the kick and the
  * life lines alone: then no part needs it, or a caller drives, who kicks it if one does.
  */
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 enum {
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
