@@ -1,15 +1,15 @@
 /*
  * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which
  * its members agree on and execute in order; nothing in a lane waits for another lane. The driver of the engine goes
- * round all of them (drive.c). All of a lane is the driver's, unless a line says otherwise.
+ * round all of them (loop.c). All of a lane is the driver's, unless a line says otherwise.
  */
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
 
 #include "engine/agree/agree.h"
-#include "engine/part.h"
+#include "engine/drive/part.h"
 #include "engine/report/deadlock.h"
-#include "engine/request.h"
+#include "engine/requests/request.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 
@@ -135,9 +135,8 @@ struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
     uint64_t moves;   /* hr_lane_moves when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
-    uint64_t all_moves;   /* of all lanes; followed while somebody here has joined the team */
+    uint64_t all_moves;   /* likewise of all lanes */
     int64_t all_moved_ns;
-    int64_t left_turn_ns; /* when it last left a report to the leader */
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
 };
 

@@ -1,5 +1,5 @@
 /*
- * The token: the right to turn the parts of the engine (drive.c), which one thread at a time has.
+ * The token: the right to turn the parts of the engine (loop.c), which one thread at a time has.
  *
  *     owner  | who turns the parts | taken by                                 | left when
  *     -------+---------------------+------------------------------------------+----------------------------------------
@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 /* A call within so long after another continues a stream of calls. */
 #define STREAM_NS 1000000ll
@@ -159,6 +159,7 @@ static int may_drive(struct hr_engine *engine) {
     }
     const int serves_hosts = atomic_load(&driver->serves_hosts);
     return (was_kicked && hr_drive_needs(engine)) || hr_part_end.needs(&driver->end) ||
+           hr_part_stall.needs(&driver->stall) ||
            (serves_hosts && hr_now_ns() - driver->since_ns >= STREAM_NS);
 }
 
