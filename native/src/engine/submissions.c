@@ -20,12 +20,14 @@ static int announce(struct hr_engine *engine) {
         next = request->next;
         lane->part.is_quiet = 0;
         hr_engine_expect_removal(engine, request);
-        request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
+        request->is_announced = 1;
         if (status == HORO_OK) {
             const int joins = request->call.op == HORO_JOIN;
             status = joins ? hr_lane_begin_join(lane, request) : hr_lane_announce(lane, request);
         }
     }
+    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
+                          atomic_load(&engine->submission.pending), memory_order_relaxed);
     return status;
 }
 

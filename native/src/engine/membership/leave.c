@@ -99,7 +99,7 @@ static int ask_to_leave(struct hr_engine *engine) {
         atomic_store(&world->node->arena.header->wants_leave, 1); /* partner: needs */
         const int flushed = hr_announcer_flush(&world->announcer);
         HR_TRY(flushed);
-        hr_node_call(world->node);
+        hr_node_call(world->node, 0);
     }
     begin_grace(engine, hr_now_ns());
     return HR_MOVED;
