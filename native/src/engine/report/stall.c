@@ -3,7 +3,8 @@
 #include <string.h>
 
 #include "base/clock.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/report/stall.h"
 
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
@@ -15,10 +16,10 @@ enum { STEPS = 16 };
 enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = hr_lane_next_pending(lane, NULL);
     const int64_t oldest = request == NULL ? 0 : hr_stall_waits_since(lane, request);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
@@ -41,7 +42,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     (void)hr_node_name_rank(node, stalled->culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL) {
         const int64_t since_ns = request->submit_ns > lane->stall.moved_ns ? request->submit_ns : lane->stall.moved_ns;
@@ -58,7 +59,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
                                  count == 1 ? "" : "; ", request->call.name, who);
         }
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return count;
 }
 
@@ -212,7 +213,7 @@ static void excuse_joined(struct hr_lane *lane, int64_t now_ns) {
     if (!lane->is_joining && !is_told) {
         return;
     }
-    const uint64_t moves = hr_drive_moves(lane->engine);
+    const uint64_t moves = hr_drive_moves(&lane->engine->drive);
     if (moves == stall->all_moves) {
         return;
     }
@@ -276,11 +277,11 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
     return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
 }
 
-int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns) {
+static int64_t next_look_ns(const struct hr_node *node, int64_t now_ns) {
     return node->stall_warning_ns > 0 ? now_ns + node->stall_warning_ns / STEPS : HR_NEVER;
 }
 
-int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
+static int64_t next_answers_ns(const struct hr_engine *engine) {
     int64_t next_ns = HR_NEVER;
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t answers_ns = engine->lanes[i]->stall.answers_ns;
@@ -291,17 +292,27 @@ int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
 
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
-    if (engine->driver.stage != HR_ENGINE_RUNNING) {
+    if (engine->drive.stage != HR_STAGE_RUNNING) {
         return HR_NEVER;
     }
-    int64_t next_ns = engine->driver.expects_others ? hr_stall_next_look_ns(engine->node, now_ns) : HR_NEVER;
+    int64_t next_ns = engine->drive.expects_others ? next_look_ns(engine->node, now_ns) : HR_NEVER;
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t due_ns = check(engine->lanes[i], now_ns);
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;
         hr_stall_check_answers(engine->lanes[i], now_ns);
     }
-    const int64_t answers_ns = hr_stall_answers_ns(engine);
+    const int64_t answers_ns = next_answers_ns(engine);
     return answers_ns < next_ns ? answers_ns : next_ns;
 }
 
-const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due};
+/* Others are waited for from now_ns on, or (0) no longer, but for answers that ranks here owe. */
+static void await(struct hr_part *part, int64_t now_ns) {
+    const struct hr_engine *engine = part->owner;
+    if (now_ns != 0) {
+        hr_part_expect(part, next_look_ns(engine->node, now_ns));
+    } else {
+        part->next_ns = next_answers_ns(engine);
+    }
+}
+
+const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due, .await = await};

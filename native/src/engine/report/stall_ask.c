@@ -47,7 +47,7 @@ int hr_leader_pass_question(struct hr_lane *lane, int asker) {
         ask_below(lane, i, asker);
     }
     lane->stall.answers_ns = hr_now_ns() + ANSWER_NS;
-    hr_part_expect(&lane->engine->driver.stall, lane->stall.answers_ns);
+    hr_part_expect(&lane->engine->stall, lane->stall.answers_ns);
     return HORO_OK;
 }
 

@@ -57,7 +57,7 @@ static int first_missing(const struct hr_lane *lane, const struct hr_stalled_nam
 
 /* The requests of this rank. Excused ones come last, for there may be more than are kept. */
 static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     for (int is_excused = 0; is_excused <= 1; is_excused++) {
         const struct hr_request *request = NULL;
         while ((request = hr_lane_next_pending(lane, request)) != NULL) {
@@ -70,12 +70,12 @@ static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *st
             }
         }
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
 }
 
 /* Calls that this leader waits for behind a refusal of its own, which is all that has been announced. */
 static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL) {
         if (!request->is_behind || request->refused != 0 ||
@@ -87,7 +87,7 @@ static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled 
             stalled->names[i].is_excused &= strcmp(stalled->names[i].name, request->call.name) != 0;
         }
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
 }
 
 static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
