@@ -91,7 +91,7 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
         hr_drive_kick(&engine->drive);
     }
     hr_drive_unlock(&engine->drive);
-    hr_drive_join(&engine->drive);
+    hr_drive_end_thread(&engine->drive);
 }
 
 void hr_engine_fini(struct hr_engine *engine) {

@@ -37,8 +37,8 @@ struct hr_drive {
     pthread_t thread;
     struct hr_sleep sleep; /* the thread's */
     int kick_fd;
-    pthread_mutex_t join_lock; /* of the one that joins the thread */
-    int has_joined;
+    pthread_mutex_t end_lock; /* of whoever ends the thread */
+    int has_ended;
     int64_t caller_spin_ns, thread_spin_ns;
 
     /* The driver's own. */
@@ -53,7 +53,7 @@ struct hr_drive {
 hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error);
 hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error);
 /* After `stop` has been set and kicked: until the thread has ended, which is at the end of the group. */
-void hr_drive_join(struct hr_drive *drive);
+void hr_drive_end_thread(struct hr_drive *drive);
 /* In a forked child: the descriptor is the parent's. */
 void hr_drive_close_fd(struct hr_drive *drive);
 void hr_drive_fini(struct hr_drive *drive);

@@ -36,6 +36,7 @@ struct hr_part_ops {
     int64_t (*due)(struct hr_part *part, int64_t now_ns);
     /* Whether somebody must drive for it, by the driver or with the lock held while nobody drives. NULL: never. */
     int (*needs)(const struct hr_part *part);
+    int is_called; /* by other ranks of the host, with hr_node_call: then the thread looks at `needs`, unkicked too */
     /* Whether something is under way there that a peer may hold up, besides requests that are pending. NULL: never. */
     int (*expects)(const struct hr_part *part);
     /* From now_ns on something is under way that a peer may hold up; 0: nothing is any more. NULL: all the same. */

@@ -145,7 +145,16 @@ static void rest(struct hr_drive *drive) {
     drive->looks_soon = 0;
 }
 
-/* Whether it is to take the token: when it has been kicked, a rank here leaves, or it has been free for a while. */
+/* Whether a rank of this host has called it. */
+static int is_called(const struct hr_drive *drive) {
+    int needs = 0;
+    for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
+        needs = part->ops->is_called && part->ops->needs(part);
+    }
+    return needs;
+}
+
+/* Whether it is to take the token: when it has been kicked or called, or the token has been free for a while. */
 static int may_drive(struct hr_drive *drive) {
     const int was_kicked = drive->is_kicked;
     drive->is_kicked = 0;
@@ -153,7 +162,7 @@ static int may_drive(struct hr_drive *drive) {
         return 0;
     }
     const int serves_hosts = atomic_load(&drive->serves_hosts);
-    return (was_kicked && hr_drive_needs(drive)) || hr_drive_must_end(drive) ||
+    return (was_kicked && hr_drive_needs(drive)) || is_called(drive) ||
            (serves_hosts && hr_now_ns() - drive->since_ns >= STREAM_NS);
 }
 
@@ -198,7 +207,7 @@ hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t sp
     (void)pthread_cond_init(&drive->done, &attributes);
     (void)pthread_condattr_destroy(&attributes);
     (void)pthread_mutex_init(&drive->lock, NULL);
-    (void)pthread_mutex_init(&drive->join_lock, NULL);
+    (void)pthread_mutex_init(&drive->end_lock, NULL);
     hr_drive_add(drive, &drive->links, &hr_part_links, node);
     hr_status status = hr_descriptor_event(&drive->kick_fd, error);
     if (status == HORO_OK && hr_sleep_reserve(&drive->sleep, (size_t)node->local_size + 2) != HORO_OK) {
@@ -214,14 +223,14 @@ hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error) {
     return hr_thread_start(&drive->thread, thread_main, drive, "the background thread", error);
 }
 
-void hr_drive_join(struct hr_drive *drive) {
-    (void)pthread_mutex_lock(&drive->join_lock);
-    if (!drive->has_joined) {
+void hr_drive_end_thread(struct hr_drive *drive) {
+    (void)pthread_mutex_lock(&drive->end_lock);
+    if (!drive->has_ended) {
         hr_node_wake(drive->node, drive->node->local_rank);
         (void)pthread_join(drive->thread, NULL);
-        drive->has_joined = 1;
+        drive->has_ended = 1;
     }
-    (void)pthread_mutex_unlock(&drive->join_lock);
+    (void)pthread_mutex_unlock(&drive->end_lock);
 }
 
 void hr_drive_close_fd(struct hr_drive *drive) {
@@ -236,6 +245,6 @@ void hr_drive_fini(struct hr_drive *drive) {
     free(drive->sleep.fds);
     hr_drive_close_fd(drive);
     (void)pthread_cond_destroy(&drive->done);
-    (void)pthread_mutex_destroy(&drive->join_lock);
+    (void)pthread_mutex_destroy(&drive->end_lock);
     (void)pthread_mutex_destroy(&drive->lock);
 }

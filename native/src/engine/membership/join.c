@@ -102,7 +102,7 @@ static int has_to_announce(const struct hr_lane *lane) {
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
-        found = request->pending_place == HR_NOT_ANNOUNCED || (!is_heard && request->announced_id != 0);
+        found = !request->is_announced || (!is_heard && request->announced_id != 0);
     }
     hr_drive_unlock(&lane->engine->drive);
     return found;

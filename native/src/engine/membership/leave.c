@@ -240,4 +240,4 @@ static int needs(const struct hr_part *part) {
            atomic_load(&engine->node->arena.header->wants_leave) != 0;
 }
 
-const struct hr_part_ops hr_part_end = {.rank = HR_PART_END, .turn = turn, .due = due, .needs = needs};
+const struct hr_part_ops hr_part_end = {.rank = HR_PART_END, .turn = turn, .due = due, .needs = needs, .is_called = 1};
