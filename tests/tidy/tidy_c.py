@@ -37,7 +37,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "drive": ("engine.h", "gpu"),
+        "drive": (),
         "requests": ("drive", "engine.h", "gpu"),
         "agree": (),
         "announce": ("requests",),
@@ -46,7 +46,7 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "execute": ("engine.h", "group", "requests", "gpu"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute", "engine.h"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
-        "report": ("engine.h", "drive", "requests"),
+        "report": ("engine.h", "gpu"),
         "gpu": ("engine.h", "drive", "requests"),
     }
 }

@@ -1,13 +1,13 @@
 /* The part that takes what callers have submitted, and their reports, to the lanes. */
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 
 static struct hr_request *take_queue(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *head = engine->submission.queue_head;
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return head;
 }
 
@@ -27,18 +27,8 @@ static int announce(struct hr_engine *engine) {
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
-                          atomic_load(&engine->submission.pending), memory_order_relaxed);
+                          atomic_load(&engine->drive.pending), memory_order_relaxed);
     return status;
-}
-
-static int go_on_joining(struct hr_engine *engine) {
-    int moved = HR_STILL;
-    for (int i = 0; i < engine->lane_count; i++) {
-        const int joined = hr_lane_go_on_joining(engine->lanes[i]);
-        HR_TRY(joined);
-        moved |= joined;
-    }
-    return moved;
 }
 
 static int turn(struct hr_part *part) {
@@ -55,13 +45,17 @@ static int turn(struct hr_part *part) {
         HR_TRY(announce(engine));
         moved = HR_MOVED;
     }
-    const int joined = engine->held_joins > 0 ? go_on_joining(engine) : HR_STILL;
-    return joined < 0 ? joined : moved | joined;
+    for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
+        const int joined = hr_lane_go_on_joining(engine->lanes[i]);
+        HR_TRY(joined);
+        moved |= joined;
+    }
+    return moved;
 }
 
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
-    return atomic_load(&engine->submission.pending) > 0;
+    return atomic_load(&engine->drive.pending) > 0;
 }
 
 const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn, .needs = needs};

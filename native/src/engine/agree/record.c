@@ -199,17 +199,13 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->joined.is_known && entry != NULL; entry = entry->next) {
-        size_t mark;
-        if (entry == agree->joined.entry || is_known_by_id(entry)) {
-            continue;
-        }
         const struct hr_agree_copy *request = hr_agree_request(entry);
-        HR_TRY(hr_frame_begin(out, &mark));
-        HR_TRY(hr_wire_put(
-            out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                           .rank = request->rank,
-                                           .request = {.bytes = request->bytes, .byte_count = request->count}}));
-        hr_frame_end(out, mark);
+        if (entry != agree->joined.entry && !is_known_by_id(entry)) {
+            HR_TRY(hr_frame_put(
+                out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                               .rank = request->rank,
+                                               .request = {.bytes = request->bytes, .byte_count = request->count}}));
+        }
     }
     return HORO_OK;
 }

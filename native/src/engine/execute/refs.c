@@ -2,9 +2,9 @@
 #include "engine/engine.h"
 
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     struct hr_request *request = hr_map_find(&lane->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return request;
 }
 

@@ -4,7 +4,7 @@
 
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {
@@ -39,21 +39,11 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->is_root = team->rank == 0;
     created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
     created->round.team = team;
-    const struct hr_leader_setup leader = {
-        .announcer = &created->announcer,
-        .round = &created->round,
-        .lock = setup->lock,
-        .handlers = setup->handlers,
-        .owner = created,
-        .fusion_bytes = setup->fusion_bytes,
-        .cycle_ns = setup->cycle_ns,
-    };
     int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "out of memory for a cache of %u tensors", setup->cache_capacity);
-    }
-    if (created->is_leader) {
-        status = status == HORO_OK ? hr_leader_init(&created->leader, &leader, error) : status;
+    } else if (created->is_leader) {
+        status = hr_leader_init(&created->leader, &setup->leader, &created->announcer, &created->round, created, error);
     }
     if (status != HORO_OK) {
         free_parts(created);
@@ -319,5 +309,20 @@ static void end(struct hr_part *part, int has_failed) {
     hr_lane_cancel(part->owner);
 }
 
-const struct hr_part_ops hr_part_lane = {
-    .rank = HR_PART_LANE, .turn = turn, .due = due, .needs = needs, .end = end};
+/* Of a leader: whether members have announced what others have not. */
+static int expects(const struct hr_part *part) {
+    const struct hr_lane *lane = part->owner;
+    return lane->is_leader && lane->leader.agree.active > 0;
+}
+
+static uint64_t moves(const struct hr_part *part) {
+    return hr_lane_moves(part->owner);
+}
+
+const struct hr_part_ops hr_part_lane = {.rank = HR_PART_LANE,
+                                         .turn = turn,
+                                         .due = due,
+                                         .needs = needs,
+                                         .expects = expects,
+                                         .moves = moves,
+                                         .end = end};

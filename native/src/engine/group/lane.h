@@ -59,12 +59,9 @@ struct hr_stall {
 
 /* The values that all lanes of a rank begin with. */
 struct hr_lane_setup {
-    pthread_mutex_t *lock; /* of submission */
+    struct hr_leader_setup leader;
     uint32_t cache_capacity;
-    uint64_t fusion_bytes;
-    int64_t cycle_ns;
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
-    hr_leader_handler *const *handlers; /* with the lane as owner, see leader.h */
 };
 
 struct hr_lane {

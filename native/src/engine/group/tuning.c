@@ -55,10 +55,10 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
     if (!fits(world, values)) {
         return hr_fail(error, HORO_ERR_USAGE, "these values of autotuning are none that this job can have");
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    hr_leader_make_due(&world->leader, values, is_final);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    return HORO_OK;
+    hr_drive_lock(&engine->drive);
+    const int status = hr_leader_make_due(&world->leader, values, is_final);
+    hr_drive_unlock(&engine->drive);
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for values of autotuning");
 }
 
 int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record) {
@@ -74,15 +74,16 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
     if (lane->team->number != 0) {
         return HORO_OK;
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(tuned->values, values, sizeof values);
     tuned->is_final = record->is_final;
-    for (int i = 1; record->is_final && i < engine->lane_count; i++) { /* teams that are led here */
-        if (engine->lanes[i]->is_root) {
-            hr_leader_make_due(&engine->lanes[i]->leader, values, 1);
-        }
+    int status = HORO_OK;
+    for (int i = 1; record->is_final && i < engine->lane_count && status == HORO_OK; i++) {
+        const int is_led_here = engine->lanes[i]->is_root;
+        status = is_led_here ? hr_leader_make_due(&engine->lanes[i]->leader, values, 1) : HORO_OK;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
+    HR_TRY(status);
     if (record->is_final) {
         memcpy(tuned->settled, values, sizeof values);
     }
@@ -90,10 +91,10 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
 }
 
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
     *is_final = engine->tuned.is_final;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {

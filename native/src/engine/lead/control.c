@@ -149,23 +149,28 @@ int hr_leader_is_done(const struct hr_leader *world) {
     return 1;
 }
 
-int hr_leader_tell_done(struct hr_leader *leader) {
-    const int rank = leader->team->node->rank;
-    if (leader->told_done) {
-        return HORO_OK;
-    }
+static int tell(struct hr_leader *leader, const struct hr_wire_message *message) {
     for (int i = 0; i < leader->link_count; i++) {
-        struct hr_link *link = &leader->links[i];
-        if (link->open) {
-            HR_TRY(hr_frame_put(&link->out, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = rank}));
-        }
+        HR_TRY(leader->links[i].open ? hr_frame_put(&leader->links[i].out, message) : HORO_OK);
     }
-    leader->told_done = 1;
     return HORO_OK;
 }
 
-static int put_end(struct hr_leader *leader, struct hr_buffer *out, struct hr_abort end) {
+int hr_leader_tell_done(struct hr_leader *leader) {
+    const int is_told = leader->told_done;
+    leader->told_done = 1;
+    return is_told ? HORO_OK : tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE,
+                                                                      .rank = leader->team->node->rank});
+}
+
+/* Each leader passes an abort on once, to all its neighbours. */
+static int tell_abort(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
+    const struct hr_abort end = hr_arena_aborted(arena);
+    if (end.code == 0 || leader->told_abort) {
+        return HORO_OK;
+    }
+    leader->told_abort = 1;
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
     struct hr_wire_message message = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
                                       .rank = end.rank,
@@ -175,20 +180,7 @@ static int put_end(struct hr_leader *leader, struct hr_buffer *out, struct hr_ab
     if (words != NULL) {
         message.text = (struct hr_wire_text){words, strlen(words)};
     }
-    return hr_frame_put(out, &message);
-}
-
-/* Each leader passes an abort on once, to all its neighbours. */
-static int tell_abort(struct hr_leader *leader) {
-    const struct hr_abort end = hr_arena_aborted(&leader->team->node->arena);
-    if (end.code == 0 || leader->told_abort) {
-        return 0;
-    }
-    leader->told_abort = 1;
-    for (int i = 0; i < leader->link_count; i++) {
-        HR_TRY(leader->links[i].open ? put_end(leader, &leader->links[i].out, end) : HORO_OK);
-    }
-    return 1;
+    return tell(leader, &message);
 }
 
 struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {

@@ -72,15 +72,16 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
     return hr_agree_init(&leader->agree, &config);
 }
 
-int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_error *error) {
+int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
+                   struct hr_round *round, void *owner, struct hr_error *error) {
     *leader = (struct hr_leader){
-        .team = setup->announcer->team,
-        .announcer = setup->announcer,
-        .round = setup->round,
-        .lock = setup->lock,
+        .team = announcer->team,
+        .announcer = announcer,
+        .round = round,
+        .drive = setup->drive,
         .handlers = setup->handlers,
-        .owner = setup->owner,
-        .is_root = setup->announcer->team->rank == 0,
+        .owner = owner,
+        .is_root = announcer->team->rank == 0,
         .cycle_ns = setup->cycle_ns,
         .batch_due_ns = HR_NEVER,
     };
@@ -103,6 +104,7 @@ void hr_leader_fini(struct hr_leader *leader) {
     free(leader->member_of_rank);
     hr_buffer_fini(&leader->log_out);
     hr_buffer_fini(&leader->at_once);
+    hr_buffer_fini(&leader->tuning);
     hr_buffer_fini(&leader->leave_record);
     hr_carry_fini(&leader->carry);
     hr_agree_fini(&leader->agree);
@@ -210,26 +212,18 @@ static int may_form_batch(struct hr_leader *leader, uint64_t place, uint64_t end
     return 0;
 }
 
-void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final) {
-    struct hr_due_tuning *due = &leader->tuning;
-    memcpy(due->values, values, sizeof due->values);
-    due->is_final = is_final;
-    atomic_store(&due->is_due, 1);
-}
-
-static int write_tuning(struct hr_leader *leader) {
-    struct hr_due_tuning *due = &leader->tuning;
-    struct hr_buffer *out = &leader->log_out;
-    const size_t begin = hr_buffer_size(out);
+int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final) {
+    struct hr_buffer *out = &leader->tuning;
     size_t mark;
+    hr_buffer_consume(out, hr_buffer_size(out));
     HR_TRY(hr_frame_begin(out, &mark));
-    (void)pthread_mutex_lock(leader->lock);
-    const int status = hr_wire_put_tune(out, due->is_final, due->values, HORO_KNOB_COUNT);
-    atomic_store(&due->is_due, 0);
-    (void)pthread_mutex_unlock(leader->lock);
-    HR_TRY(status);
+    if (hr_wire_put_tune(out, is_final, values, HORO_KNOB_COUNT) != HORO_OK) {
+        hr_buffer_consume(out, hr_buffer_size(out));
+        return HORO_ERR_RESOURCE;
+    }
     hr_frame_end(out, mark);
-    return hr_leader_hand_down(leader, begin);
+    atomic_store(&leader->is_tuning_due, 1);
+    return HORO_OK;
 }
 
 /* One batch, or all that is ready. */
@@ -255,6 +249,14 @@ static int write_records(struct hr_leader *leader, struct hr_buffer *records) {
     return HR_MOVED;
 }
 
+static int write_tuning(struct hr_leader *leader) {
+    hr_drive_lock(leader->drive);
+    const int written = write_records(leader, &leader->tuning);
+    atomic_store(&leader->is_tuning_due, 0);
+    hr_drive_unlock(leader->drive);
+    return written;
+}
+
 static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     if (hr_buffer_size(&leader->at_once) > 0 && !leader->log_closed) {
         return write_records(leader, &leader->at_once);
@@ -268,14 +270,15 @@ static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t endin
     if (!may_form_batch(leader, place, ending)) {
         return HR_STILL;
     }
-    HR_TRY(leader->tuning.is_due ? write_tuning(leader) : HORO_OK);
+    const int tuned = leader->is_tuning_due ? write_tuning(leader) : HR_STILL;
+    HR_TRY(tuned);
     HR_TRY(write_batches(leader, leader->team->host_count > 1)); /* between hosts what is ready goes at once */
     return HR_MOVED;
 }
 
 int hr_leader_is_idle(const struct hr_leader *leader) {
     return leader->agree.active == 0 && hr_buffer_size(&leader->log_out) == 0 && leader->leaver == 0 &&
-           !leader->log_closed && !leader->tuning.is_due && hr_buffer_size(&leader->at_once) == 0;
+           !leader->log_closed && !leader->is_tuning_due && hr_buffer_size(&leader->at_once) == 0;
 }
 
 static uint64_t slowest_reader(const struct hr_leader *leader) {

@@ -6,11 +6,11 @@
 #ifndef HR_ENGINE_LEAD_LEADER_H
 #define HR_ENGINE_LEAD_LEADER_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 
 #include "engine/agree/agree.h"
 #include "engine/announce/announcer.h"
+#include "engine/drive/drive.h"
 #include "engine/round/round.h"
 
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
@@ -40,19 +40,12 @@ struct hr_link {
  */
 typedef int hr_leader_handler(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns);
 
-/* Values that the root is to write into the log in front of the next batch. Under the lock. */
-struct hr_due_tuning {
-    _Atomic int is_due;
-    int is_final;
-    uint64_t values[HORO_KNOB_COUNT];
-};
-
 struct hr_leader {
     struct hr_team *team;
     struct hr_announcer *announcer; /* of this rank, as the round is */
     struct hr_round *round;
-    pthread_mutex_t *lock;
-    hr_leader_handler *const *handlers; /* [HR_WIRE_TYPES] NULL: no correct rank sends it */
+    struct hr_drive *drive;
+    hr_leader_handler *const *handlers;
     void *owner;
     int is_root;
     struct hr_agree agree;
@@ -63,7 +56,8 @@ struct hr_leader {
     struct hr_buffer log_out;     /* frames for the log ring */
     struct hr_buffer at_once;     /* the root: records that come before all others; see hr_leader_up */
     struct hr_carry carry;
-    struct hr_due_tuning tuning;
+    struct hr_buffer tuning;      /* the root: a record that comes before the next batch; under the lock */
+    _Atomic int is_tuning_due;    /* written under it */
     uint64_t announced_seen;
     int has_news; /* since the last turn that has agreed on nothing and written nothing, see hr_leader_agree */
     struct hr_link *links; /* parent first if there is one, then children */
@@ -79,17 +73,18 @@ struct hr_leader {
 };
 
 struct hr_leader_setup {
-    struct hr_announcer *announcer;
-    struct hr_round *round;
-    pthread_mutex_t *lock;
-    hr_leader_handler *const *handlers;
-    void *owner;
+    struct hr_drive *drive;             /* its lock */
+    hr_leader_handler *const *handlers; /* [HR_WIRE_TYPES] NULL: no correct rank sends it */
     uint64_t fusion_bytes;
     int64_t cycle_ns;
 };
 
-/* Opens the links, too. HORO_OK, or a status with *error set; fini in either case. */
-int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_error *error);
+/*
+ * Opens the links, too. Announcer and round are this rank's, and the owner is what handlers get. HORO_OK, or a status
+ * with *error set; fini in either case.
+ */
+int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
+                   struct hr_round *round, void *owner, struct hr_error *error);
 void hr_leader_fini(struct hr_leader *leader);
 
 /* ---- A turn, in two halves ---- */
@@ -111,8 +106,8 @@ int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending);
 
 /* ---- For those above ---- */
 
-/* The root has these values written in front of its next batch. With the lock held. */
-void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final);
+/* The root has these values written in front of its next batch. With the lock held. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final);
 /* Frames that go to the parent; of the root, records that are written before all others. */
 static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
     leader->has_news = 1;

@@ -2,7 +2,6 @@
 #ifndef HR_ENGINE_LEAD_PRIVATE_H
 #define HR_ENGINE_LEAD_PRIVATE_H
 
-#include "engine/drive/part.h"
 #include "engine/lead/leader.h"
 
 /* link.c */
