@@ -72,7 +72,7 @@ static int put_joined(struct hr_buffer *out, int rank, uint64_t at) {
 /* At a time of this host's: when the rank called, or when the message of another host came. */
 static int note_joined(struct hr_lane *lane, int rank, uint64_t at) {
     lane->leader.has_news = 1;
-    hr_agree_note_joined(&lane->leader.agree, rank, at);
+    hr_agree_note_absence(&lane->leader.agree, rank, at);
     if (lane->is_root) {
         return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
     }

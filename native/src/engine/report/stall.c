@@ -318,7 +318,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
         stall->all_moves = all_moves;
         stall->all_moved_ns = now_ns;
         if (lane->is_leader) {
-            hr_agree_excuse_join(&lane->leader.agree, now_ns);
+            hr_agree_excuse_absent(&lane->leader.agree, now_ns);
         }
     }
     const uint64_t moves = hr_lane_moves(lane);

@@ -68,7 +68,7 @@ static int is_idle_leader(const struct hr_lane *lane) {
     const struct hr_leader *leader = &lane->leader;
     return !lane->is_leader ||
            (leader->agree.active == 0 && hr_buffer_size(&leader->log_out) == 0 && leader->leaver == 0 &&
-            !leader->log_closed && !leader->tuning.is_due && leader->agree.joined.entry == NULL &&
+            !leader->log_closed && !leader->tuning.is_due && leader->agree.absent.entry == NULL &&
             hr_buffer_size(&leader->joined_ranks) == 0);
 }
 
