@@ -43,7 +43,7 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "announce": ("drive",),
         "round": ("engine.h", "execute"),
         "lead": ("engine.h",),
-        "execute": ("engine.h", "group", "requests", "gpu"),
+        "execute": ("engine.h", "group", "requests"),
         "group": ("agree", "round", "report", "engine.h", "drive", "requests"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
         "report": ("engine.h", "drive", "requests"),

@@ -9,10 +9,22 @@
 
 #include "base/descriptor.h"
 #include "base/thread.h"
+#include "engine/membership/membership.h"
 #include "node/node_setup.h"
 
 enum {
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
+};
+
+static const struct hr_executor_ops EXECUTOR_OPS = {
+    .handlers = {[HR_WIRE_REQUEST] = hr_stand_in_describe,
+                 [HR_WIRE_JOINED] = hr_join_execute,
+                 [HR_WIRE_TUNE] = hr_tuning_execute},
+    .change = hr_membership_change,
+    .absent = hr_stand_in_for,
+    .backend_on_gpu = hr_gpu_backend,
+    .end_on_gpu = hr_gpu_end_batch,
+    .bury = hr_gpu_bury,
 };
 
 static void free_parts(struct hr_engine *engine) {
@@ -83,6 +95,7 @@ int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_ba
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
+        .executor_ops = &EXECUTOR_OPS,
         .fusion_bytes = setup->fusion_bytes,
         .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
         .cycle_ns = (int64_t)setup->cycle_time_us * 1000,

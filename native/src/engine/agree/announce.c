@@ -1,6 +1,7 @@
 /* The agreement's way in: who has announced which tensor, and whether they mean the same. */
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/agree/private.h"
 
 /* For the coordinator's timeline. */
@@ -104,7 +105,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
     HR_TRY(compare_in(agree, entry, &request));
-    if (message->request.op == HORO_JOIN) {
+    if (hr_op_is_last(message->request.op)) {
         HR_TRY(hr_agree_begin_absence(agree, entry));
     }
     return hr_agree_complete_if_all(agree, entry);

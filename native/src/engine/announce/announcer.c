@@ -288,7 +288,7 @@ int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct 
     if (ref->name.bytes > 0) {
         *request = hr_lane_find_name(lane, ref->name);
         if (*request == NULL) {
-            *request = hr_lane_find_stand_in(lane, ref->name);
+            HR_TRY(lane->executor.ops->absent(lane, ref->name, (struct hr_wire_text){NULL, 0}, request));
         }
         if (*request == NULL) {
             return HORO_ERR_INTERNAL;
@@ -301,7 +301,8 @@ int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct 
         return HORO_ERR_INTERNAL;
     }
     if (known->pending == NULL) {
-        return hr_lane_make_stand_in(lane, known->bytes, known->byte_count, request);
+        const struct hr_wire_text bytes = {(const char *)known->bytes, known->byte_count};
+        return lane->executor.ops->absent(lane, (struct hr_wire_text){NULL, 0}, bytes, request);
     }
     *request = known->pending;
     known->pending = NULL;

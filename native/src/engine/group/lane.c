@@ -35,6 +35,7 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
     created->team = team;
     created->backend = backend;
     created->is_leader = team->local_rank == 0;
+    created->executor.ops = engine->executor_ops;
     created->is_root = team->rank == 0;
     created->announcer.capacity = engine->cache_capacity;
     created->announcer.known_slots = calloc(engine->cache_capacity + 1, sizeof *created->announcer.known_slots);

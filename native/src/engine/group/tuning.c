@@ -85,7 +85,9 @@ int hr_leader_write_tuning(struct hr_lane *lane) {
     return hr_leader_hand_down(lane, begin);
 }
 
-int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record) {
+int hr_tuning_execute(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    struct hr_engine *engine = lane->engine;
     struct hr_tuned *tuned = &engine->tuned;
     uint64_t values[HORO_KNOB_COUNT];
     if (!tuned->is_on || record->count != HORO_KNOB_COUNT) {
