@@ -20,8 +20,8 @@ struct hr_executor_ops {
     hr_record_handler *handlers[HR_WIRE_TYPES]; /* NULL: no correct log has such a record, unless it is done here */
     /*
      * Does what a request is about that changes who takes part (hr_op_is_of_members), as hr_task.progress; `row` is
-     * that of its record, -1: it has none. At HR_DONE the status of the request is in *outcome, with a sentence if it is
-     * an error.
+     * that of its record, -1: it has none. At HR_DONE the status of the request is in *outcome, with a sentence if it
+     * is an error.
      */
     int (*change)(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text, size_t text_bytes);
     /*
