@@ -55,7 +55,7 @@ class RankFiles:
         hosts: of each rank; with ``named``, the folders are ``rank.N.HOST``.
 
     Raises:
-        OSError: one cannot be made, or what has its name is not the user's own; its ``filename`` says which one.
+        OSError: one cannot be made, or a file of that name is not the user's own; ``filename`` is its path.
     """
 
     def __init__(self, directory: str, hosts: Sequence[str], *, named: bool) -> None:
