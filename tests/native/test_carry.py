@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from types import ModuleType
 from typing import Any
@@ -83,42 +82,6 @@ def test_every_operation_and_dtype_has_its_known_answer(hosts: list[int], op: st
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
-@pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
-def test_factors_and_narrow_travel_count_and_all_ranks_get_the_same_bits(hosts: list[int], wire: str | None) -> None:
-    def body(rank: Rank) -> bytes:
-        options = {"op": "average", "prescale": 0.5, "postscale": 4.0, "wires": [wire]}
-        chance = np.random.default_rng(rank.rank)
-        inputs = chance.standard_normal(500).astype(np.float32)
-        warm_up(rank, "x", inputs, **options)
-        before = link_bytes(rank)
-        out = np.zeros_like(inputs)
-        rank.finish(
-            rank.submit(
-                "allreduce", "x", [inputs], outputs=[out], reduce_op=context.REDUCE_OPS["average"],
-                prescale=0.5, postscale=4.0, wires=[wire],
-            )
-        )  # fmt: skip
-        assert link_bytes(rank) == before
-        exact = sum(
-            np.random.default_rng(r).standard_normal(500).astype(np.float32).astype(float) for r in range(rank.size)
-        )
-        np.testing.assert_allclose(out, 2 * exact / rank.size, rtol=2e-2 if wire else 1e-5, atol=3e-2 if wire else 1e-5)
-        return out.tobytes()
-
-    results = run_ranks(body, hosts)
-    assert len(set(results)) == 1
-
-
-@on_ranks([1, 1], [2, 2], [1, 1, 1, 1])
-def test_averages_of_float16_do_not_overflow_on_the_way(rank: Rank) -> None:
-    array = np.full(10, 40000, np.float16)
-    warm_up(rank, "x", array, op="average")
-    before = link_bytes(rank)
-    assert (rank.allreduce(array, "x", op="average") == 40000).all()
-    assert link_bytes(rank) == before
-
-
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("busy", [0, 1])
 def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> None:
@@ -162,34 +125,6 @@ def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
             assert (rank.allreduce(np.full(place + 1, step + rank.rank, np.float32), f"x{place}") == 2 * step + 1).all()
 
     run_ranks(body, [1, 1], cache_capacity=capacity)
-
-
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_programs_of_lone_and_crowded_operations_have_known_answers(hosts: list[int], seed: int) -> None:
-    """All ranks submit the same tensors, each in an order and at a pace of its own."""
-    size = sum(hosts)
-
-    def body(rank: Rank) -> list[bytes]:
-        shared, own = random.Random(seed), random.Random(seed * 1000 + rank.rank)
-        bits = []
-        for step in range(150):
-            names = [f"x{shared.randrange(6)}"] if shared.random() < 0.7 else [f"x{i}" for i in range(3)]
-            arrays = {name: np.full(1 + 7 * int(name[1:]), 0.1 * (rank.rank + step), np.float32) for name in names}
-            order = own.sample(names, len(names))
-            for _ in range(own.choice([0, 0, 3000])):
-                pass
-            handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=SUM) for name in order]
-            if own.random() < 0.2 and step % 10:
-                rank.context.poll(handles[0])
-            rank.finish(*handles)
-            for name in names:
-                np.testing.assert_allclose(arrays[name], 0.1 * (size * step + size * (size - 1) / 2), rtol=1e-5)
-                bits.append(arrays[name].tobytes())
-        return bits
-
-    results = run_ranks(body, hosts)
-    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize(("hosts", "is_carried"), [([2], False), ([2, 1], True)], ids=str)

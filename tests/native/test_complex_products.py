@@ -37,46 +37,6 @@ def test_allreduce_over_any_layout(rank: Rank, dtype: str) -> None:
                 assert np.array_equal(read(result), product(range(rank.size), count, turn))
 
 
-@over_every_layout
-@pytest.mark.parametrize("direct_bytes", [0, 1])
-@by_dtype
-@on_ranks("host_of_rank", "direct_bytes", segment_bytes=1 << 12)
-def test_rows_over_any_layout(rank: Rank, dtype: str) -> None:
-    for rows, columns in [(0, 3), (1, 1), (1, 2001), (7, 5), (rank.size, 1), (331, 7), (9001, 1)]:
-        for turn in range(2):
-            mine = factor(rank.rank, rows * columns, turn).reshape(rows, columns)
-            wanted = product(range(rank.size), rows * columns, turn).reshape(rows, columns)
-            (got,) = scatter(rank, [stored(mine, dtype)], f"{rows}x{columns}", "product")
-            assert np.array_equal(read(got), wanted[rows_of(rows, rank.size, rank.rank)])
-
-
-@pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
-@on_ranks([1], [2], [3], [1, 1], [2, 3], [1, 1, 1], [2, 1, 3], segment_bytes=1 << 12)
-def test_a_group_of_several_kinds(rank: Rank, op: str) -> None:
-    """Some real, some empty, some across segments; those of a kind lie side by side in one vector."""
-    kinds = [
-        *(("complex64", 3), ("float32", 5), ("complex32", 10), ("complex128", 1), ("complex64", 3001), ("int64", 3)),
-        *(("complex128", 4099), ("complex64", 0), ("complex32", 7), ("float64", 2001), ("complex32", 8000)),
-    ]
-    for step in range(3):
-        mine, wanted = [], []
-        for dtype, count in kinds:
-            if dtype in NUMPY_OF_COMPLEX:
-                mine.append(stored(factor(rank.rank, count, step), dtype))
-                wanted.append(product(range(rank.size), count, step))
-            else:
-                mine.append(np.full(count, 2, dtype))
-                wanted.append(np.full(count, 2**rank.size, np.complex128))
-        if op == "reducescatter":
-            results = scatter(rank, mine, op="product")
-            wanted = [whole[rows_of(len(whole), rank.size, rank.rank)] for whole in wanted]
-        else:
-            results = mine
-            rank.finish(rank.submit("allreduce", "group", mine, reduce_op=PRODUCT))
-        for got, whole in zip(results, wanted, strict=True):
-            assert np.array_equal(read(got) if got.dtype.kind in "cV" else got, whole)
-
-
 @by_dtype
 @on_ranks([1], [2], [3], [1, 1], [2, 2], [1, 1, 1])
 def test_factors_multiply_both_parts(rank: Rank, dtype: str) -> None:

@@ -48,32 +48,10 @@ def test_what_is_lost_lets_waits_sleep_each_time_longer(native: ModuleType) -> N
     assert sleeping_until(native, yields) == expected
 
 
-def test_what_is_lost_meanwhile_counts_once(native: ModuleType) -> None:
-    assert sleeping_until(native, [(LONG, MS), (LONG, 2 * MS), (LONG, 100 * MS)]) == [101 * MS] * 3
-
-
 def test_what_was_long_ago_is_forgotten(native: ModuleType) -> None:
     begin, still, again = (LONG, MS), (SHORT, 200 * MS), (LONG, 201 * MS)
     assert sleeping_until(native, [begin, still, again])[-1] == (201 + 200) * MS
     assert sleeping_until(native, [begin, (SHORT, 201 * MS), (LONG, 202 * MS)])[-1] == (202 + 100) * MS
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 10**9)), min_size=1, max_size=50))
-def test_no_history_lets_waits_sleep_for_more_than_a_second(native: ModuleType, steps: list[tuple[int, int]]) -> None:
-    now, yields = 1, []
-    for took, pause in steps:
-        now += pause
-        yields.append((took, now))
-    for until, (_, at) in zip(sleeping_until(native, yields), yields, strict=True):
-        assert until <= at + 1000 * MS
-
-
-def test_a_clock_that_is_hours_ahead_lets_no_wait_sleep_for_hours(native: ModuleType) -> None:
-    """Ranks of one host in two time namespaces have two clocks."""
-    hour = 3_600_000 * MS
-    (ahead, own) = sleeping_until(native, [(LONG, hour), (LONG, MS)])
-    assert not native.lib.shim_contention_is_on(ahead, MS)
-    assert MS < own <= 1001 * MS
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -112,19 +112,3 @@ def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity() -> None:
     moves = together(goes_on, leaves_crowded_cores=True)
     assert arrived.is_set(), moves
     assert moves[0] == 0
-
-
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_nobody_moves_unasked() -> None:
-    calls = [2000, 2000]
-
-    def goes_on(rank: Rank) -> bool:
-        calls[rank.rank] -= 1
-        return calls[rank.rank] > 0
-
-    assert together(goes_on) == [0, 0]
-
-
-def test_the_core_is_looked_up_only_where_ranks_may_move(native: ModuleType) -> None:
-    assert native.lib.shim_core_publish(0) == 0
-    assert native.lib.shim_core_publish(1) > 0

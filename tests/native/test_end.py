@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 
-from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
-SUM = context.REDUCE_OPS["sum"]
 WORDS = "ValueError: bad sample in shard 7"
 ENDS = [(hosts, ender) for hosts in ([2], [2, 2], [1, 1, 1]) for ender in range(sum(hosts))]
 
@@ -101,19 +99,6 @@ def test_long_words_are_cut_and_bytes_that_are_none_are_replaced() -> None:
         own, other = group.run(body)
     assert own == "this rank ended with x " + "\u00e4" * 446 + "\ufffd"
     assert other == "rank 0 (host0) ended with x " + "\u00e4" * 446 + "\ufffd"
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_only_the_first_end_counts(hosts: list[int]) -> None:
-    def body(rank: Rank) -> str:
-        if rank.rank == 0:
-            rank.context.end("first")
-        wait_for(lambda: rank.context.health() is not None)
-        rank.context.end("second")
-        return str(rank.context.health())
-
-    with Group(hosts) as group:
-        assert [text.partition(" ended ")[2] for text in group.run(body)] == ["with first", "with first"]
 
 
 def test_the_first_death_stays_the_cause() -> None:

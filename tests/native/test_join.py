@@ -16,7 +16,7 @@ from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, P
 
 LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
-SUM, ADASUM = context.REDUCE_OPS["sum"], context.REDUCE_OPS["adasum"]
+SUM = context.REDUCE_OPS["sum"]
 
 
 def join(rank: Rank, team: int = 0) -> int:
@@ -152,6 +152,11 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
                     lambda: rank.submit("broadcast", "b", [np.zeros(3)], root_rank=0),
                     "broadcast 'b': its root, rank 0, has joined",
                 )
+                array = np.zeros(rank.size)
+                tensor = context.Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["float64"])
+                moved = tensor._replace(splits=(1,) * rank.size)
+                alltoall = context.RequestBuffer.of(context.OPS["alltoall"], "a", [moved])
+                refuse(rank, lambda: rank.context.submit(alltoall), "alltoall 'a': rank 0 has joined")
                 for op in ("min", "max", "product"):
                     refuse(
                         rank,
@@ -168,19 +173,6 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
             assert rank.allreduce(np.ones(2), "all")[0] == rank.size
 
     run_ranks(body, hosts, cache_capacity=cache)
-
-
-@on_ranks([2])
-def test_an_alltoall_is_refused(rank: Rank) -> None:
-    handle = joins_first(rank, 1)
-    if handle is None:
-        array = np.zeros(2)
-        tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
-        request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
-        with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
-            rank.context.wait(request)
-        rank.context.release(request)
-    end_join(rank, handle)
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:
@@ -239,7 +231,11 @@ def test_a_rank_that_adds_a_team_cannot_join() -> None:
 # ---- Ends ----
 
 
-def ends_the_wait(hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]) -> None:
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("end", "error"), [(Group.kill, PeerLostError), (Group.leave, AbortedError)])
+def test_a_rank_that_is_gone_ends_the_wait_of_those_that_have_joined(
+    hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]
+) -> None:
     """The last rank ends after an operation that needs all others to have joined."""
     last = sum(hosts) - 1
     with Group(hosts) as group:
@@ -256,16 +252,6 @@ def ends_the_wait(hosts: list[int], end: Callable[[Group, int], None], error: ty
             rank.context.release(handle)
 
         group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
-def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    ends_the_wait(hosts, Group.kill, PeerLostError)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2]], ids=str)
-def test_a_rank_that_shuts_down_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    ends_the_wait(hosts, Group.leave, AbortedError)
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)

@@ -127,31 +127,3 @@ def test_what_run_refuses_leaves_nothing_behind(rank: Rank) -> None:
     handle = rank.submit("barrier", "last", [])
     rank.finish(handle)
     assert lib.horo_poll(rank.context._context, handle - 1) == lib.HORO_ERR_HANDLE  # the one before was released
-
-
-@on_ranks([2])
-def test_finish_waits_and_releases_and_says_what_went_wrong(rank: Rank) -> None:
-    context = rank.context
-    good = np.ones(4, np.float32)
-    handle = rank.submit("allreduce", "x", [good], reduce_op=SUM)
-    context.finish(handle)
-    assert np.all(good == rank.size)
-    wrong = rank.submit("allreduce", "x", [np.ones(4 + rank.rank, np.float32)], reduce_op=SUM)
-    with pytest.raises(MismatchError, match=r"float32 \[4\]"):
-        context.finish(wrong)
-    for gone in (handle, wrong):  # released, both
-        with pytest.raises(UsageError, match=f"Handle {gone} was not created or has been cleared"):
-            context.finish(gone)
-
-
-def test_counters_may_be_asked_after_the_end() -> None:
-    ranks: list[Rank] = []
-
-    def body(rank: Rank) -> None:
-        rank.run("barrier", "x", [])
-        ranks.append(rank)
-
-    run_ranks(body, [1])
-    for _ in range(2):
-        assert ranks[0].context.counters()["requests"] == 1
-        ranks[0].context.destroy()

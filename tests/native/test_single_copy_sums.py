@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, on_ranks, recorded_stderr, run_ranks
-from test_reducescatter import rows_of, scatter, table
+from ranks import NUMPY_OF_DTYPE, Rank, recorded_stderr, run_ranks
+from test_reducescatter import rows_of, scatter
 from test_single_copy import INFO, READS
 
 CASES = list(itertools.product(sorted(NUMPY_OF_DTYPE), ["sum", "min", "max", "product", "average"]))
@@ -37,20 +37,6 @@ def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str, op: st
         assert said().count(READS) == 1
 
 
-@pytest.mark.parametrize("count", [1, 2, 33, 64, 200])
-@on_ranks([3], segment_bytes=1 << 14, direct_bytes=1)
-def test_groups_of_more_tensors_than_one_read_takes(rank: Rank, count: int) -> None:
-    """Of several kinds, and some without rows for some ranks."""
-    for turn in range(3):
-        arrays = [
-            table(i * 37 % 101 * (9 if i % 5 == 0 else 1), 3, [np.float32, np.float64, np.int16][i % 3]) + turn
-            for i in range(count)
-        ]
-        for got, array in zip(scatter(rank, arrays), arrays, strict=True):
-            mine = array[rows_of(len(array), rank.size, rank.rank)]
-            assert np.array_equal(got, sum(mine for _ in range(rank.size)))
-
-
 @pytest.mark.parametrize(("size", "segment_bytes"), [(2, 1 << 12), (3, 1 << 12), (9, 1 << 15), (17, 1 << 15)])
 def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: int) -> None:
     def body(rank: Rank) -> None:
@@ -61,20 +47,3 @@ def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: i
                 assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
 
     run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_in_the_middle_is_named(victim: int) -> None:
-    arrays = [np.ones((1 << 19, 2), np.float32) for _ in range(3)]
-
-    def submit(rank: Rank) -> int:
-        run(rank)  # so that the way is known
-        outputs = [arrays[rank.rank][rows_of(1 << 19, 3, rank.rank)].copy()]
-        return rank.submit("reducescatter", "s", [arrays[rank.rank]], outputs=outputs, reduce_op=1)
-
-    def run(rank: Rank) -> None:
-        scatter(rank, [arrays[rank.rank]])
-
-    with recorded_stderr() as said:
-        dies_in_the_middle([3], victim, submit, run, segment_bytes=1 << 15, direct_bytes=1, log_level=INFO)
-        assert said().count(READS) == 1

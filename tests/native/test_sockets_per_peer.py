@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from types import ModuleType
 
 import known_answers
 import numpy as np
 import pytest
 from descriptors import open_descriptors
-from fabric import close_setup, make_setups
-from ranks import Group, Rank, run_ranks
+from fabric import make_setups
+from ranks import Group, Rank
 
 from horo.core.context import Context
-from horo.errors import PeerLostError, UsageError
+from horo.errors import PeerLostError
 
-LAYOUTS = [[1, 1], [2, 2], [1, 2, 1]]
 PIECE_BYTES = 1 << 17
 
 
@@ -30,12 +28,6 @@ def collectives(rank: Rank) -> None:
             assert np.array_equal(whole, large * (rank.size * (rank.size + 1) // 2))
         for root in range(rank.size):
             assert set(rank.broadcast(np.full(size, rank.rank, np.int32), root)) == {root}
-
-
-@pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_collectives_over_three_sockets_per_peer(hosts: list[int], tcp: bool) -> None:
-    run_ranks(collectives, hosts, sockets_per_peer=3, tcp=tcp)
 
 
 @pytest.mark.parametrize("sockets", [2, 8])
@@ -92,15 +84,6 @@ def test_a_rank_that_loses_one_socket_is_lost(hosts: list[int], number: int) -> 
         broken.append(group.data_end(0, number))
         said = group.run(body)
     assert all("rank 0" in text or f"rank {hosts[0]}" in text for text in said), said
-
-
-@pytest.mark.parametrize("sockets", [-1, 9])
-def test_numbers_of_sockets_out_of_range_are_refused(native: ModuleType, sockets: int) -> None:
-    del native
-    (setup,) = make_setups([1])
-    with pytest.raises(UsageError, match=f"sockets_per_peer must be 1 to 8, not {sockets}"):
-        Context(type(setup)(**{**vars(setup), "sockets_per_peer": sockets}))
-    close_setup(setup)
 
 
 def test_no_descriptor_is_left() -> None:

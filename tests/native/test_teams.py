@@ -123,17 +123,6 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
     assert "add_process_set" in {event.op for event in rank.context.events()}
 
 
-def test_several_sockets_per_peer_serve_teams_too() -> None:
-    hosts, ranks = [2, 2], [0, 1, 2, 3]
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team(ranks)
-        array = np.full(3_000_000, rank.rank, np.float32)
-        assert (rank.allreduce(array, team=team) == 6).all()
-
-    run_ranks(body, hosts, sockets_per_peer=3)
-
-
 # ---- Adding and removing ----
 
 

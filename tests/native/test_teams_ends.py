@@ -10,7 +10,7 @@ import pytest
 from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, run_script, wait_for
 
 from horo.core import context as _core
-from horo.errors import AbortedError, PeerLostError
+from horo.errors import AbortedError
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
@@ -69,24 +69,6 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
 
     wakes = run_ranks(body, [2, 2], teams=8)
     assert wakes[1] == wakes[3] == 0, wakes
-
-
-def test_the_end_of_the_group_names_the_process_set_of_what_is_pending() -> None:
-    submitted = threading.Barrier(3)
-
-    def body(rank: Rank) -> None:
-        team = rank.context.add_team([0, 1])
-        if rank.rank == 2:
-            submitted.wait()
-            group.kill(2)
-            return
-        handle = rank.submit("barrier", f"of {rank.rank}", [], team=team)
-        submitted.wait()
-        with pytest.raises(PeerLostError, match=rf"pending here: 'of {rank.rank}' \(process set 1\)$"):
-            rank.finish(handle)
-
-    with Group([3]) as group:
-        group.run(body)
 
 
 def test_each_team_has_its_stall_reports() -> None:

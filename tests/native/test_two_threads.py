@@ -150,23 +150,6 @@ def test_who_comes_after_the_release_is_told_so(rank: Rank) -> None:
     context.wait_any([handle, handle])
 
 
-def test_a_pending_handle_is_not_released() -> None:
-    may_go_on = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            assert may_go_on.wait(60)
-            rank.barrier("b")
-            return
-        with holding(may_go_on):
-            handle = rank.submit("barrier", "b", [])
-            assert lib.horo_release(rank.context._context, handle) == lib.HORO_ERR_USAGE
-            assert lib.horo_wait(rank.context._context, handle, 0, ffi.NULL, 0) == lib.HORO_IN_PROGRESS
-        rank.finish(handle)
-
-    run_ranks(body, [2])
-
-
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them drives. The request is never submitted by the other rank."""
@@ -191,30 +174,3 @@ def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], mon
             assert ends == [AbortedError] * (WAITERS - 1)
 
     run_ranks(body, hosts)
-
-
-def test_a_process_set_may_go_while_those_that_have_waited_in_it_return() -> None:
-    may_reduce = threading.Event()
-
-    def body(rank: Rank) -> None:
-        with waiters_of(rank) as waiters:
-            for turn in range(5):
-                team = rank.context.add_team([0, 1])
-                if rank.rank == 1:
-                    assert may_reduce.wait(60)
-                    rank.allreduce(np.ones(4), f"x{turn}", team=team)
-                    rank.context.remove_team(team)
-                else:
-                    with holding(may_reduce):
-                        handle = rank.submit("allreduce", f"x{turn}", [np.ones(4)], reduce_op=SUM, team=team)
-                        for _ in range(3):
-                            waiters.start(lambda handle=handle: rank.context.wait(handle))
-                    rank.context.finish(handle)
-                    rank.context.remove_team(team)
-                    waiters.await_all()
-                rank.barrier(f"turn {turn}")
-                may_reduce.clear()
-                rank.barrier(f"turned {turn}")
-            assert waiters.outcomes == [None] * (15 if rank.rank == 0 else 0)
-
-    run_ranks(body, [2])

@@ -1,4 +1,4 @@
-/* The algorithms between hosts as plain functions: on any transport, or all members in one thread. */
+/* The algorithms between hosts as plain functions, all members in one thread. */
 #ifndef SHIM_CROSS_H
 #define SHIM_CROSS_H
 
@@ -39,12 +39,6 @@ size_t shim_share_most(size_t block_bytes, size_t bytes, int owners);
 /* What an allreduce between hosts reserves for segments of up to `segment_bytes`, and what this share of one needs. */
 size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes);
 size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index);
-
-/*
- * As member `host`: `repeats` calls on consecutive blocks of data, each begun as soon as the one before is all posted.
- * HORO_OK, the first error, or HORO_ERR_TIMEOUT.
- */
-int shim_cross_run(void *transport, int host, const shim_cross_call *call, void *data, int repeats, int timeout_ms);
 
 /* The status of begin. */
 int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data);
