@@ -110,12 +110,12 @@ def page() -> str:
 
 def options() -> str:
     """The options for training."""
-    rows = ["| option | variable | allowed |\n|---|---|---|\n"]
+    rows = ["| option | sets |\n|---|---|\n"]
     for each in variables_of(Config).values():
         for option in (option for option in each.options if not option.is_shared):
             shown = f"`{option.name}`" + (f" {option.metavar}" if option.metavar else "")
-            sets = each.of_option(option).allowed() if option.metavar else f"sets it to {option.value}"
-            rows.append(f"| {shown} | `{each.names[0]}` | {sets} |\n")
+            value = "" if option.metavar else f"={option.value}"
+            rows.append(f"| {shown} | `{each.names[0]}{value}` |\n")
     return "".join(rows)
 
 
