@@ -29,7 +29,6 @@ class Gpu:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_broken = False
-        self.pinned_left = 0  # pieces that an MPI or a copy may still touch, each in a context of its own
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
@@ -73,12 +72,10 @@ class Gpu:
         for gate in gates:
             self.lib.double_open(ctypes.byref(gate))
 
-    def pause(self, is_query: bool = False) -> ctypes.c_int:
-        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result; or
-        the one that next asks whether an event has been reached.
-        """
+    def pause(self) -> ctypes.c_int:
+        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
         self._gates.append(gate := ctypes.c_int(0))
-        self.lib.double_pause(ctypes.byref(gate), int(is_query))
+        self.lib.double_pause(ctypes.byref(gate))
         return gate
 
     def await_pause(self, gate: ctypes.c_int) -> None:
@@ -107,10 +104,6 @@ class Gpu:
     def end(self) -> None:
         """Gives back its memory, unless a stream still has something to do. Nothing is called behind that."""
         self.lib.double_end()
-
-    def is_pinned(self, address: int) -> bool:
-        """Whether it is in memory of the host that horo has pinned, and has not freed."""
-        return bool(self.lib.double_is_pinned(ctypes.c_uint64(address)))
 
     def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
         self.lib.double_fail(copy, host_bytes)

@@ -38,7 +38,7 @@ single_copy stalls stress teams timeline transport two_threads wait_any
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
 adasum alltoall complex_products compression control cross device_libraries
-gather hostile_member kernel linked nccl_teams reducescatter refusal relay single_copy_sums
+gather hostile_member kernel linked nccl_teams reducescatter refusal single_copy_sums
 sockets_per_peer teams_ends transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}

@@ -102,23 +102,6 @@ def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, h
         np.testing.assert_array_equal(exchanged, [10 * other + mine for other in range(size)])
 
 
-def test_many_at_once_use_pinned_memory_again(gpu: Gpu) -> None:
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        for _ in range(5):
-            arrays = [np.full(5000, number + rank.rank, np.float32) for number in range(8)]
-            begun = [own.submit("allreduce", f"g{i}", array, reduce_op=1) for i, array in enumerate(arrays)]
-            for handle, _, _ in begun:
-                own.finish(handle)
-            gpu.synchronize(own.stream)
-            for number, (_, source, _) in enumerate(begun):
-                np.testing.assert_array_equal(gpu.get(source, arrays[0]), np.full(5000, 2 * number + 1, np.float32))
-        own.close()
-
-    run_ranks(body, (2,))
-    assert gpu.counts()["pinned_ever"] <= 2 * 2 * 8
-
-
 @on_ranks((1,))
 def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(rank: Rank, gpu: Gpu) -> None:
     array = np.ones(4, np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import native_build
 import numpy as np
@@ -156,7 +157,7 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
                 tensor = context.Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["float64"])
                 moved = tensor._replace(splits=(1,) * rank.size)
                 alltoall = context.RequestBuffer.of(context.OPS["alltoall"], "a", [moved])
-                refuse(rank, lambda: rank.context.submit(alltoall), "alltoall 'a': rank 0 has joined")
+                refuse(rank, partial(rank.context.submit, alltoall), "alltoall 'a': rank 0 has joined")
                 for op in ("min", "max", "product"):
                     refuse(
                         rank,

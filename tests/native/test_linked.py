@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from links import CONTROL, DATA, create_tcp, socket_pair
 from ranks import Rank, on_ranks
-from test_cross import INTERNAL, OK
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
 from horo.core.context import Context
@@ -28,6 +27,9 @@ def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int
     for channel, peers in ((CONTROL, control_peers), (DATA, data_peers)):
         linked = [other for other in range(count) if native.lib.shim_hosts_are_linked(channel, count, host, other)]
         assert linked == peers(host, count)
+
+
+OK, INTERNAL = 0, -60
 
 
 # With contexts, which have no other connections.

@@ -336,3 +336,22 @@ def test_who_is_counted_in_is_told_of_a_rank_that_is_gone(how: str, error: type[
                 (group.leave if how == "leave" else group.kill)(gone)
 
         group.run(body)
+
+
+def test_a_name_in_use_keeps_its_id_while_others_come_and_go() -> None:
+    """There are two places for names. One name is used all the time, and each of the others once."""
+    steps = 400
+
+    def body(rank: Rank) -> int:
+        for name in ("used", "idle"):
+            rank.allreduce(np.ones(1, np.float32), name)
+        hits = 0
+        for step in range(steps):
+            rank.allreduce(np.ones(1, np.float32), f"newcomer {step}")
+            before = rank.context.counters()["cache_hits"]
+            rank.run("allreduce", "used", [np.ones(1, np.float32)], reduce_op=SUM)
+            hits += rank.context.counters()["cache_hits"] - before
+        return hits
+
+    with Group((2,), cache_capacity=2, **PATIENT) as group:
+        assert group.run(body) == [steps, steps]

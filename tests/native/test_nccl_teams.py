@@ -84,32 +84,6 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
-    """All calls are over before a kernel has run: the values of each rank wait for another call's gate."""
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(own, links))
-        for team, _ in mine:
-            own.finish(begin(own, "first", team)[0])
-        gpu.synchronize(own.stream)
-        gate = gpu.hold(own.stream)
-        order = mine[rank.rank :] + mine[: rank.rank]
-        begun = [(*begin(own, f"{i}", team), size) for i in range(5) for team, size in order]
-        for handle, _, _ in reversed(begun):
-            own.finish(handle)
-        gpu.open(gate)
-        gpu.synchronize(own.stream)
-        for _, source, size in begun:
-            assert gpu.get(source, ONES).tolist() == [size] * 5
-        own.close()
-
-    with Group(hosts) as group:
-        group.run(body)
-
-
 # ---- Calls that fail ----
 
 

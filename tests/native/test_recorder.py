@@ -86,26 +86,6 @@ def test_of_a_long_name_the_end_is_kept_and_no_character_is_cut(recorder: Record
     assert recorder.names() == [short, "..." + long[-29:], "..." + "\u00e4" * 14]
 
 
-def test_a_record_that_is_being_written_is_skipped_by_readers_and_writers(recorder: Recorder) -> None:
-    for i in range(RECORDS):
-        recorder.add(SUBMITTED, str(i))
-    held = RECORDS + 6
-    recorder.native.lib.shim_recorder_hold(recorder.made, held)
-    assert recorder.names() == [str(i) for i in range(RECORDS) if i != 6]
-    for i in range(RECORDS, RECORDS + 10):
-        recorder.add(SUBMITTED, str(i))
-    assert recorder.names() == [str(i) for i in range(10, RECORDS + 10) if i != held]
-
-
-def test_a_writer_that_comes_a_turn_late_leaves_the_record_alone(recorder: Recorder) -> None:
-    for i in range(RECORDS + 5):
-        recorder.add(SUBMITTED, str(i))
-    recorder.native.lib.shim_recorder_rewind(recorder.made, RECORDS + 1)
-    recorder.add(SUBMITTED, "late")
-    recorder.native.lib.shim_recorder_forward(recorder.made, RECORDS)
-    assert recorder.names() == [str(i) for i in range(5, RECORDS + 5)]
-
-
 def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) -> None:
     lib = recorder.native.lib
     writers, count = 4, 30_000 if native_build.FLAVOUR else 200_000  # many times what there is room for

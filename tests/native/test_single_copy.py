@@ -20,22 +20,6 @@ def gather(rank: Rank, count: int, turn: int = 0, name: str = "g") -> None:
     assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, count))
 
 
-def test_the_first_large_move_tells_the_way_once() -> None:
-    def body(rank: Rank) -> None:
-        gather(rank, 1000)
-        rank.barrier()
-        if rank.rank == 0:
-            assert READS not in said()
-        rank.barrier("after the look")
-        for turn in range(3):
-            gather(rank, 1 << 18, turn)
-            assert rank.broadcast(np.full(1 << 19, rank.rank), 1)[-1] == 1
-
-    with recorded_stderr() as said:
-        run_ranks(body, [3], direct_bytes=1 << 17, log_level=INFO)
-        assert said().count(READS) == 1
-
-
 @pytest.mark.parametrize(
     ("operation", "least"), [("broadcast", 3000), ("allgather", 6000), ("alltoall", 3000), ("reducescatter", 3000)]
 )
@@ -59,25 +43,6 @@ def test_reading_begins_where_it_pays(operation: str, least: int, missing: int) 
     with recorded_stderr() as said:
         run_ranks(body, [3], direct_bytes=1000, log_level=INFO)
         assert said().count(READS) == (0 if missing else 1)
-
-
-@pytest.mark.parametrize(("operation", "reads"), [("broadcast", 0), ("allgather", 0), ("alltoall", 1)])
-def test_what_all_ranks_get_is_read_up_to_32_mib(operation: str, reads: int) -> None:
-    """Of the results of both ranks; what is for one rank only has no such end."""
-    count = (1 << 24) + 64
-
-    def body(rank: Rank) -> None:
-        if operation == "broadcast":
-            assert np.all(rank.broadcast(np.full(count, rank.rank, np.uint8), 1) == 1)
-        elif operation == "allgather":
-            gathered, _ = rank.allgather(np.full(count // 2, rank.rank + 1, np.uint8))
-            assert np.array_equal(gathered, np.repeat(np.array([1, 2], np.uint8), count // 2))
-        else:
-            check(rank, [Plan([[count // 2] * 2] * 2, dtype=np.uint8)])
-
-    with recorded_stderr() as said:
-        run_ranks(body, [2], direct_bytes=1, log_level=INFO)
-        assert said().count(READS) == reads
 
 
 def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,10 +49,6 @@ def test_the_cheaper_store_is_used_from_the_first_operations_on(
     assert stores[10:].count(1 - better) == len(range(251, 2000, 251))
 
 
-def test_a_small_lead_is_no_reason_to_store_past_the_cache(native: Any) -> None:
-    assert Choices(native).run(200, lambda _, store: (100_000, 80_000)[store])[10:] == [ORDINARY] * 190
-
-
 @pytest.mark.parametrize(("before", "after", "better"), [(NEAR, FAR, STREAM), (FAR, NEAR, ORDINARY)])
 def test_a_machine_that_changes_is_followed(
     native: Any, before: tuple[int, int], after: tuple[int, int], better: int
@@ -65,21 +60,6 @@ def test_a_machine_that_changes_is_followed(
     used = stores.index(better)
     assert used < (20 if better == STREAM else 251)
     assert stores[used:].count(1 - better) <= 4
-
-
-@pytest.mark.parametrize(("costs", "better"), [(NEAR, ORDINARY), (FAR, STREAM)])
-def test_operations_of_two_sizes_in_turn_have_one_choice(native: Any, costs: tuple[int, int], better: int) -> None:
-    """A byte of the larger ones, which no cache holds, takes twice as long."""
-    stores = Choices(native).run(2000, lambda number, store: costs[store] * (1 + number % 2))
-    assert stores[10:].count(1 - better) == len(range(251, 2000, 251))
-
-
-@pytest.mark.parametrize(("costs", "better"), [(NEAR, ORDINARY), (FAR, STREAM)])
-def test_interruptions_change_nothing(native: Any, costs: tuple[int, int], better: int) -> None:
-    """One operation in ten takes five times as long: another program had its slice."""
-    chance = random.Random(1)
-    stores = Choices(native).run(5000, lambda _, store: costs[store] * (5 if chance.random() < 0.1 else 1))
-    assert stores[100:].count(better) > 0.98 * 4900
 
 
 def test_a_reducescatter_does_not_take_the_wait_for_a_late_rank_for_the_cost_of_stores(native: Any) -> None:

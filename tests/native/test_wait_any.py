@@ -7,10 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Rank, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import PeerLostError
 
 SUM = context.REDUCE_OPS["sum"]
 LAYOUTS = [[2], [3], [1, 1], [2, 1]]
@@ -61,23 +60,3 @@ def test_it_does_not_poll(hosts: list[int]) -> None:
 
     run_ranks(body, hosts)
     assert sleeps[0] < 50  # it was 250 with a look every 2 ms
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_the_loss_of_a_rank_ends_it(hosts: list[int]) -> None:
-    submitted = threading.Event()
-    with Group(hosts) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == 1:
-                assert submitted.wait(60)
-                group.kill(1)
-                return
-            handles = [rank.submit("allreduce", name, [np.ones(9)], reduce_op=SUM) for name in "ab"]
-            submitted.set()
-            rank.context.wait_any(handles)
-            for handle in handles:
-                with pytest.raises(PeerLostError):
-                    rank.finish(handle)
-
-        group.run(body)

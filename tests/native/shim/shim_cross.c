@@ -22,10 +22,6 @@ static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
     return table[call->algorithm];
 }
 
-void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
-    hr_part(count, part_count, index, begin, length);
-}
-
 void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length) {
     const struct hr_range share = hr_share(hr_share_unit(block_bytes), bytes, index, owners);
     *offset = share.offset;
@@ -78,13 +74,6 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .piece_bytes = call->piece_bytes,
         .scratch = scratch,
     };
-}
-
-int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data) {
-    struct hr_cross state;
-    struct hr_cross_part parts[PARTS_MAX];
-    const struct hr_cross_call full = call_of(call, transport, host, data, NULL, parts);
-    return hr_cross_begin(algorithm_of(call), &state, &full);
 }
 
 /* A linear congruential generator (Knuth's MMIX); the high bits are the good ones. */
