@@ -229,7 +229,7 @@ BREAKS = (
         "return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "return pending == NULL || lane->is_leader ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "With more names in flight than the cache holds, a call never returns.",
-        "tests/native/test_agree.py tests/native/test_engine.py -k 'cache or names'",
+        "tests/native/test_agree.py -k announced_anew",
     ),
     Break(
         "round-other-name",
@@ -309,7 +309,7 @@ BREAKS = (
         "(void)close(tcp->links[i].fd);",
         "(void)shutdown(tcp->links[i].fd, SHUT_RDWR);",
         "Each init() and shutdown() on several hosts leaves descriptors open, until there are none left.",
-        "tests/native/test_sockets_per_peer.py tests/native/test_engine.py -k 'no_descriptor or come_and_go'",
+        "tests/native/test_link.py tests/native/test_engine.py -k 'no_descriptor or come_and_go'",
     ),
     # ---- Python ----
     Break(
