@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import graphlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
+__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
 
 SUM = _core.REDUCE_OPS["sum"]
 
@@ -250,17 +249,3 @@ class OnGpu:
 def on_gpu(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:
     """Each rank on a GPU of its own."""
     return OnGpu(rank, gpu, [nccl.path], **{"device": rank.rank, **options})
-
-
-@contextmanager
-def captured_by_rank_0(rank: Rank, gpu: Gpu, stream: int) -> Iterator[None]:
-    """What all ranks do inside happens while rank 0 captures a graph on the stream, which no call of theirs spoils."""
-    rank.barrier()
-    if rank.rank == 0:
-        gpu.capture(stream, True)
-    rank.barrier()
-    yield
-    rank.barrier()
-    if rank.rank == 0:
-        assert gpu.capture(stream, False) == 0
-    rank.barrier()

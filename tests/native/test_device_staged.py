@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu, captured_by_rank_0
+from device_group import SUM, Gpu, Nccl, OnGpu
 from ranks import Group, Rank, describe, on_ranks, run_ranks
 
 from horo.core import context
@@ -170,10 +170,17 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
-        with captured_by_rank_0(rank, gpu, captured):
-            for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
-                handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
-                own.finish(handle)
+        rank.barrier()
+        if rank.rank == 0:
+            gpu.capture(captured, True)
+        rank.barrier()
+        for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
+            handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
+            own.finish(handle)
+        rank.barrier()
+        if rank.rank == 0:
+            assert gpu.capture(captured, False) == 0
+        rank.barrier()
         own.close()
 
     run_ranks(body, (2,))
