@@ -31,7 +31,7 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-carry contention deadlock device_failures device_memory device_staged driving end engine events interrupt join
+carry cores deadlock device_failures device_memory device_staged driving end engine events interrupt join
 large_moves leave link log lone many_local nccl nccl_failures parts recorder sanitize stalls stress teams timeline
 transport waits
 """

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, describe, on_ranks, recorded_stderr, wait_for
+from ranks import Group, Rank, describe, on_ranks, recorded_stderr, run_ranks, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context
@@ -56,8 +56,7 @@ def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> 
         assert gpu.counts()["pinned"] == 3
         own.close()
 
-    with Group((1,)) as group:
-        group.run(body)
+    run_ranks(body, (1,))
 
 
 def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_stands_still(gpu: Gpu) -> None:
@@ -82,8 +81,7 @@ def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_sta
         own.context.release(stuck)
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
 
 
 def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(gpu: Gpu, nccl: Nccl) -> None:

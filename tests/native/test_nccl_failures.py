@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
 from test_teams import Links, hosts_of
 
@@ -147,8 +147,7 @@ def test_a_set_that_nccl_does_not_connect_is_not_added(gpu: Gpu, nccl: Nccl, hos
             assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     assert nccl.counts()["launched"] == 3 + 2
 
 
@@ -325,8 +324,7 @@ def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nc
         rank.context.remove_team(gone)
         return own, gate
 
-    with Group((2,)) as group:
-        owners = group.run(body)
+    owners = run_ranks(body, (2,))
     for own, gate in owners:
         if gate is not None:
             gpu.open(gate)
