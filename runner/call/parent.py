@@ -235,6 +235,8 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
         job = None
     if job is None or job.dry_run or job.check_hosts:
         raise UsageError("horo.run: options= has one with which hororun starts no ranks")
+    if job.elastic is not None:
+        raise UnsupportedError("horo.run: options= asks for an elastic job, whose workers return no results")
     return job
 
 
@@ -333,8 +335,8 @@ def check_outcomes(outcomes: Sequence[Outcome | None], code: int, report: str) -
     """Returns if every rank has a result.
 
     Raises:
-        Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end,
-            and rather one with an error than ``sys.exit(0)``.
+        Exception: of the rank that failed first. The script's own come before those about another rank's end, and
+            errors before ``sys.exit(0)``.
         UsageError: hororun has refused the job.
         HoroError: a rank has left neither a result nor an exception.
     """
