@@ -169,7 +169,7 @@ BREAKS = (
     ),
     Break(
         "backend-given-memory",
-        "native/src/engine/request.c",
+        "native/src/engine/requests/request.c",
         "free(request->gathered[i].is_given ? NULL : request->gathered[i].data);",
         "free(request->gathered[i].is_given ? request->gathered[i].data : NULL);",
         "An allgather into a tensor of the program crashes in free(); any other leaks its result.",
@@ -177,7 +177,7 @@ BREAKS = (
     ),
     Break(
         "drive-other-hosts",
-        "native/src/engine/drive.c",
+        "native/src/engine/drive/loop.c",
         "    return !atomic_load(&engine->driver.serves_hosts) && !hr_drive_needs(engine);",
         "    return !hr_drive_needs(engine);",
         "While the program of a leader computes, the calls of other hosts wait for its next call.",

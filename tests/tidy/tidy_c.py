@@ -37,15 +37,17 @@ MAY_INCLUDE: dict[str, set[str]] = {
 
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
+        "drive": ("engine.h", "gpu"),
+        "requests": ("drive", "engine.h", "gpu"),
         "agree": (),
-        "announce": ("drive.h",),
+        "announce": ("drive",),
         "round": ("engine.h", "execute"),
         "lead": ("engine.h",),
-        "execute": ("engine.h", "group", "gpu"),
-        "group": ("agree", "round", "report", "engine.h", "drive.h", "part.h", "request.h"),
-        "membership": ("engine.h", "drive.h", "gpu"),
-        "report": ("engine.h", "drive.h"),
-        "gpu": ("engine.h", "drive.h"),
+        "execute": ("engine.h", "group", "requests", "gpu"),
+        "group": ("agree", "round", "report", "engine.h", "drive", "requests"),
+        "membership": ("engine.h", "drive", "requests", "gpu"),
+        "report": ("engine.h", "drive", "requests"),
+        "gpu": ("engine.h", "drive", "requests"),
     }
 }
 """Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""

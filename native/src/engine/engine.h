@@ -5,9 +5,9 @@
  * lock, or the driver's, that is touched by the one thread that drives, whichever it is.
  *
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then
- * costs no thread switch. It goes round one loop over the parts of the engine (part.h, drive.c), and waits if nothing
- * has moved. No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all
- * the time; and a caller may leave the loop at any turn.
+ * costs no thread switch. It goes round one loop over the parts of the engine (drive/), and waits if nothing has moved.
+ * No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all the time;
+ * and a caller may leave the loop at any turn.
  *
  * While nothing is pending nobody drives; token.c says whose turn it is.
  *
@@ -269,7 +269,7 @@ const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, 
                                                 struct hr_error *error);
 
 /*
- * sets.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in
+ * sets.c: the batch of an operation of teams, as hr_task.progress; HR_DONE with the status of the request in
  * *outcome.
  */
 int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,

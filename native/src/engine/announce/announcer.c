@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "backend/carried.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "wire/frame.h"
 
 /* From how many bytes on what is announced goes before all of it is. */

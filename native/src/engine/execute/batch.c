@@ -103,7 +103,7 @@ int hr_batch_begin(struct hr_lane *lane) {
     /* requests that may share a batch agree in all that is looked at here */
     const horo_request *call = &batch->requests[0]->call;
     if (!hr_op_has_tensors(call->op)) {
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     const struct hr_work work = {
         .op = call->op,
@@ -126,7 +126,7 @@ int hr_batch_begin(struct hr_lane *lane) {
     }
     lane->executor.backend = backend;
     HR_TRY(backend->ops->begin(backend, &work));
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* ---- Ahead of the agreement ---- */
@@ -150,7 +150,7 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
         return 0;
     }
     lane->executor.batch->segment_before = lane->team->segment;
-    if (hr_batch_begin(lane) == HR_TASK_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
+    if (hr_batch_begin(lane) == HR_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
         return 1;
     }
     hr_batch_take_back(lane, request);

@@ -34,7 +34,7 @@ static inline int hr_batch_is_begun_ahead(int op) {
  */
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request);
 void hr_batch_take_back(struct hr_lane *lane, struct hr_request *request);
-/* HR_TASK_DONE where that all have agreed is all there is to it, else HR_TASK_MOVED or a status. */
+/* HR_DONE where that all have agreed is all there is to it, else HR_MOVED or a status. */
 int hr_batch_begin(struct hr_lane *lane);
 
 #endif

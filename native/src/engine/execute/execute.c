@@ -83,14 +83,14 @@ static int may_end_batch(const struct hr_lane *lane) {
 static int progress_task(struct hr_lane *lane) {
     const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
     switch (moved) {
-    case HR_TASK_BLOCKED: return HR_STILL;
-    case HR_TASK_DONE:
+    case HR_STILL: return HR_STILL;
+    case HR_DONE:
         if (!may_end_batch(lane)) {
             return HR_STILL;
         }
         end_batch(lane);
         break;
-    case HR_TASK_MOVED: break;
+    case HR_MOVED: break;
     case HORO_ERR_PEER_LOST: return suspect(lane);
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
     }
@@ -103,8 +103,8 @@ static int change_teams(struct hr_lane *lane) {
     char text[HORO_MESSAGE_MAX];
     int outcome;
     const int moved = hr_engine_change_teams(lane->engine, request, &outcome, text, sizeof text);
-    if (moved != HR_TASK_DONE) {
-        return moved == HR_TASK_BLOCKED ? HR_STILL : moved;
+    if (moved != HR_DONE) {
+        return moved;
     }
     end_record(lane);
     lane->executor.moves++;
@@ -160,7 +160,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     }
     const int begun = hr_batch_begin(lane);
     HR_TRY(begun);
-    if (begun == HR_TASK_DONE) {
+    if (begun == HR_DONE) {
         end_batch(lane);
     } else {
         lane->executor.state = HR_EXECUTION_RUNNING;

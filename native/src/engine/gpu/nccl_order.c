@@ -81,14 +81,14 @@ static int propose(struct hr_gpu_team *team) {
 
 static int agree(struct hr_gpu_team *team) {
     const int moved = team->lane->backend->ops->progress(team->lane->backend);
-    if (moved != HR_TASK_DONE) {
+    if (moved != HR_DONE) {
         return moved;
     }
     struct hr_on_gpu *gpu = gpu_of(team);
     team->batch.number = team->batch.agreed;
     gpu->clock = team->batch.number > gpu->clock ? team->batch.number : gpu->clock;
     team->batch.phase = HR_NCCL_WAITING;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* ---- Room on the stream ---- */
@@ -149,18 +149,18 @@ static int go_out(struct hr_gpu_team *team) {
     team->has_moved |= hr_nccl_poll(comm); /* an earlier failure is told as itself */
     if (comm->state == HR_NCCL_IDLE && !has_room(team)) {
         team->batch.phase = HR_NCCL_HELD;
-        return in_flight->first != before ? HR_TASK_MOVED : HR_TASK_BLOCKED; /* a GPU that goes on will have room */
+        return in_flight->first != before ? HR_MOVED : HR_STILL; /* a GPU that goes on will have room */
     }
     team->batch.phase = HR_NCCL_OUT;
     if (comm->state != HR_NCCL_IDLE) {
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     }
     if (await_marks(&team->batch, comm) != HORO_OK) {
         comm->state = HR_NCCL_BROKEN;
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     }
     const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
-    return status == HORO_OK ? HR_TASK_MOVED : status;
+    return status == HORO_OK ? HR_MOVED : status;
 }
 
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
@@ -177,12 +177,12 @@ static int progress(struct hr_backend *backend) {
     struct hr_gpu_team *team = team_of(backend);
     switch (team->batch.phase) {
     case HR_NCCL_ORDERING: return agree(team);
-    case HR_NCCL_WAITING: return is_first(team) ? go_out(team) : HR_TASK_BLOCKED;
+    case HR_NCCL_WAITING: return is_first(team) ? go_out(team) : HR_STILL;
     case HR_NCCL_HELD: return go_out(team);
     default: break;
     }
     (void)(team->comm.state == HR_NCCL_LAUNCHING && hr_nccl_poll(&team->comm));
-    return team->comm.state == HR_NCCL_IDLE ? HR_TASK_DONE : HR_TASK_BLOCKED;
+    return team->comm.state == HR_NCCL_IDLE ? HR_DONE : HR_STILL;
 }
 
 /* Cancels the batch; what is on the stream is aborted with all that is there, when the group ends. */

@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 static void free_parts(struct hr_lane *lane) {
     hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */

@@ -1,15 +1,15 @@
 /*
  * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which
  * its members agree on and execute in order; nothing in a lane waits for another lane. The driver of the engine goes
- * round all of them (drive.c). All of a lane is the driver's, unless a line says otherwise.
+ * round all of them (loop.c). All of a lane is the driver's, unless a line says otherwise.
  */
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
 
 #include "engine/agree/agree.h"
-#include "engine/part.h"
+#include "engine/drive/part.h"
 #include "engine/report/deadlock.h"
-#include "engine/request.h"
+#include "engine/requests/request.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 

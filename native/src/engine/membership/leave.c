@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */

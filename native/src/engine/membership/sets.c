@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 #include "base/op.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "engine/gpu/gpu.h"
 
 /* ---- The callers' side ---- */
@@ -204,7 +204,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     struct hr_error error = {0};
     /* partner: hr_partition_leave */
     if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
-        return HR_TASK_BLOCKED;
+        return HR_STILL;
     }
     if (lane != NULL && hr_lane_open(lane, place->id, &error) != HORO_OK) { /* the others have begun to use it */
         hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
@@ -225,7 +225,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         choose_driver(engine);
     }
     (void)pthread_mutex_unlock(&engine->submission.lock);
-    return HR_TASK_DONE;
+    return HR_DONE;
 }
 
 static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
@@ -276,7 +276,7 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
                        "there are %d process sets already, and no more are possible: remove one that is not needed",
                        team);
         *outcome = HORO_ERR_RESOURCE;
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     struct hr_error error = {0};
     const int32_t id = (int)hr_wire_u32(decoded.values, 0);
@@ -284,5 +284,5 @@ int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request,
         return HORO_ERR_INTERNAL;
     }
     remove_team(engine, hr_team_number(id));
-    return HR_TASK_DONE;
+    return HR_DONE;
 }

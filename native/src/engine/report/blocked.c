@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */

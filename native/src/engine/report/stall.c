@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/clock.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "engine/report/stall.h"
 
 /* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */

@@ -1,5 +1,5 @@
 /*
- * The token: the right to turn the parts of the engine (drive.c), which one thread at a time has.
+ * The token: the right to turn the parts of the engine (loop.c), which one thread at a time has.
  *
  *     owner  | who turns the parts | taken by                                 | left when
  *     -------+---------------------+------------------------------------------+----------------------------------------
@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 /* A call within so long after another continues a stream of calls. */
 #define STREAM_NS 1000000ll

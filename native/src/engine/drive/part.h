@@ -1,5 +1,5 @@
 /*
- * A part: whatever the loop of the engine turns (drive.c). Each action exists once, in a turn, which is the only look
+ * A part: whatever the loop of the engine turns (loop.c). Each action exists once, in a turn, which is the only look
  * at whether there is something to do. All of it is the driver's, but for `needs`.
  */
 #ifndef HR_ENGINE_PART_H
@@ -7,11 +7,10 @@
 
 #include <stdint.h>
 
+#include "base/status.h"
+
 /* No time: the part has nothing that is due. */
 #define HR_NEVER INT64_MAX
-
-/* The outcome of what is called again and again, where it is no negative status. */
-enum { HR_STILL = 0, HR_MOVED = 1 };
 
 /* The order in which the loop turns them. */
 enum hr_part_rank {
@@ -19,7 +18,7 @@ enum hr_part_rank {
     HR_PART_SUBMISSIONS, /* announce.c: what callers have submitted, and their reports */
     HR_PART_GPU,         /* nccl.c */
     HR_PART_LANE,        /* lane.c: one for each team, the world first */
-    HR_PART_LINKS,       /* drive.c: the supervision of links */
+    HR_PART_LINKS,       /* loop.c: the supervision of links */
     HR_PART_STALL,       /* stall.c */
     HR_PART_DEADLOCK,    /* blocked.c */
 };

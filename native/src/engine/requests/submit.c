@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 #include "engine/gpu/gpu.h"
 
 /* The lane of the request's team; with the lock held. */

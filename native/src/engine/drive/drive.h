@@ -26,7 +26,7 @@ void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, 
 void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
 
 /*
- * drive.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The
+ * loop.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The
  * background thread, whose `until` is NULL: until no part needs it; where it serves other hosts, until there is nothing
  * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
  */
@@ -46,7 +46,7 @@ extern const struct hr_part_ops hr_part_end;         /* leave.c */
 extern const struct hr_part_ops hr_part_submissions; /* announce.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-extern const struct hr_part_ops hr_part_links;       /* drive.c */
+extern const struct hr_part_ops hr_part_links;       /* loop.c */
 extern const struct hr_part_ops hr_part_stall;       /* stall.c */
 extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
 

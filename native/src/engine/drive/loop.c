@@ -20,7 +20,7 @@
  * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on the kick and the
  * life lines alone: then no part needs it, or a caller drives, who kicks it if one does.
  */
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 enum {
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
