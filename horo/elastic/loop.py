@@ -52,7 +52,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: Job, members
                 is_moved = False
             _sync(state, job, membership)
             result = function()
-            job.gather([])  # a rank that is lost before has the others train on, so all must be here still
+            job.gather([0])  # a rank that is lost before has the others train on, so all must be here still
             return result
         except HostsUpdatedInterrupt:
             pass
@@ -61,9 +61,9 @@ def run_elastic(function: Callable[[], _Result], state: State, job: Job, members
         except GroupError as caught:
             error = caught
         is_moved = True
-        membership.leave(error)
         if error is not None:
-            state.restore()
+            state.restore()  # while the rank and the size are still those of the job that has ended
+        membership.leave(error)
 
 
 def _sync(state: State, job: Job, membership: Membership) -> None:
