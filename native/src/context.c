@@ -137,11 +137,7 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 HORO_API void horo_after_fork(horo_context *context) {
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
-    /* else this child's own parent was forked too: the number is another file's by now */
-    if (context->engine.driver.kick_fd >= 0) {
-        (void)close(context->engine.driver.kick_fd);
-        context->engine.driver.kick_fd = -1;
-    }
+    hr_drive_close_fd(&context->engine.drive);
 }
 
 /* HORO_OK in the process that made the context. */

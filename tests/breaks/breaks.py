@@ -178,8 +178,8 @@ BREAKS = (
     Break(
         "drive-other-hosts",
         "native/src/engine/drive/loop.c",
-        "    return !atomic_load(&engine->driver.serves_hosts) && !hr_drive_needs(engine);",
-        "    return !hr_drive_needs(engine);",
+        "    return !atomic_load(&drive->serves_hosts) && !hr_drive_needs(drive);",
+        "    return !hr_drive_needs(drive);",
         "While the program of a leader computes, the calls of other hosts wait for its next call.",
         "tests/native/test_driving.py",
     ),

@@ -37,16 +37,16 @@ MAY_INCLUDE: dict[str, set[str]] = {
 
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "drive": ("engine.h", "gpu"),
+        "drive": (),
         "requests": ("drive", "engine.h", "gpu"),
         "agree": (),
-        "announce": ("drive",),
+        "announce": ("engine.h",),
         "round": ("engine.h", "execute"),
         "lead": ("engine.h",),
         "execute": ("engine.h", "group", "requests", "gpu"),
         "group": ("agree", "round", "report", "engine.h", "drive", "requests"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
-        "report": ("engine.h", "drive", "requests"),
+        "report": ("engine.h", "gpu"),
         "gpu": ("engine.h", "drive", "requests"),
     }
 }

@@ -3,19 +3,19 @@
 #include <string.h>
 
 #include "backend/carried.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "wire/frame.h"
 
 /* From how many bytes on what is announced goes before all of it is. */
 enum { FLUSH_BYTES = 1024 };
 
 static struct hr_request *take_queue(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *head = engine->submission.queue_head;
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return head;
 }
 
@@ -162,7 +162,7 @@ int hr_engine_announce(struct hr_engine *engine) {
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
-                          atomic_load(&engine->submission.pending), memory_order_relaxed);
+                          atomic_load(&engine->drive.pending), memory_order_relaxed);
     status = lane == NULL ? status : worse(status, hr_lane_write_ids(lane));
     return status < 0 ? status : HR_MOVED;
 }
@@ -178,12 +178,7 @@ static int turn(struct hr_part *part) {
     return announced < 0 ? announced : told | announced;
 }
 
-static int needs(const struct hr_part *part) {
-    const struct hr_engine *engine = part->owner;
-    return atomic_load(&engine->submission.pending) > 0;
-}
-
-const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn, .needs = needs};
+const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn};
 
 int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words) {
     HR_TRY(hr_lone_give_up(world));
@@ -206,9 +201,9 @@ int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct h
 }
 
 struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     struct hr_request *request = hr_map_find(&lane->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return request;
 }
 

@@ -205,9 +205,9 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
 /* One that ends no request of this rank: what it has said of itself before, and of how far it is, holds no more. */
 static void pass_record(struct hr_lane *lane) {
     end_record(lane);
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     lane->engine->submission.passed++;
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {

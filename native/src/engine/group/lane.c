@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 
 static void free_parts(struct hr_lane *lane) {
     hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
@@ -170,5 +170,20 @@ static void end(struct hr_part *part, int has_failed) {
     hr_lane_cancel(part->owner);
 }
 
-const struct hr_part_ops hr_part_lane = {
-    .rank = HR_PART_LANE, .turn = turn, .due = due, .needs = needs, .end = end};
+/* Of a leader: whether members have announced what others have not. */
+static int expects(const struct hr_part *part) {
+    const struct hr_lane *lane = part->owner;
+    return lane->is_leader && lane->leader.agree.active > 0;
+}
+
+static uint64_t moves(const struct hr_part *part) {
+    return hr_lane_moves(part->owner);
+}
+
+const struct hr_part_ops hr_part_lane = {.rank = HR_PART_LANE,
+                                         .turn = turn,
+                                         .due = due,
+                                         .needs = needs,
+                                         .expects = expects,
+                                         .moves = moves,
+                                         .end = end};

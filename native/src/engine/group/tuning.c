@@ -64,9 +64,9 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
     if (!fits(world, values)) {
         return hr_fail(error, HORO_ERR_USAGE, "these values of autotuning are none that this job can have");
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     make_due(world, values, is_final);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return HORO_OK;
 }
 
@@ -76,10 +76,10 @@ int hr_leader_write_tuning(struct hr_lane *lane) {
     const size_t begin = hr_buffer_size(out);
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const int status = hr_wire_put_tune(out, due->is_final, due->values, HORO_KNOB_COUNT);
     atomic_store(&due->is_due, 0);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     HR_TRY(status);
     hr_frame_end(out, mark);
     return hr_leader_hand_down(lane, begin);
@@ -98,7 +98,7 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
     if (lane->team->number != 0) {
         return HORO_OK;
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(tuned->values, values, sizeof values);
     tuned->is_final = record->is_final;
     for (int i = 1; record->is_final && i < engine->lane_count; i++) { /* teams that are led here */
@@ -106,7 +106,7 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
             make_due(engine->lanes[i], values, 1);
         }
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     if (record->is_final) {
         memcpy(tuned->settled, values, sizeof values);
     }
@@ -114,10 +114,10 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
 }
 
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
     *is_final = engine->tuned.is_final;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {

@@ -51,11 +51,11 @@ int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, stru
 }
 
 int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
     const int rank = is_known ? request->joined_last : HORO_ERR_USAGE;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return rank;
 }
 
@@ -99,20 +99,20 @@ static int tell_of_joining(struct hr_lane *lane, const struct hr_request *reques
 static int has_to_announce(const struct hr_lane *lane) {
     const int is_heard = lane->announcer.join.is_heard;
     int found = 0;
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
         found = !request->is_announced || (!is_heard && request->announced_id != 0);
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return found;
 }
 
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     hr_engine_drop_refusals(lane, 1);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     HR_TRY(hr_lone_give_up(lane)); /* requests from before the call are announced before */
     HR_TRY(hr_lane_write_ids(lane));
     lane->announcer.join = (struct hr_joining){.held = request};

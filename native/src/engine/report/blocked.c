@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */
@@ -28,13 +28,13 @@ void hr_engine_note_caller(struct hr_engine *engine) {
 }
 
 int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_callers *callers = &engine->submission.callers;
     for (int i = 0; i < callers->count && i < HORO_CALLERS_MAX && i < capacity; i++) {
         threads[i] = (uint64_t)callers->threads[i];
     }
     const int32_t count = callers->count;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return count;
 }
 
@@ -85,7 +85,7 @@ static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
     if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
-        blocked->pending != atomic_load(&engine->submission.pending) ||
+        blocked->pending != atomic_load(&engine->drive.pending) ||
         blocked->passed != engine->submission.passed || strcmp(blocked->others, others) != 0) {
         return 0;
     }
@@ -106,7 +106,7 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
     blocked->question = question;
     blocked->count = count;
     blocked->last_handle = engine->submission.last_handle;
-    blocked->pending = atomic_load(&engine->submission.pending);
+    blocked->pending = atomic_load(&engine->drive.pending);
     blocked->passed = engine->submission.passed;
     (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
     describe(engine, waits, count, blocked->text, sizeof blocked->text);
@@ -114,7 +114,7 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
         blocked->handles[i] = waits[i].handle;
     }
     atomic_store(&blocked->is_new, 1);
-    hr_engine_kick(engine);
+    hr_drive_kick(&engine->drive);
 }
 
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -124,12 +124,12 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     }
     char known_others[sizeof engine->submission.blocked.others];
     (void)snprintf(known_others, sizeof known_others, "%s", others);
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int is_news = count > 0 || engine->submission.blocked.count > 0;
     if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
         keep(engine, waits, count, question, known_others);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return HORO_OK;
 }
 
@@ -209,9 +209,9 @@ static int tell(struct hr_engine *engine, int (*put)(struct hr_engine *engine, s
     struct hr_buffer *out = world->is_leader ? &own : &world->announcer.request_out;
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     int status = put(engine, out);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     if (status == HORO_OK) {
         hr_frame_end(out, mark);
     }
@@ -246,7 +246,7 @@ int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *m
         return HORO_ERR_INTERNAL;
     }
     if (lane->is_root) {
-        hr_part_expect(&lane->engine->driver.deadlock, 0); /* it may be judged */
+        hr_part_expect(&lane->engine->deadlock, 0); /* it may be judged */
         return hr_deadlock_note(&lane->leader.deadlock, lane->node->size, message, hr_now_ns());
     }
     size_t mark;
@@ -283,7 +283,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_lane *lane = hr_engine_world(engine);
     struct hr_deadlock *deadlock = &lane->leader.deadlock;
     const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
-    if (due_ns == 0 || now_ns < due_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+    if (due_ns == 0 || now_ns < due_ns || engine->drive.stage != HR_STAGE_RUNNING) {
         return due_ns == 0 || now_ns >= due_ns ? HR_NEVER : due_ns;
     }
     char text[HR_LAST_WORDS_MAX + 1];

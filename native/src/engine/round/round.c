@@ -91,7 +91,7 @@ static int may_enter(const struct hr_lane *lane, const struct hr_request *reques
     return lane->team->host_count == 1 && lane->team->size > 1 && lane->team->size <= (int)MASK(COUNT_BITS) &&
            (call->flags & HORO_SUBMIT_SYNC) != 0 && is_collective && call->reduce_op != HORO_ADASUM &&
            call->device == 0 && id <= MASK(ID_BITS) && lane->backend->ops->begin_ahead != NULL &&
-           engine->cycle_ns == 0 && engine->driver.caller_spin_ns > 0 &&
+           engine->cycle_ns == 0 && engine->drive.caller_spin_ns > 0 &&
            !hr_recorder_is_traced(&lane->node->recorder) && is_idle(lane) &&
            !hr_node_is_contended(lane->node, request->submit_ns);
 }
