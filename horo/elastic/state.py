@@ -7,7 +7,7 @@ import enum
 import queue
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horo.elastic.commits import Commit
 from horo.elastic.membership import Membership
@@ -177,6 +177,11 @@ class ObjectState(State):
         self._saved_state = kwargs
         self._set(kwargs)
         self._write(Commit(0, 0))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The attributes that the arguments have become."""
 
     def save(self) -> None:
         """Keeps a deep copy of the objects."""
