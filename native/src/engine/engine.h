@@ -40,6 +40,7 @@
 
 #include "engine/drive/drive.h"
 #include "engine/group/lane.h"
+#include "engine/report/deadlock.h"
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -91,10 +92,6 @@ struct hr_leaving {
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
 };
 
-struct hr_counts {
-    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
-};
-
 /* The knowledge of a rank of each team, also of those that it is no member of. */
 struct hr_team_place {
     int is_used;
@@ -114,9 +111,9 @@ struct hr_tuned {
 
 struct hr_engine {
     struct hr_node *node;
-    uint64_t fusion_bytes;
-    uint32_t cache_capacity;
-    int64_t cycle_ns;
+    struct hr_lane_setup lane_setup;
+    struct hr_deadlock judge; /* the root of all ranks; the driver's */
+    int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_submission submission;
     struct hr_drive drive;
     struct hr_leaving leaving;
@@ -126,7 +123,6 @@ struct hr_engine {
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
-    struct hr_counts counts;
     const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
@@ -214,8 +210,6 @@ void hr_engine_note_caller(struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
-int hr_engine_announce(struct hr_engine *engine);
 
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
 int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,

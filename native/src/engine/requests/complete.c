@@ -7,16 +7,6 @@ static struct hr_arena_block *block_of(const struct hr_engine *engine) {
     return &engine->node->arena.blocks[engine->node->local_rank];
 }
 
-static void forget_announcement(const struct hr_request *request) {
-    struct hr_lane *lane = request->lane;
-    if (request->announced_id != 0) {
-        struct hr_known *known = lane->announcer.known_slots[request->announced_id % lane->announcer.capacity];
-        if (known != NULL && known->pending == request) {
-            known->pending = NULL;
-        }
-    }
-}
-
 /* It is no longer pending; the call behind it, if there is one, takes its place. */
 static void remove_pending(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = request->lane;
@@ -46,7 +36,6 @@ static void remove_pending(struct hr_engine *engine, const struct hr_request *re
 }
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
-    forget_announcement(request);
     remove_pending(engine, request);
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);

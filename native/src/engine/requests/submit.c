@@ -138,7 +138,7 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         hr_engine_queue(engine, request);
     }
     hr_engine_note_submitted(engine, request);
-    atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->node->counts.requests, 1, memory_order_relaxed);
     _Atomic uint64_t *count = &engine->submission.count_of[request->call.op]; /* changed here alone */
     atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
     return HORO_OK;
