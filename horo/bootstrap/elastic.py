@@ -167,17 +167,21 @@ class WorkerMembership:
                     self._store.post(change_key(self._job_id, self._seat.generation, self._changes_seen + 1))
         return self._change or None
 
-    def committed(self, number: int) -> None:
+    def committed(self, number: int, *, is_kept: bool = False) -> None:
         """Reports the number of the last commit of this worker's state, at most once per second.
 
         To be called after each commit, and after each sync with the number that the state then has.
+
+        Args:
+            number: of the commit.
+            is_kept: it is in the memory of this worker's slot.
         """
         is_first = self._commit is None
         self._commit = number
         now_s = time.monotonic()
         if is_first or now_s - self._reported_s >= _COMMIT_INTERVAL_S:
             self._reported_s = now_s
-            self._reporter.elastic(commit=number)
+            self._reporter.elastic(commit=number, **({"kept": True} if is_kept else {}))
 
     def _next_seat(self) -> Seat:
         self._seats_taken += 1

@@ -87,4 +87,4 @@ def _sync(state: State, job: Job, membership: Membership) -> None:
             standing.root, standing.incoming = 0, None
         standing.commit = commit
     standing.is_synced = True
-    membership.committed(standing.commit.number)
+    membership.committed(standing.commit.number, is_kept=standing.is_kept)

@@ -39,5 +39,5 @@ class Membership(Protocol):
     def change(self) -> Change | None:
         """The change that the driver has asked for since the generation began. Does not block."""
 
-    def committed(self, number: int) -> None:
-        """Reports the number of the last commit."""
+    def committed(self, number: int, *, is_kept: bool = False) -> None:
+        """Reports the number of the last commit, and whether it outlives this process."""

@@ -51,6 +51,8 @@ class Standing:
     incoming: Commit | None = None
     """The root's commit; None: ``sync()`` was not called by ``run``, and makes one of its own."""
     membership: Membership | None = None
+    is_kept: bool = False
+    """Whether commits are in the memory of this worker's slot."""
 
     def next_commit(self) -> Commit:
         """The commit that follows."""
@@ -107,7 +109,7 @@ class State:
         if standing.commit == before:  # the save() of a subclass that does not count
             standing.commit = standing.next_commit()
         if standing.membership is not None:
-            standing.membership.committed(standing.commit.number)
+            standing.membership.committed(standing.commit.number, is_kept=standing.is_kept)
         self._check(is_saved=True)
 
     def check_host_updates(self) -> None:

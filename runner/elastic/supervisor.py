@@ -208,8 +208,8 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     if isinstance(generation, int):
         named = culprit if isinstance(culprit, int) else None
         events.append(Waits(worker, generation, named, report.get("commit") is not None))
-    elif report.get("commit") is not None:
-        events.append(Committed(worker))
+    elif isinstance(commit := report.get("commit"), int):
+        events.append(Committed(worker, commit, report.get("kept") is True))
     within = report.get("within")
     if isinstance(within, int):
         events.append(Within(worker, within))

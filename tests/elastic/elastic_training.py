@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,3 +147,8 @@ def train(folder: str, plan: Plan) -> None:
     }
     Path(folder, f"result.{trainer.worker}").write_text(json.dumps(result))
     hvd.shutdown()
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[2])
+    train(sys.argv[1], Plan(**{**given, "deaths": {int(who): tuple(at) for who, at in given["deaths"].items()}}))

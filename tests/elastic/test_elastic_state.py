@@ -313,7 +313,7 @@ class Fake:
     def change(self) -> Change | None:
         return self.asked
 
-    def committed(self, number: int) -> None:
+    def committed(self, number: int, *, is_kept: bool = False) -> None:
         self.calls.append(f"committed {number}")
 
     def place(self) -> tuple[int, int]:

@@ -170,6 +170,7 @@ class TorchState(ObjectState):
             Whether it has the last commit that an earlier process has made there; else it is what it was.
         """
         own, self._copies = self._copies, Copies(memory)
+        self._standing.is_kept = True
         try:
             kept = self._copies.read()
             if kept is not None and kept.commit.generation > 0:
