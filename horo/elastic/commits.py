@@ -16,6 +16,7 @@ import hmac
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -108,7 +109,7 @@ class CommitMemory:
     """The commits of one worker, and of the one that had its slot before. For one thread at a time.
 
     Args:
-        fd: From ``create``; closed by ``close``.
+        fd: From ``create``; closed by ``close``, or with this object.
         secret: The job's. Objects that somebody without it has written are as none.
         keeps_last: Whether a write that does not come to its end leaves the commit before it. Else it leaves none, and
             needs half the memory.
@@ -116,6 +117,8 @@ class CommitMemory:
 
     def __init__(self, fd: int, secret: bytes, *, keeps_last: bool = True) -> None:
         self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
         self._key = hmac.digest(secret, b"horo commit", "sha256")
         self._slots = _SLOTS if keeps_last else 1
         self._records = mmap.mmap(fd, mmap.PAGESIZE)
@@ -125,7 +128,7 @@ class CommitMemory:
         """Closes the descriptor. Data that were read stay valid."""
         self._records.close()
         self._maps = [None] * _SLOTS
-        os.close(self._fd)
+        self._closer()
 
     def latest(self) -> Found | None:
         """The whole commit that was written last; None: there is none."""

@@ -209,6 +209,15 @@ def has_later(memory: CommitMemory, number: int) -> bool:
     return found is not None and found.commit.number > number
 
 
+def test_the_descriptor_goes_with_the_memory() -> None:
+    fd = commits.create()
+    memory = CommitMemory(fd, SECRET)
+    write(memory, Commit(1, 1))
+    del memory
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 def test_a_descriptor_that_is_another_files_is_none(memory: CommitMemory) -> None:
     fd = commits.create()
     words = commits.words_of(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_a_handler_of_the_user_keeps_its_values_itself() -> None:
 
 
 def memory_with(fd: int) -> CommitMemory:
-    return CommitMemory(fd, b"s" * 16)
+    return CommitMemory(os.dup(fd), b"s" * 16)
 
 
 def test_the_next_worker_of_a_slot_has_the_commit_of_the_one_before() -> None:
