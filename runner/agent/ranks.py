@@ -182,7 +182,7 @@ class HostRanks:
             pass_fds: descriptors that each inherits, under the same numbers.
 
         Raises:
-            StartError: the first one that could not be started says why; those before it run.
+            StartError: one could not be started, for the named reason; those before it run.
         """
         self._host = host
         self._guard.tell(self._tree, self._grace_s)
@@ -465,7 +465,7 @@ def _spawn(
 
 
 def reap(owners: Sequence[Callable[[int, int], None]]) -> None:
-    """Reaps every child that has ended and tells all ``owners`` its pid and wait status."""
+    """Reaps every child that has ended and passes its pid and wait status to all ``owners``."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
