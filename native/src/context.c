@@ -127,11 +127,11 @@ HORO_API void horo_leave(horo_context *context, int32_t status, const char *word
 }
 
 HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
-    atomic_store(&context->engine.step, step);
+    atomic_store(&context->node.step, step);
 }
 
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
-    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.submission.count_of[op]);
+    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.requests.count_of[op]);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
@@ -262,7 +262,7 @@ HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, 
 
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
+    return status == HORO_OK ? hr_requests_poll(&context->engine.requests, handle) : status;
 }
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
@@ -281,7 +281,7 @@ static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, 
     failure.code = HORO_OK;
     const int status = check_process(context, &failure);
     if (status == HORO_OK) {
-        return hr_engine_wait(&context->engine, handle, timeout_ms, end, error, error_bytes);
+        return hr_requests_wait(&context->engine.requests, handle, timeout_ms, end, error, error_bytes);
     }
     copy_error(&failure, error, error_bytes);
     return status;
@@ -347,7 +347,7 @@ HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stre
 
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_wait_any(&context->engine, handles, count, timeout_ms) : status;
+    return status == HORO_OK ? hr_requests_wait_any(&context->engine.requests, handles, count, timeout_ms) : status;
 }
 
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {
@@ -385,7 +385,7 @@ HORO_API void horo_stop_answers(horo_context *context) {
 
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_callers(&context->engine, threads, capacity) : status;
+    return status == HORO_OK ? hr_requests_callers(&context->engine.requests, threads, capacity) : status;
 }
 
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
@@ -399,7 +399,7 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
     struct hr_error failure = {0};
     const int status = check_process(context, &failure);
     if (status == HORO_OK) {
-        return hr_engine_error(&context->engine, handle, error, error_bytes);
+        return hr_requests_error(&context->engine.requests, handle, error, error_bytes);
     }
     copy_error(&failure, error, error_bytes);
     return status;
@@ -408,7 +408,8 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_take(&context->engine, handle, index, data, bytes, first_dims) : status;
+    return status == HORO_OK ? hr_requests_take(&context->engine.requests, handle, index, data, bytes, first_dims)
+                             : status;
 }
 
 HORO_API void horo_free(void *data) {
@@ -417,7 +418,7 @@ HORO_API void horo_free(void *data) {
 
 HORO_API int horo_release(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_release(&context->engine, handle) : status;
+    return status == HORO_OK ? hr_requests_release(&context->engine.requests, handle) : status;
 }
 
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes) {
@@ -478,7 +479,7 @@ HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
     struct hr_engine *engine = &context->engine;
     *counters = (horo_counters){
-        .requests = atomic_load(&engine->counts.requests),
+        .requests = atomic_load(&engine->requests.submitted),
         .cache_hits = atomic_load(&engine->counts.cache_hits),
         .counted = atomic_load(&engine->counts.counted),
         .batches = atomic_load(&engine->counts.batches),

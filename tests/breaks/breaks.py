@@ -193,7 +193,7 @@ BREAKS = (
     ),
     Break(
         "requests-error-text",
-        "native/src/engine/failure.c",
+        "native/src/engine/requests/complete.c",
         "request->call.team % HORO_TEAM_ID_STEP",
         "request->call.team",
         "Where number 1 has been used again, an error calls process set 1 process set 65.",

@@ -38,7 +38,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "drive": (),
-        "requests": ("drive", "engine.h", "gpu"),
+        "requests": ("drive",),
         "agree": (),
         "announce": ("engine.h",),
         "round": ("engine.h", "execute"),

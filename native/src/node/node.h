@@ -34,6 +34,7 @@ enum { HR_LOOKS_PER_YIELD = 2 };
 
 struct hr_node {
     int rank, size, host_count; /* of the job */
+    const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     int local_rank, local_size; /* local index and ranks of this host */
     int *rank_of_local;         /* [local_size] */
     char **host_name_of_rank;   /* [size] */

@@ -9,16 +9,6 @@
 /* From how many bytes on what is announced goes before all of it is. */
 enum { FLUSH_BYTES = 1024 };
 
-static struct hr_request *take_queue(struct hr_engine *engine) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *head = engine->submission.queue_head;
-    engine->submission.queue_head = NULL;
-    engine->submission.queue_tail = &engine->submission.queue_head;
-    atomic_store(&engine->submission.queued, 0);
-    hr_drive_unlock(&engine->drive);
-    return head;
-}
-
 static void tell_leader(struct hr_lane *lane) {
     atomic_fetch_add(&lane->team->partition.header->announced, 1); /* partner: collect_local */
     hr_team_wake_leader(lane->team);
@@ -141,22 +131,21 @@ static int worse(int first, int second) {
 }
 
 int hr_engine_announce(struct hr_engine *engine) {
-    if (atomic_load(&engine->submission.queued) == 0) {
+    if (atomic_load(&engine->requests.queued) == 0) {
         return HR_STILL;
     }
     /* the last report about this rank holds no more */
-    int status = engine->submission.blocked.is_told ? hr_engine_tell_blocked(engine) : HORO_OK;
+    int status = engine->blocked.is_told ? hr_engine_tell_blocked(engine) : HORO_OK;
     struct hr_lane *lane = NULL;
     struct hr_request *next = NULL;
-    for (struct hr_request *request = take_queue(engine); request != NULL; request = next) {
+    for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
         next = request->next;
-        if (lane != NULL && lane != request->lane) {
+        if (lane != NULL && lane != request->port->lane) {
             status = worse(status, hr_lane_write_ids(lane));
         }
-        lane = request->lane;
+        lane = request->port->lane;
         lane->part.is_quiet = 0;
         hr_engine_expect_removal(engine, request);
-        request->is_announced = 1;
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
             status = hr_lane_announce_request(lane, request);
         }
@@ -170,7 +159,7 @@ int hr_engine_announce(struct hr_engine *engine) {
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
     int told = HR_STILL;
-    if (atomic_load_explicit(&engine->submission.blocked.is_new, memory_order_relaxed)) {
+    if (atomic_load_explicit(&engine->blocked.is_new, memory_order_relaxed)) {
         HR_TRY(hr_engine_tell_blocked(engine));
         told = HR_MOVED;
     }
@@ -198,13 +187,6 @@ int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct h
     const int flushed = hr_lane_flush_requests(world);
     hr_node_call(world->node, 0);
     return flushed < 0 ? flushed : HORO_OK;
-}
-
-struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name) {
-    hr_drive_lock(&lane->engine->drive);
-    struct hr_request *request = hr_map_find(&lane->in_flight, hr_hash(name.data, name.bytes), name.data, name.bytes);
-    hr_drive_unlock(&lane->engine->drive);
-    return request;
 }
 
 static void give_back(struct hr_lane *lane, struct hr_known *known) {
@@ -273,6 +255,14 @@ static int learn(struct hr_lane *lane, const struct hr_request *request, uint32_
     return create_known(lane, request, id);
 }
 
+void hr_lane_forget_request(struct hr_request *request) {
+    const struct hr_announcer *announcer = &request->port->lane->announcer;
+    struct hr_known *known = announcer->known_slots[request->announced_id % announcer->capacity];
+    if (known != NULL && known->pending == request) {
+        known->pending = NULL;
+    }
+}
+
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id) {
     const uint32_t capacity = lane->announcer.capacity;
     const struct hr_known *known = capacity == 0 ? NULL : lane->announcer.known_slots[id % capacity];
@@ -281,7 +271,7 @@ struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id) {
 
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
     if (ref->name.bytes > 0) {
-        *request = hr_lane_find_name(lane, ref->name);
+        *request = hr_port_find_name(&lane->port, ref->name);
         if (*request == NULL) {
             *request = hr_lane_find_stand_in(lane, ref->name);
         }

@@ -15,7 +15,7 @@ static void free_parts(struct hr_lane *lane) {
     hr_lane_free_stand_ins(lane);
     hr_buffer_fini(&lane->announcer.request_out);
     hr_buffer_fini(&lane->executor.log_in);
-    hr_map_fini(&lane->in_flight);
+    hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
     free(lane);
@@ -33,6 +33,8 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
     created->engine = engine;
     created->node = engine->node;
     created->team = team;
+    created->port = (struct hr_port){
+        .requests = &engine->requests, .team = team, .lane = created, .forget = hr_lane_forget_request};
     created->backend = backend;
     created->is_leader = team->local_rank == 0;
     created->is_root = team->rank == 0;
@@ -118,7 +120,7 @@ static int execute(struct hr_lane *lane) {
 
 /* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
 static int is_quiet(const struct hr_lane *lane) {
-    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+    return hr_port_pending(&lane->port) == 0 &&
            lane->executor.state == HR_EXECUTION_IDLE && hr_buffer_size(&lane->announcer.request_out) == 0 &&
            (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(lane)));
 }

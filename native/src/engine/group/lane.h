@@ -9,7 +9,7 @@
 #include "engine/agree/agree.h"
 #include "engine/drive/part.h"
 #include "engine/report/deadlock.h"
-#include "engine/requests/request.h"
+#include "engine/requests/port.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 
@@ -147,11 +147,7 @@ struct hr_lane {
     struct hr_backend *backend;
     struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
-    int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
-    _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
-    /* name -> request submitted and not done, the first where others are behind it; under the lock of submission */
-    struct hr_map in_flight;
-    _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
+    struct hr_port port;
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     struct hr_part part;
     struct hr_announcer announcer;
@@ -215,9 +211,10 @@ int hr_lane_flush_requests(struct hr_lane *lane);
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
 /* In the lane of the world: asks for the LEAVE record, behind all that has been announced there. */
 int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct hr_wire_text words);
+/* A request that has been announced by an id fails: the id does not stand for it any more. As hr_port.forget. */
+void hr_lane_forget_request(struct hr_request *request);
 /* The request announced by this id and not done; NULL: there is none. */
 struct hr_request *hr_lane_find_id(const struct hr_lane *lane, uint32_t id);
-struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 void hr_lane_free_known(struct hr_lane *lane);
 
 /* ---- join.c ---- */
@@ -228,8 +225,6 @@ int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_go_on_joining(struct hr_lane *lane);
 /* The record JOINED. HORO_OK or a status. */
 int hr_lane_execute_joined(struct hr_lane *lane, int rank);
-/* The request to join is over, well or not; with the lock of submission held. */
-void hr_lane_end_join(struct hr_lane *lane);
 /*
  * Leader: a rank of this subtree joins, by JOINED of a member; the root hears of it before it hears of what others then
  * do without it.
@@ -250,9 +245,6 @@ int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_c
 int hr_lane_describe_stand_in(struct hr_lane *lane, const struct hr_wire_request *request);
 /* The one of this name; NULL: there is none. */
 struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_wire_text name);
-/* It is over; with the lock of submission held. */
-void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
-void hr_stand_in_destroy(struct hr_request *request);
 /* Frees the stand-ins, when nothing touches their memory any more. */
 void hr_lane_free_stand_ins(struct hr_lane *lane);
 

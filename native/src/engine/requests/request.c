@@ -5,10 +5,9 @@
 
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "base/map.h"
 #include "base/op.h"
-#include "device/mark.h"
-#include "device/staging.h"
-#include "engine/engine.h"
+#include "engine/requests/request.h"
 
 /* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
 static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
@@ -166,7 +165,7 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_bytes + 1,
         .byte_count = byte_count,
-        .team_added = -1,
+        .answer = -1,
     };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
@@ -238,11 +237,8 @@ void hr_request_destroy(struct hr_request *request) {
     }
     free(request->gathered);
     free(request->splits);
-    if (request->new_lane != NULL) {
-        hr_lane_destroy(request->new_lane);
-    }
-    hr_staging_drop(request->staging);
-    hr_mark_drop(request->mark);
     free(request->error_text);
+    const struct hr_cargo cargo = request->cargo;
     free(request);
+    hr_cargo_drop(&cargo);
 }

@@ -13,7 +13,7 @@
 #include "wire/frame.h"
 
 size_t hr_lane_carries(const struct hr_lane *lane, const struct hr_request *request) {
-    const int is_alone = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1;
+    const int is_alone = hr_port_pending(&lane->port) == 1;
     const size_t bytes = is_alone ? hr_carried_bytes(lane->team, &request->call) : 0;
     return hr_carried_pays(lane->team, bytes) ? bytes : 0;
 }

@@ -76,7 +76,7 @@ static int is_idle_leader(const struct hr_lane *lane) {
 static int is_idle(const struct hr_lane *lane) {
     const struct hr_announcer *announcer = &lane->announcer;
     const struct hr_executor *executor = &lane->executor;
-    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1 && executor->state == HR_EXECUTION_IDLE &&
+    return hr_port_pending(&lane->port) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave && announcer->id_count == 0 &&
            hr_buffer_size(&announcer->request_out) == 0 && !announcer->has_asked_to_leave &&
            !announcer->join.has_joined && announcer->join.held == NULL && is_idle_leader(lane) &&
