@@ -167,7 +167,7 @@ uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
     return bytes;
 }
 
-int hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
+hr_status hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
     const struct hr_abort end = hr_end_find(engine->node);
     if (end.code == 0) {
         return HORO_OK;

@@ -125,7 +125,7 @@ static inline int hr_node_progress(struct hr_node *node) {
  * Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is
  * its team's.
  */
-int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
+hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
 /* Wakes another rank of the host, even if its background thread is parked. Any thread. */

@@ -3,7 +3,7 @@
 #include "base/little_endian.h"
 #include "wire/wire.h"
 
-int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
+hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark) {
     const uint8_t length[4] = {0};
     HR_TRY(hr_buffer_append(out, length, sizeof length));
     *mark = hr_buffer_size(out);

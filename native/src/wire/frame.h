@@ -8,7 +8,7 @@
 #include "base/buffer.h"
 
 /* begin gives the position that end takes; what is appended in between is the message. */
-int hr_frame_begin(struct hr_buffer *out, size_t *mark);
+hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);
 /*
  * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),

@@ -103,7 +103,7 @@ struct hr_known {
  * HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong, but for team and
  * root.
  */
-int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
+hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);

@@ -92,7 +92,7 @@ static int wait_for_request(struct hr_requests *requests, const struct hr_reques
 }
 
 /* With the lock held. */
-static int write_unknown(int64_t handle, char *text, size_t text_bytes) {
+static hr_status write_unknown(int64_t handle, char *text, size_t text_bytes) {
     if (text_bytes > 0) {
         (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
     }
