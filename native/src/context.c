@@ -389,7 +389,7 @@ HORO_API int horo_release(horo_context *context, int64_t handle) {
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(hr_engine_health(&context->engine, &failure), &failure, error, error_bytes);
+    return leave(hr_end_check(&context->node, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {

@@ -6,15 +6,14 @@
 
 #include "base/op.h"
 #include "engine/gpu/gpu.h"
-#include "node/end.h"
 #include "node/node_setup.h"
 
 static void free_parts(struct hr_engine *engine) {
+    hr_requests_fini(&engine->requests);
+    hr_engine_end_cuda(engine);
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_lane_destroy(engine->lanes[i]);
     }
-    hr_requests_fini(&engine->requests);
-    hr_engine_end_cuda(engine);
     (void)pthread_mutex_destroy(&engine->staging_lock);
     hr_drive_fini(&engine->drive);
 }
@@ -165,14 +164,4 @@ uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
     }
     hr_drive_unlock(&engine->drive);
     return bytes;
-}
-
-hr_status hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_abort end = hr_end_find(engine->node);
-    if (end.code == 0) {
-        return HORO_OK;
-    }
-    char text[HORO_MESSAGE_MAX];
-    hr_end_describe(engine->node, end, text, sizeof text);
-    return hr_fail(error, end.code, "%s", text);
 }

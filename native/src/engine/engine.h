@@ -148,7 +148,6 @@ int hr_engine_joined_last(struct hr_engine *engine, int64_t handle);
 const struct hr_lane *hr_engine_lane_added_by(const struct hr_request *request);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
-hr_status hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
 /* tuning.c: as horo_read_tuning and horo_propose_tuning. */
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);

@@ -95,6 +95,16 @@ void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text
     }
 }
 
+hr_status hr_end_check(const struct hr_node *node, struct hr_error *error) {
+    const struct hr_abort end = hr_end_find(node);
+    if (end.code == 0) {
+        return HORO_OK;
+    }
+    char text[HORO_MESSAGE_MAX];
+    hr_end_describe(node, end, text, sizeof text);
+    return hr_fail(error, end.code, "%s", text);
+}
+
 void hr_end_note(struct hr_node *node) {
     const struct hr_abort end = hr_end_find(node);
     if (end.code == 0 || atomic_exchange(&node->recorder.end_noted, 1)) {

@@ -11,6 +11,8 @@ enum { HR_NAME_TEXT_BYTES = 256 };
 struct hr_abort hr_end_find(const struct hr_node *node);
 /* The sentence for it. */
 void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text, size_t text_bytes);
+/* HORO_OK, or the end with its sentence in *error. */
+hr_status hr_end_check(const struct hr_node *node, struct hr_error *error);
 /* The flight recorder gets it, once. */
 void hr_end_note(struct hr_node *node);
 /* Logs the last events, if there are any that have not been logged. */

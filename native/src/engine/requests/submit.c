@@ -92,17 +92,14 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
 hr_status hr_requests_create(struct hr_requests *requests, const horo_request *call, struct hr_request **request,
                              struct hr_error *error) {
     struct hr_node *node = requests->node;
-    const struct hr_abort end = hr_end_find(node);
     /*
      * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
      * this.
      */
     const int untold = atomic_load(&requests->drive->serves_hosts) && hr_arena_aborted(&node->arena).code != 0;
-    if (end.code != 0 && !untold) {
-        char text[HORO_MESSAGE_MAX];
-        hr_end_describe(node, end, text, sizeof text);
+    if (!untold && hr_end_check(node, error) != HORO_OK) {
         hr_end_show(node);
-        return hr_fail(error, end.code, "%s", text);
+        return error->code;
     }
     return hr_request_create(call, request, error);
 }
