@@ -97,7 +97,7 @@ struct hr_carry {
     const void **contributions; /* [members] of it; scratch */
 };
 
-/* Values that the root of a team is to write into the log in front of the next batch. Under the lock of submission. */
+/* Values that the root of a team is to write into the log in front of the next batch. Under the lock. */
 struct hr_due_tuning {
     _Atomic int is_due;
     int is_final;
