@@ -1,4 +1,4 @@
-/* What is pending: by process set and name, in its order, and in the queue of what is to be announced. */
+/* Requests that are pending: by process set and name, in their order, and in the queue of what is to be announced. */
 #include "engine/requests/private.h"
 
 #include "base/map.h"
