@@ -8,12 +8,22 @@
 #include "engine/gpu/gpu.h"
 #include "node/node_setup.h"
 
+/* The handlers of messages that are none of a leader's own. */
+static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
+    [HR_WIRE_JOINED] = hr_join_handle,
+    [HR_WIRE_BLOCKED] = hr_blocked_handle,
+    [HR_WIRE_QUERY] = hr_blocked_handle_query,
+    [HR_WIRE_ASK] = hr_stall_handle_question,
+};
+
 static void free_parts(struct hr_engine *engine) {
     hr_requests_fini(&engine->requests);
     hr_engine_end_cuda(engine);
     for (int i = engine->lane_count - 1; i >= 0; i--) {
+        hr_lane_free_stand_ins(engine->lanes[i]);
         hr_lane_destroy(engine->lanes[i]);
     }
+    hr_deadlock_fini(&engine->judge);
     (void)pthread_mutex_destroy(&engine->staging_lock);
     hr_drive_fini(&engine->drive);
 }
@@ -33,7 +43,7 @@ static void add_parts(struct hr_engine *engine) {
 
 static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                             const horo_setup *setup, struct hr_error *error) {
-    HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
     add_parts(engine);
     engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
     engine->teams[0].has_local = 1;
@@ -47,9 +57,15 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .fusion_bytes = setup->fusion_bytes,
-        .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
-        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+        .lane_setup =
+            {
+                .leader.drive = &engine->drive,
+                .leader.handlers = on_message,
+                .leader.fusion_bytes = setup->fusion_bytes,
+                .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+                .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+                .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
+            },
     };
     hr_status status = hr_drive_init(&engine->drive, node, (int64_t)setup->spin_us * 1000, error);
     if (status != HORO_OK) {

@@ -40,6 +40,7 @@
 
 #include "engine/drive/drive.h"
 #include "engine/group/lane.h"
+#include "engine/report/deadlock.h"
 #include "engine/requests/requests.h"
 #include "node/end.h"
 
@@ -71,11 +72,7 @@ struct hr_leaving {
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
 };
 
-struct hr_counts {
-    _Atomic uint64_t cache_hits, batches, counted, tensors, bytes, messages_sent;
-};
-
-/* The knowledge of a rank of the members of each team that it may be no member of. */
+/* The knowledge of a rank of the members of each team, also of those that it is no member of. */
 struct hr_team_place {
     int has_local;      /* there are members on this host */
     uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
@@ -91,9 +88,9 @@ struct hr_tuned {
 
 struct hr_engine {
     struct hr_node *node;
-    uint64_t fusion_bytes;
-    uint32_t cache_capacity;
-    int64_t cycle_ns;
+    struct hr_lane_setup lane_setup;
+    struct hr_deadlock judge; /* the root of all ranks; the driver's */
+    int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_drive drive;
     struct hr_requests requests;
     struct hr_blocked blocked;
@@ -104,7 +101,6 @@ struct hr_engine {
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
-    struct hr_counts counts;
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
@@ -115,8 +111,8 @@ static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
     return engine->lanes[0];
 }
 
-int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
-                   struct hr_error *error);
+hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                         const horo_setup *setup, struct hr_error *error);
 /*
  * Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked
  * child.
@@ -127,9 +123,11 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
 /* The same without words (horo_destroy); frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
-int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
+hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,
+                           struct hr_error *error);
 /* As horo_refuse. */
-int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
+hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
+                           const char *reason);
 /* sets.c */
 /* Whether there can be a team of these ranks. */
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
@@ -171,8 +169,6 @@ extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
-int hr_engine_announce(struct hr_engine *engine);
 
 /*
  * sets.c: the batch of an operation of teams, as hr_task.progress; HR_DONE with the status of the request in

@@ -78,6 +78,7 @@ enum hr_wire_type {
 };
 
 enum {
+    HR_WIRE_TYPES = HR_WIRE_TUNE + 1, /* room for them all */
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
@@ -170,7 +171,7 @@ struct hr_wire_ref {
  * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
  * for a negative extent, and for more bytes than int64 holds.
  */
-hr_status hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /*
  * The same for a tensor of an operation. One row of an allgather or alltoall (all extents but the first) must fit by
  * itself, also where this rank has none: another may have some. What decode refuses, and so what the engine must not
@@ -197,6 +198,8 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 hr_status hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
+/* A DATA message, whose values the caller writes to *room, until something else is appended. */
+hr_status hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
 /* At most HR_WIRE_KNOBS_MAX values. */
 hr_status hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 /*
@@ -218,8 +221,8 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
  * written longer than they need to be or are of an operation that tells none, lanes that are not in the order of their
  * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
  */
-hr_status hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
-hr_status hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
+int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
+int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
 
 /* Number `index` of an array: of the ids, knobs, values and hashes above. */
 static inline uint32_t hr_wire_u32(const uint8_t *items, uint32_t index) {

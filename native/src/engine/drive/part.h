@@ -15,9 +15,9 @@
 /* The order in which the loop turns them. */
 enum hr_part_rank {
     HR_PART_END,         /* leave.c: leaving, and the end of the group */
-    HR_PART_SUBMISSIONS, /* announce.c: what callers have submitted, and their reports */
+    HR_PART_SUBMISSIONS, /* submissions.c: what callers have submitted, and their reports */
     HR_PART_GPU,         /* nccl.c */
-    HR_PART_LANE,        /* lane.c: one for each team, the world first */
+    HR_PART_LANE,        /* group/lane.c: one for each team, the world first */
     HR_PART_LINKS,       /* the loop's own: the supervision of links */
     HR_PART_STALL,       /* stall.c */
     HR_PART_DEADLOCK,    /* blocked.c */

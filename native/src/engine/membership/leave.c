@@ -85,11 +85,23 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 
 /* ---- RUNNING ---- */
 
+/* Behind all that has been announced in the world. */
 static int ask_to_leave(struct hr_engine *engine) {
-    const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
-    HR_TRY(announced);
-    HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank, engine->leaving.status,
-                                words_of(engine)));
+    struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_wire_message leave = {.type = HR_WIRE_LEAVE,
+                                          .rank = engine->node->rank,
+                                          .status = engine->leaving.status,
+                                          .text = words_of(engine)};
+    HR_TRY(hr_lane_end_round(world));
+    HR_TRY(hr_announcer_put(&world->announcer, &leave));
+    world->has_asked_to_leave = 1;
+    if (!world->is_leader) {
+        /* The leader may be parked: its program computes, and nobody there waits for anything. */
+        atomic_store(&world->node->arena.header->wants_leave, 1); /* partner: needs */
+        const int flushed = hr_announcer_flush(&world->announcer);
+        HR_TRY(flushed);
+        hr_node_call(world->node, 0);
+    }
     begin_grace(engine, hr_now_ns());
     return HR_MOVED;
 }
@@ -99,7 +111,7 @@ static int has_run_out(const struct hr_lane *lane) {
     /* partner: hr_ring_write */
     const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
     return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
-           lane->lone.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+           lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
            written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
 }
 
@@ -142,7 +154,9 @@ static int begin_closing(struct hr_engine *engine) {
 
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
-    if (atomic_load(&engine->drive.stop) && !world->announcer.has_asked_to_leave) {
+    /* requests from before the call are announced before, by a part behind this one */
+    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->requests.queued) == 0;
+    if (atomic_load(&engine->drive.stop) && may_ask) {
         return ask_to_leave(engine);
     }
     if (!world->executor.has_executed_leave) {
@@ -173,7 +187,7 @@ static int begin_ending(struct hr_engine *engine) {
 /* CLOSING: nobody needs this rank any more. */
 static int may_end(const struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
-    return !world->is_leader || hr_leader_is_done(world);
+    return !world->is_leader || hr_leader_is_done(&world->leader);
 }
 
 /*
@@ -185,10 +199,10 @@ static int turn_closing(struct hr_engine *engine) {
     int sends_left = 0;
     for (int i = 0; i < engine->lane_count; i++) {
         struct hr_lane *lane = engine->lanes[i];
-        const int led = lane->is_leader ? hr_leader_progress_links(lane) : HR_STILL;
+        const int led = lane->is_leader ? hr_leader_progress_links(&lane->leader, 0) : HR_STILL;
         HR_TRY(led);
         moved |= led;
-        sends_left |= lane->is_leader && hr_leader_sends_left(lane);
+        sends_left |= lane->is_leader && hr_leader_sends_left(&lane->leader);
     }
     if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_requests_fail_all(&engine->requests)) {
         return HR_MOVED;
@@ -202,8 +216,8 @@ static int turn_ending(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->drive.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
-            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
-            const int all = hr_leader_flush_links(lane);
+            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(&lane->leader));
+            const int all = hr_leader_flush_links(&lane->leader);
             flushed = all < 0 ? flushed : flushed && all;
         }
     }
@@ -235,7 +249,7 @@ static int turn(struct hr_part *part) {
 /* Whether a rank of this host wants to leave: its leader may compute. */
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
-    /* partner: hr_lane_ask_to_leave */
+    /* partner: ask_to_leave */
     return engine->drive.stage == HR_STAGE_RUNNING && hr_engine_world(engine)->is_leader &&
            atomic_load(&engine->node->arena.header->wants_leave) != 0;
 }

@@ -60,7 +60,7 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
-        HR_TRY(hr_lane_create(engine, team, backend, &lane, error));
+        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, backend, &lane, error));
     }
     return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, engine, lane}, handle, error);
 }
@@ -245,6 +245,8 @@ static void remove_team(struct hr_engine *engine, int team) {
     if (lane != NULL) {
         hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
+        hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
+        hr_lane_free_stand_ins(lane);
         hr_lane_destroy(lane);
     }
 }

@@ -140,8 +140,12 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
     lane->stall.answers_ns = now_ns + ANSWER_NS;
 }
 
-int hr_leader_pass_question(struct hr_lane *lane, int asker) {
-    ask(lane, NULL, asker, hr_now_ns());
+int hr_stall_handle_question(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_lane *lane = owner;
+    if (member >= 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    ask(lane, NULL, message->rank, now_ns);
     hr_part_expect(&lane->engine->stall, lane->stall.answers_ns);
     return HORO_OK;
 }

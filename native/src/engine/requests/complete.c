@@ -86,9 +86,6 @@ void hr_requests_note_batch(const struct hr_requests *requests, struct hr_reques
 
 void hr_requests_complete_locked(struct hr_requests *requests, struct hr_request *request, int status,
                                  const char *text) {
-    if (status != HORO_OK && request->announced_id != 0) { /* else what stood for it has been taken up */
-        request->port->forget(request);
-    }
     hr_port_remove(requests, request);
     if (request->cargo.hooks != NULL && request->cargo.hooks->ended != NULL) {
         request->cargo.hooks->ended(request->cargo.owner, request, status);

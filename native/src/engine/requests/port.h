@@ -25,8 +25,6 @@ struct hr_port {
     _Atomic int state;    /* enum hr_port_state; read by any thread */
     struct hr_map names;  /* name -> request that is not done, the first where others are behind it */
     _Atomic uint32_t pending; /* how many, those behind others too; read by any thread */
-    /* A request that has been announced fails: nothing may stand for it any more. */
-    void (*forget)(struct hr_request *request);
 };
 
 /*

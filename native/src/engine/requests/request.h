@@ -1,4 +1,4 @@
-/* A submitted request, and what a rank knows of tensors that have an id. */
+/* A submitted request. */
 #ifndef HR_ENGINE_REQUEST_H
 #define HR_ENGINE_REQUEST_H
 
@@ -86,17 +86,6 @@ struct hr_request {
     int answer; /* once done: of a join the rank that joined last, of a new process set its id; -1: none */
     int team_size, team_rank; /* of its own team, and of this rank there */
     int is_returned;          /* under the lock: results are on their way to the GPU */
-};
-
-/* The knowledge of this rank of a tensor with an id, in one allocation. Driver only. */
-struct hr_known {
-    struct hr_request *pending; /* announced by this id and not done */
-    const char *name;           /* within bytes, without a terminator */
-    size_t name_bytes;
-    uint64_t name_hash;
-    uint32_t id;
-    uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
-    uint8_t bytes[];     /* canonical form */
 };
 
 /*

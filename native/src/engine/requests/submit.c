@@ -129,7 +129,7 @@ static hr_status add(struct hr_requests *requests, struct hr_request *request, s
         hr_requests_queue(requests, request);
     }
     hr_requests_note_submitted(requests, request);
-    atomic_fetch_add_explicit(&requests->submitted, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&requests->node->counts.requests, 1, memory_order_relaxed);
     _Atomic uint64_t *count = &requests->count_of[request->call.op]; /* changed here alone */
     atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
     if (!hr_drive_is_free(requests->drive) || (request->call.flags & HORO_SUBMIT_SYNC) == 0) {
