@@ -12,6 +12,7 @@
 #include "base/timeline.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
+#include "engine/membership/membership.h"
 #include "node/node_setup.h"
 
 struct horo_context {
@@ -215,13 +216,13 @@ static int is_member(const horo_context *context, const horo_team_setup *setup) 
 static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
-    HR_TRY(hr_engine_check_team(&context->engine, setup->ranks, setup->size, error));
+    HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
     if (is_member(context, setup)) {
         HR_TRY(create_team(context, setup, &team, &backend, error));
     }
     const int has_links = team != NULL && team->transport != NULL;
     const int host_count = has_links ? team->host_count : 0;
-    HR_TRY(hr_engine_add_team(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
+    HR_TRY(hr_sets_add(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
     /* the transport has its own */
     hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds);
     return HORO_OK;
@@ -237,13 +238,13 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(hr_engine_remove_team(&context->engine, team, handle, &failure), &failure, error, error_bytes);
+    return leave(hr_sets_remove(&context->engine, team, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(hr_engine_join(&context->engine, team, handle, &failure), &failure, error, error_bytes);
+    return leave(hr_join_submit(&context->engine, team, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason) {
@@ -258,12 +259,12 @@ HORO_API int horo_poll(horo_context *context, int64_t handle) {
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     HR_TRY(usable(context));
-    return hr_engine_added_team(&context->engine, handle);
+    return hr_sets_added(&context->engine, handle);
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
     HR_TRY(usable(context));
-    return hr_engine_joined_last(&context->engine, handle);
+    return hr_joined_last(&context->engine, handle);
 }
 
 static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,

@@ -183,10 +183,10 @@ static void drop(void *staging) {
     hr_staging_drop(staging);
 }
 
-void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (staging_of(requests[i]) != NULL) {
-            hr_node_bury(engine->node, staging_of(requests[i]), drop);
+            hr_node_bury(((struct hr_lane *)lane)->node, staging_of(requests[i]), drop);
             requests[i]->cargo = (struct hr_cargo){0};
         }
     }

@@ -9,6 +9,7 @@
 #include "base/op.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
+#include "engine/membership/membership.h"
 
 /* ---- The callers' side ---- */
 
@@ -21,7 +22,7 @@ static void destroy_lane(void *engine, void *lane) {
 
 static const struct hr_hooks addition = {.freed = destroy_lane};
 
-const struct hr_lane *hr_engine_lane_added_by(const struct hr_request *request) {
+const struct hr_lane *hr_sets_lane_of(const struct hr_request *request) {
     return request != NULL && request->cargo.hooks == &addition ? request->cargo.data : NULL;
 }
 
@@ -41,7 +42,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     return hr_requests_submit(&engine->requests, &call, cargo, handle, error);
 }
 
-int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
         return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
@@ -56,7 +57,7 @@ int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, i
     return HORO_OK;
 }
 
-int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
@@ -109,10 +110,11 @@ static void end_removal(void *engine, struct hr_request *request, int status) {
     struct hr_lane *lane = status == HORO_OK ? NULL : lane_removed_by(engine, request);
     if (lane != NULL) {
         lane->port.state = HR_PORT_OPEN;
+        lane->leader.expects_removal = 0;
     }
 }
 
-int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
     hr_drive_lock(&engine->drive);
     const int begun = begin_removal(engine, team, error);
     hr_drive_unlock(&engine->drive);
@@ -131,7 +133,7 @@ int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handl
     return status;
 }
 
-int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
+int hr_sets_added(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_requests_find(&engine->requests, handle);
     const int is_known = request != NULL && request->call.op == HORO_ADD_TEAM && request->answer >= 0 &&
@@ -147,13 +149,6 @@ void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request 
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
         lane->leader.expects_removal = 1;
-    }
-}
-
-void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_lane *lane = lane_removed_by(engine, request);
-    if (lane != NULL) {
-        lane->leader.expects_removal = 0;
     }
 }
 
@@ -251,11 +246,19 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
-                           size_t text_bytes) {
+int hr_membership_change(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text,
+                         size_t text_bytes) {
+    struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     *outcome = HORO_OK;
+    if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
+        request->answer = (int)row;
+        return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
+    }
+    if (row >= 0) {
+        return HORO_ERR_INTERNAL;
+    }
     if (request->call.op == HORO_ADD_TEAM) {
         const int team = free_number(engine);
         if (team < HR_TEAMS_MAX) {
