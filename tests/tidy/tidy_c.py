@@ -45,7 +45,7 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "round": ("drive", "requests"),
         "lead": ("drive", "agree", "announce", "round"),
         "execute": ("engine.h", "group", "requests"),
-        "group": ("drive", "requests", "announce", "round", "lead", "execute", "engine.h"),
+        "group": ("drive", "requests", "announce", "round", "lead", "execute"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
         "report": ("engine.h", "gpu"),
         "gpu": ("engine.h", "drive", "requests"),

@@ -4,7 +4,6 @@
 
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/engine.h"
 #include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {
@@ -39,6 +38,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->executor.ops = setup->executor_ops;
     created->is_root = team->rank == 0;
     created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
+    created->lane_count = setup->lane_count;
     created->round.team = team;
     created->port = (struct hr_port){.requests = &engine->requests, .team = team, .lane = created};
     int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
@@ -55,7 +55,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     return HORO_OK;
 }
 
-int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
+int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error) {
     struct hr_node *node = lane->node;
     struct hr_team *team = lane->team;
     team->id = id;
@@ -67,7 +67,7 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
         }
     }
     hr_partition_join(&node->arena, team->number);
-    if (lane->engine->tuned.is_on && hr_lane_tune(lane, lane->engine->tuned.settled) != HORO_OK) {
+    if (values != NULL && hr_lane_tune(lane, values) != HORO_OK) {
         return hr_fail(error, HORO_ERR_INTERNAL, "its ranks cannot run with what all ranks run with");
     }
     return HORO_OK;
@@ -231,7 +231,7 @@ static int is_quiet(const struct hr_lane *lane) {
 }
 
 static void note_quiet(struct hr_lane *lane) {
-    const int quiet = lane->engine->lane_count > 1 && is_quiet(lane);
+    const int quiet = *lane->lane_count > 1 && is_quiet(lane);
     lane->part.is_quiet = quiet && lane->team->number != 0;
     if (lane->team->transport != NULL) {
         lane->team->transport->is_quiet = quiet;

@@ -39,6 +39,7 @@ struct hr_lane_setup {
     struct hr_leader_setup leader;
     const struct hr_executor_ops *executor_ops;
     uint32_t cache_capacity;
+    const int *lane_count; /* of the rank, now */
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
 };
 
@@ -49,7 +50,8 @@ struct hr_lane {
     struct hr_backend *backend;
     struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
-    int may_count;           /* see struct hr_lane_setup */
+    const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
+    int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
     struct hr_port port;
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
@@ -64,12 +66,12 @@ struct hr_lane {
 
 /*
  * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
- * open; another lane is opened by the driver, when all ranks have agreed on its id. HORO_OK, or a status with
- * *error set.
+ * open; another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL:
+ * with its own). HORO_OK, or a status with *error set.
  */
 int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
                    struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error);
-int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error);
+int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);
 /* Closes its links too. */
@@ -118,7 +120,8 @@ void hr_lane_free_stand_ins(struct hr_lane *lane);
 
 /* ---- tuning.c ---- */
 
-/* Runs with these values from now on, between two tasks. HORO_OK, or HORO_ERR_INTERNAL for impossible ones. */
+/* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
+int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);
 int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);
 
 /* ---- blocked.c ---- */

@@ -189,7 +189,8 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != engine->teams[team].cleanings) {
         return HR_STILL;
     }
-    if (lane != NULL && hr_lane_open(lane, place->id, &error) != HORO_OK) { /* the others have begun to use it */
+    const uint64_t *values = engine->tuned.is_on ? engine->tuned.settled : NULL;
+    if (lane != NULL && hr_lane_open(lane, place->id, values, &error) != HORO_OK) {
         hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
         return error.code;
     }
