@@ -10,7 +10,9 @@
 
 struct hr_backend;
 struct hr_batch;
+struct hr_lane;
 struct hr_request;
+struct hr_team;
 
 /* A record of the log that ends no request of this rank. HORO_OK or a status. */
 typedef int hr_record_handler(void *owner, const struct hr_wire_message *record);
@@ -59,5 +61,32 @@ struct hr_executor {
     struct hr_batch *batch;
     struct hr_backend *backend; /* whose task the batch is: the lane's, or that of the GPU */
 };
+
+/* ---- execute.c ---- */
+
+/* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
+int hr_lane_execute(struct hr_lane *lane);
+/* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
+int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
+/* After the end of the group: gives the current batch up. */
+void hr_executor_cancel(struct hr_lane *lane);
+/* The request that a ref of a record stands for, or a stand-in; this rank learns what the record says of it. */
+int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
+struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
+/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
+int hr_lane_is_ending_batch(const struct hr_lane *lane);
+void hr_lane_free_batch(struct hr_lane *lane);
+
+/* ---- rows.c ---- */
+
+/*
+ * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.
+ * HORO_ERR_USAGE with a sentence, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
+ * HORO_ERR_INTERNAL for rows that are not those of this request.
+ */
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
+                      size_t text_bytes);
+/* The outcome of a request whose batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
+int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
 
 #endif
