@@ -76,6 +76,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
                 .leader.fusion_bytes = setup->fusion_bytes,
                 .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
                 .executor_ops = &EXECUTOR_OPS,
+                .requests = &engine->requests,
                 .lane_count = &engine->lane_count,
                 .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
                 .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,

@@ -40,7 +40,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
     created->lane_count = setup->lane_count;
     created->round.team = team;
-    created->port = (struct hr_port){.requests = &engine->requests, .team = team, .lane = created};
+    created->port = (struct hr_port){.requests = setup->requests, .team = team, .lane = created};
     int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "out of memory for a cache of %u tensors", setup->cache_capacity);

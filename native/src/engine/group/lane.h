@@ -38,6 +38,7 @@ struct hr_stall {
 struct hr_lane_setup {
     struct hr_leader_setup leader;
     const struct hr_executor_ops *executor_ops;
+    struct hr_requests *requests;
     uint32_t cache_capacity;
     const int *lane_count; /* of the rank, now */
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
