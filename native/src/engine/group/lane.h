@@ -10,7 +10,7 @@
 #include "engine/execute/executor.h"
 #include "engine/drive/part.h"
 #include "engine/lead/leader.h"
-#include "engine/requests/request.h"
+#include "engine/requests/port.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 
@@ -38,6 +38,7 @@ struct hr_stall {
 struct hr_lane_setup {
     struct hr_leader_setup leader;
     const struct hr_executor_ops *executor_ops;
+    struct hr_requests *requests;
     uint32_t cache_capacity;
     const int *lane_count; /* of the rank, now */
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
@@ -53,11 +54,7 @@ struct hr_lane {
     const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
     int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
-    int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
-    _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
-    /* name -> request submitted and not done, the first where others are behind it; under the lock of submission */
-    struct hr_map in_flight;
-    _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
+    struct hr_port port;
     struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     struct hr_part part;
     struct hr_announcer announcer;
@@ -114,16 +111,11 @@ static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
 /* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
 int hr_lane_go_on_joining(struct hr_lane *lane);
-/* The request to join is over, well or not; with the lock of submission held. */
-void hr_lane_end_join(struct hr_lane *lane);
 /* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */
 int hr_join_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 
 /* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
-/* It is over; with the lock of submission held. */
-void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
-void hr_stand_in_destroy(struct hr_request *request);
 /* Frees the stand-ins, when nothing touches their memory any more. */
 void hr_lane_free_stand_ins(struct hr_lane *lane);
 
