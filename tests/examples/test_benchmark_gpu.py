@@ -10,27 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_double
+import gpu_shared
+import gpu_staging
+import gpu_step
+import gpus
 import pytest
 import torch
+from contest import ContestError, Turn
 from doubles import CUDA, NCCL, build_double
-from example_runs import ROOT, start, whole
+from example_runs import ROOT, start
 from rank_pool import RankPool
+from rounds import Case, Heat, Result
+from workloads import gradients, staging
 
 import horo.torch as hvd
 
 FOLDER = ROOT / "benchmarks"
 SHORT = ["--device", "cpu", "--rounds", "1", "--turn-ms", "1"]
 
-sys.path.insert(0, str(FOLDER))
-import gpu_gradients  # noqa: E402  (benchmarks/gpu_gradients.py)
-import gpu_shared  # noqa: E402  (benchmarks/gpu_shared.py)
-import gpu_staging  # noqa: E402  (benchmarks/gpu_staging.py)
-import gpu_step  # noqa: E402  (benchmarks/gpu_step.py)
-import gpus  # noqa: E402  (benchmarks/gpus.py)
-from contest import ContestError, Turn  # noqa: E402  (benchmarks/contest.py)
-from contestant import Work, run_turn  # noqa: E402  (benchmarks/contestant.py)
-from rounds import Case, Heat, Result  # noqa: E402  (benchmarks/rounds.py)
-from workloads import gradients, staging  # noqa: E402  (benchmarks/workloads)
 
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch sees a GPU here; `make gpu-bench` runs the scripts on it"
@@ -57,41 +54,6 @@ def run(script: str, words: list[str], tmp_path: Path) -> tuple[list[dict[str, A
     return document["rows"], done.stdout
 
 
-@whole
-def test_a_step_is_timed_beside_two_plain_ones_and_ddp(tmp_path: Path) -> None:
-    rows, said = run("gpu_step", ["--models", "mlp-tiny,transformer-tiny"], tmp_path)
-    names = ["ceiling", "ceiling, again", "horo", "DDP"]
-    assert [(row["model"], row["contestant"]) for row in rows] == [
-        (model, name) for model in ("mlp-tiny", "transformer-tiny") for name in names
-    ]
-    assert [row["of_ceiling"] for row in rows if row["contestant"] == "ceiling"] == [1.0, 1.0]
-    assert said.count(" ok\n") >= 8
-    assert "mlp-tiny in bfloat16 on one GPU, 1 rank" in said
-
-
-@whole
-def test_gradients_are_averaged_in_both_forms(tmp_path: Path) -> None:
-    rows, said = run("gpu_gradients", ["--np", "2", "--model", "transformer-tiny"], tmp_path)
-    assert [(row["form"], row["contestant"]) for row in rows] == [
-        (form, name) for form in ("grouped", "optimizer") for name in ("ceiling", "horo", "DDP")
-    ]
-    assert "gradients of transformer-tiny, optimizer, 2 ranks" in said
-
-
-@whole
-def test_staged_sums_are_timed_beside_copies(tmp_path: Path) -> None:
-    rows, said = run("gpu_staging", ["--sizes", "4K,16M", "--model", "mlp-tiny"], tmp_path)
-    assert [(row["ranks"], row["case"], row["contestant"]) for row in rows] == [
-        (ranks, case, name)
-        for ranks in (1, 2)
-        for case in ("4 KiB", "16 MiB", "4 gradients")
-        for name in ("ceiling", "horo")
-    ]
-    targets = [line for line in said.splitlines() if "through pinned memory, 1 rank" in line]
-    assert len(targets) == 1  # of what is large enough
-    assert "16 MiB" in targets[0]
-
-
 def test_ranks_that_share_a_place_train_to_the_parameters_of_one(tmp_path: Path) -> None:
     rows, said = run("gpu_shared", ["--model", "resnet50-tiny", "--batch", "4"], tmp_path)
     assert [(row["ranks"], row["contestant"]) for row in rows] == [(2, "ceiling"), (2, "horo")]
@@ -114,14 +76,6 @@ def test_the_cost_of_a_step_is_held_to_one_percent() -> None:
     assert not gpu_step.row_for(result_of("resnet50-128", {}, {**times, "horo": 101.1})).ok
 
 
-def test_gradients_are_held_to_the_time_of_ddp_in_the_same_heat() -> None:
-    heats = [{"ceiling": 1.0, "horo": 4.0, "DDP": 5.0}, {"ceiling": 1.0, "horo": 8.0, "DDP": 9.0}] * 2
-    row = gpu_gradients.row_for(result_of("grouped", {"model": "resnet50"}, *heats), 1)
-    assert (row.ratio, row.ok) == (pytest.approx((1.25 + 1.125) / 2), True)
-    slower = [{"ceiling": 1.0, "horo": 5.0, "DDP": 4.9}]
-    assert not gpu_gradients.row_for(result_of("grouped", {"model": "resnet50"}, *slower), 1).ok
-
-
 def test_staging_is_held_to_a_share_of_the_copies() -> None:
     def row(horo: float) -> Any:
         return gpu_staging.row_for(result_of("64 MiB", {"counts": [1 << 24]}, {"ceiling": 80.0, "horo": horo}))
@@ -140,17 +94,6 @@ def test_wrong_parameters_are_short_and_break_the_check(monkeypatch: pytest.Monk
     arguments = gpu_shared.parse_arguments(["--device", "cpu"])
     with pytest.raises(ContestError, match=r"wrong results of resnet50: .* parameters are 1 off"):
         gpus.check_rows("gpu_shared", arguments, lambda _: [gpus.Round([result], 2)], gpu_shared.SHOWN)
-
-
-def test_the_end_of_what_calls_have_begun_is_part_of_the_time() -> None:
-    did: list[str] = []
-    work = Work(lambda: did.append("call"), finish=lambda: did.append("finish"))
-    library: Any = SimpleNamespace(barrier=lambda: None)
-    run_turn(work, library, 2, warm=1, each=False)
-    assert did == ["call", "finish", "call", "call", "finish"]
-    did.clear()
-    run_turn(work, library, 2, warm=1, each=True)
-    assert did == ["call", "finish"] * 3
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""What the pages tell a reader to type works: Python blocks run, commands are understood, names exist."""
+"""What the pages tell a reader to type works: code runs, commands are understood, names exist, containers build."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -138,3 +139,74 @@ def test_options_variables_and_functions_that_pages_name_exist() -> None:
         ]
         wrong += [f"{page.name}: hvd.{name}" for name in re.findall(r"\bhvd\.(\w+)", text) if not hasattr(hvd, name)]
     assert wrong == []
+
+
+HPC = ROOT / "docs" / "how-to" / "hpc.md"
+
+
+@pytest.fixture(scope="module")
+def sections() -> dict[str, str]:
+    (recipe,) = (block.code for block in blocks_of(HPC) if block.code.startswith("Bootstrap: "))
+    parts = re.split(r"^%(\w+)\n", recipe, flags=re.MULTILINE)
+    assert re.fullmatch(r"Bootstrap: docker\nFrom: python:3\.\d+-slim-bookworm\n\n", parts[0])
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_checkout_is_copied_and_installed(sections: dict[str, str]) -> None:
+    assert set(sections) == {"files", "post", "test"}
+    source, target = sections["files"].split()
+    assert source == "."
+    installed = [line.split() for line in sections["post"].splitlines() if "pip install" in line]
+    assert [words[-2:] for words in installed] == [["torch", target]]
+
+
+@pytest.mark.parametrize("name", ["post", "test"])
+def test_commands_are_correct(sections: dict[str, str], name: str) -> None:
+    done = subprocess.run(["sh", "-n"], input=sections[name], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_packages_are_those_that_the_build_and_slurm_need(sections: dict[str, str]) -> None:
+    (line,) = (line for line in sections["post"].splitlines() if "apt-get install" in line)
+    packages = {word for word in line.partition(" install ")[2].split() if not word.startswith("-")}
+    assert packages == {"gcc", "libc6-dev", "munge"}
+    needed = (ROOT / ".ci" / "venv").read_text()
+    assert "apt-get install gcc libc6-dev" in needed
+
+
+def test_what_the_image_runs_last_succeeds(sections: dict[str, str]) -> None:
+    hororun = Path(sys.executable).parent / "hororun"
+    command = sections["test"].strip().replace("hororun", str(hororun), 1)
+    assert "[X] PyTorch" in start(["sh", "-c", command]).stdout
+
+
+ORDER = """
+import os
+os.environ.update(HORO_OVERLAP="always")
+if {split}:
+    os.environ["HORO_HOST_ID"] = str(int(os.environ["HOROVOD_RANK"]) // 2)
+import torch
+import horo.torch as hvd
+
+hvd.init()
+assert hvd.cross_size() <= 2
+torch.manual_seed(hvd.rank())
+values = torch.randn(300_000)
+alone = hvd.allreduce(values, op=hvd.Sum)
+for count in (1, 1000, 100_003):  # where in a batch a value lies
+    assert torch.equal(hvd.grouped_allreduce([torch.randn(count), values], op=hvd.Sum)[1], alone), count
+for part in (slice(0, 1), slice(7, 5000)):
+    assert torch.equal(hvd.allreduce(values[part], op=hvd.Sum), alone[part]), part
+everyone = hvd.allgather(values[None])
+total, second = everyone[0] + everyone[1], everyone[2] + everyone[3]
+expected = total + second if {split} else total + everyone[2] + everyone[3]
+assert torch.equal(alone, expected)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one host", "two hosts"])
+def test_contributions_are_added_in_the_order_of_ranks_on_each_host(tmp_path: Path, split: bool) -> None:
+    path = tmp_path / "order.py"
+    path.write_text(ORDER.format(split=split))
+    assert start([*launcher("hororun", 4), str(path)]).stdout.splitlines() == ["equal"] * 4

@@ -1,8 +1,10 @@
-"""Recipes that promise the steps of one process take them; ranks can be debugged in terminals of their own."""
+"""Recipes keep their promises: steps of one process, whole epochs, a debugger for each rank, a requeued job."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from document_blocks import HOW_TO, Block, blocks_of
+from document_blocks import HOW_TO, Block, blocks_of, python_blocks
 from example_runs import LIMIT_SECONDS
 from rank_pool import RankPool
 
@@ -156,3 +158,116 @@ def test_ranks_in_terminals_of_their_own_have_a_debugger(tmp_path: Path) -> None
             rank.kill()
     assert "('rank', 0)" in outputs[0]
     assert [output.splitlines()[-1].removeprefix("(Pdb) ") for output in outputs] == ["sum 3"] * 2
+
+
+def samplers(count: int, size: int) -> list[Any]:
+    """The sampler of each rank, whose ``hvd`` knows its rank and the size of the job alone."""
+    (page,) = (page for page in HOW_TO if page.name == "recipes.md")
+    (block,) = (block for block in python_blocks(page) if "class ResumableSampler" in block.code)
+    code = block.code[: block.code.index("\nsampler = ")]
+    made = []
+    for rank in range(size):
+        here = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
+        given: dict[str, Any] = {"torch": torch, "hvd": here}
+        exec(code, given)
+        made.append(given["ResumableSampler"](range(count)))
+    return made
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 13])
+def test_an_epoch_has_every_sample_and_as_many_for_each_rank(count: int, size: int) -> None:
+    ranks = samplers(count, size)
+    lists = [list(sampler) for sampler in ranks]
+    assert {len(own) for own in lists} == {len(ranks[0])} == {-(-count // size)}
+    taken = [sample for own in lists for sample in own]
+    assert set(taken) == set(range(count))
+    for sampler in ranks:
+        sampler.set_epoch(1)
+    if count == 13:
+        assert [list(sampler) for sampler in ranks] != lists
+    for sampler in ranks:
+        sampler.set_epoch(0)
+    assert [list(sampler) for sampler in ranks] == lists
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 3)])
+@pytest.mark.parametrize("batches", [0, 2, 7])
+def test_a_resumed_epoch_takes_the_rest_with_any_number_of_ranks(before: int, after: int, batches: int) -> None:
+    count, batch = 13, 2
+    ranks = samplers(count, before)
+    ranks[0].set_epoch(3)
+    for sampler in ranks[1:]:
+        sampler.set_epoch(3)
+    taken = [sample for sampler in ranks for sample in list(sampler)[: batches * batch]]
+    for sampler in ranks:
+        for _ in range(batches):
+            sampler.step(batch)
+    others = samplers(count, after)
+    for sampler in others:
+        sampler.load_state_dict(ranks[0].state_dict())
+    rest = [sample for sampler in others for sample in sampler]
+    assert set(taken) | set(rest) == set(range(count))
+    if batches * batch * before < count:
+        assert set(taken).isdisjoint(rest)
+    else:
+        assert rest == []
+    for sampler in others:
+        sampler.set_epoch(4)
+    assert {sample for sampler in others for sample in sampler} == set(range(count))
+
+
+(PAGE,) = (page for page in HOW_TO if page.name == "preemption.md")
+SCRIPTS = {block.mark: block.code for block in blocks_of(PAGE) if block.mark}
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """The scripts, and a Slurm and a hororun in PATH; returns the environment."""
+    (folder / "train.py").write_text(SCRIPTS["script=train"])
+    for name in ("batch", "srun"):
+        (folder / f"{name}.sh").write_text(SCRIPTS[f"script={name}"])
+    programs = folder / "bin"
+    programs.mkdir()
+    hororun = f'exec "{sys.executable}" -m horo.runner -np 2 -H localhost:2 --no-prefix "$@"'
+    doubles = {
+        "hororun": hororun,
+        "python": f'exec "{sys.executable}" "$@"',
+        "scontrol": f'echo "$@" >> "{folder}/scontrol.log"',
+        "srun": f'echo $$ > "{folder}/srun.pid"\n[ "$1" = --kill-on-bad-exit=0 ] && shift && {hororun}',
+    }
+    for name, line in doubles.items():
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HORO", "SLURM_"))}
+    return {**kept, "PATH": f"{programs}:{kept['PATH']}", "SLURM_JOB_ID": "42", "OMP_NUM_THREADS": "1"}
+
+
+def run_until_told(folder: Path, environment: dict[str, str], script: str) -> int:
+    """Starts the script, tells it or its step to stop once it trains, and returns the step at which it began."""
+    process = subprocess.Popen(
+        ["bash", f"{script}.sh"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        match = re.fullmatch(r"begins at step (\d+)\n", process.stdout.readline())
+        assert match
+        told = process.pid if script == "batch" else int((folder / "srun.pid").read_text())
+        os.kill(told, signal.SIGUSR1)
+        process.stdout.read()
+        assert process.wait(LIMIT_SECONDS) == 75
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    return int(match.group(1))
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(tmp_path: Path) -> None:
+    """First by the script for hororun, then by that for srun, whose step gets the signal."""
+    environment = prepare(tmp_path)
+    assert run_until_told(tmp_path, environment, "batch") == 0
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
+    assert run_until_told(tmp_path, environment, "srun") > 0
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n" * 2

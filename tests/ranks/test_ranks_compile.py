@@ -119,51 +119,6 @@ def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again() -> None:
         train(model, optimizer, number)
 
 
-@pytest.mark.parametrize("form", ["of a function around it", "of the step itself"])
-@on("ranks2", deadline_s=DEADLINE_S)
-def test_a_compiled_adasum_step_that_raises_is_undone_and_done_by_the_next_call(form: str) -> None:
-    """Ranks have the same gradients, of which Adasum makes what one rank alone has."""
-
-    class StopError(Exception):
-        pass
-
-    class Descent(torch.optim.SGD):
-        raises = False
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            if self.raises:
-                raise StopError
-
-    model, alone = make_model(), make_model()
-    plain: Any = Descent(model.parameters(), lr=0.1)
-    optimizer: Any = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Adasum)
-    other = torch.optim.SGD(alone.parameters(), lr=0.1)
-
-    def function() -> None:
-        optimizer.step()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step = torch.compile(function if form == "of a function around it" else optimizer.step, backend="eager")
-        for number in range(4):
-            for each, its_optimizer in ((model, optimizer), (alone, other)):
-                its_optimizer.zero_grad()
-                make_loss(each, 0, number).backward()
-            before = [parameter.detach().clone() for parameter in model.parameters()]
-            if number == 2:
-                optimizer.raises = True
-                with pytest.raises(StopError):
-                    step()
-                assert_close(list(model.parameters()), before)
-                optimizer.raises = False
-            step()
-            other.step()
-            assert_close(list(model.parameters()), list(alone.parameters()))
-    assert warnings_about_horo(caught) == []
-
-
 @pytest.fixture
 def compiled_autograd() -> str:
     """The name of its module, which takes a second to import."""

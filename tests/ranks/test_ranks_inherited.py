@@ -146,31 +146,3 @@ rank.close()
 """
     size = 2 if way in ("hororun", "torchrun") else 1
     assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {[r, size]}" for r in range(size)]
-
-
-BY_HAND = """
-if rank.start()[0] == 1:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": "2"}
-    inner = [subprocess.Popen([sys.executable, INNER], env={**os.environ, **master, "RANK": str(r)}) for r in (0, 1)]
-    assert [each.wait() for each in inner] == [0, 0]
-rank.allreduce("the end")
-rank.close()
-"""
-INNER_BY_HAND = """
-if __name__ == "__main__":
-    for time in range(2):
-        place = rank.start()
-        assert "HOROVOD_RANK" not in os.environ and "HORO_HOST_MARK" in os.environ
-        os.write(1, f"inner {place} {rank.allreduce('x')}\\n".encode())
-        rank.close()
-    assert f"process {os.getpid()}), has inherited" in start("spawn")
-"""
-
-
-def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
-    inner = tmp_path / "inner.py"
-    inner.write_text(PLAIN + INNER_BY_HAND)
-    lines = run(tmp_path / "train.py", PLAIN + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
-    assert sorted(lines) == ["inner [0, 2] [3.0, 3.0]"] * 2 + ["inner [1, 2] [3.0, 3.0]"] * 2

@@ -18,7 +18,6 @@ from small_model import (
     make_loss,
     make_model,
     mean_gradients,
-    needs_cpu_scaler,
     sgd,
     take_step,
 )
@@ -101,25 +100,6 @@ def test_lbfgs_takes_the_same_path_on_all_ranks(ranks: RankPool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("keyword", [False, True])
-@on("ranks2_in_most_orders")
-def test_a_closure_sees_averaged_gradients_and_gives_the_mean_loss(keyword: bool) -> None:
-    n, r = hvd.size(), hvd.rank()
-    model, optimizer = made()
-    wanted = mean_gradients(model, n)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = make_loss(model, r)
-        loss.backward()
-        return loss
-
-    mean = sum(make_loss(model, k) for k in range(n)) / n
-    result = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-    torch.testing.assert_close(result, mean.detach())
-    assert_close(gradients_of(model), wanted)
-
-
 @on("ranks2_in_most_orders")
 def test_schedulers_made_before_or_after_work_without_a_warning() -> None:
     for before in (True, False):
@@ -140,32 +120,6 @@ def test_schedulers_made_before_or_after_work_without_a_warning() -> None:
                 assert_close(model.parameters(), [s - 0.5**step * g for s, g in zip(start, wanted, strict=True)])
                 scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.125
-
-
-@needs_cpu_scaler
-@on("ranks2_in_most_orders")
-def test_a_gradient_scaler_agrees_on_overflow_and_steps_as_alone() -> None:
-    n, r = hvd.size(), hvd.rank()
-    model, optimizer = made()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    for step in range(4):
-        start = [p.detach().clone() for p in model.parameters()]
-        wanted = mean_gradients(model, n, step)
-        optimizer.zero_grad()
-        loss = make_loss(model, r, step)
-        if step == 2 and r == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        change = 0.0 if step == 2 else 0.1
-        assert_close(
-            model.parameters(), start if change == 0 else [s - change * g for s, g in zip(start, wanted, strict=True)]
-        )
-    assert scaler.get_scale() == 4.0
 
 
 @on("ranks")
