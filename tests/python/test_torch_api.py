@@ -319,23 +319,6 @@ def test_tensors_that_cannot_be_sent_are_described(alone: None, tensor: Any, mes
             call()
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "uint16", "uint64", "bits8"])
-def test_what_can_only_be_moved_is_not_reduced(alone: None, name: str) -> None:
-    if not hasattr(torch, name):
-        pytest.skip(f"this torch has no {name}; `make test TORCH=torch==2.13.0` has")
-    tensor = torch.zeros(2, dtype=torch.uint8).repeat_interleave(8)[: 2 * getattr(torch, name).itemsize]
-    tensor = tensor.view(getattr(torch, name))
-    for call in (hvd.allreduce, hvd.reducescatter, hvd.allreduce_async_):
-        with pytest.raises(UsageError, match=rf"dtype torch\.{name} cannot be reduced; allgather, alltoall and"):
-            call(tensor)
-
-
-@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Adasum])
-def test_complex_numbers_have_no_order(alone: None, op: int) -> None:
-    with pytest.raises(UsageError, match="not offered for complex64; complex numbers can be reduced with Sum,"):
-        hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=op)
-
-
 BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "op and average were both given"),
     (lambda: hvd.allreduce(torch.ones(1), op=9), "op=9 is not a reduction"),

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import Hororun
 
-from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads
+from jobs import Hororun
 
 # Two sockets of four cores with two threads each, numbered as Linux does: siblings are 8 apart.
 CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))
@@ -84,12 +84,6 @@ def test_ranks_run_where_they_are_bound(hororun: Hororun, where: str, how: str) 
     shares = threads(bound) if how != "none" else dict.fromkeys([0, 1], max(1, len(HERE) // 2))
     assert sorted(done.stdout.splitlines()) == [f"{rank} {sorted(bound[rank])} {shares[rank]}" for rank in (0, 1)]
     assert ("bound to CPU" in done.stderr) is (how != "none")
-
-
-def test_a_smaller_affinity_of_hororun_is_shared_out(hororun: Hororun) -> None:
-    words = ["-np", "2", "--no-prefix", "--bind-to", "core", "--", sys.executable, *SHOW]
-    done = hororun.run(*words, prefix=["taskset", "-c", str(HERE[0]), "env", "-u", "OMP_NUM_THREADS"])
-    assert sorted(done.stdout.splitlines()) == [f"{rank} [{HERE[0]}] 1" for rank in (0, 1)], done.stderr
 
 
 SHOW_GPUS = ["--no-prefix", "--", "sh", "-c", "echo $HOROVOD_RANK $CUDA_VISIBLE_DEVICES"]

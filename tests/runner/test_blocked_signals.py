@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import DEADLINE_S, Flags, Hororun
 
-from horo.runner.agent.protocol import MAGIC, Kind, MessageReader, encode_json
+from jobs import Flags, Hororun
 
 BLOCKED = """
 import os, signal, sys
@@ -70,26 +67,3 @@ def test_a_signal_that_was_blocked_ends_the_job(hororun: Hororun, mpirun: str, w
     flags.wait(["up"])
     job.process.terminate()
     assert job.finish().returncode == 143
-
-
-def test_an_agent_that_slurm_starts_so_sees_its_ranks_end() -> None:
-    job = {
-        "host": "h", "mark": f"test.{os.getpid()}.blocked", "cwd": "/", "command": ["sh", "-c", WHO],
-        "environment": {}, "unset": [], "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 300.0, "master_port": 0,
-        "binding": {"threads_set": False},
-    }  # fmt: skip
-    command = [*PREFIX, sys.executable, "-m", "horo.runner.agent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
-        try:
-            assert agent.stdin is not None
-            assert agent.stdout is not None
-            agent.stdin.write(encode_json(Kind.JOB, job))
-            agent.stdin.flush()
-            assert agent.wait(DEADLINE_S) == 0
-            said = agent.stdout.read()
-        finally:
-            agent.kill()
-    assert said.startswith(MAGIC)
-    messages = MessageReader(magic=True).feed(said)
-    check(b"".join(each.payload for each in messages if each.kind == Kind.STDOUT).decode())
-    assert messages[-1].kind == Kind.EXITED

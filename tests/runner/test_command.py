@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Hororun
-
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.cli import parse
+
+from jobs import Hororun
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
 
@@ -28,22 +28,6 @@ def test_a_module_runs_under_the_python_of_its_host(hororun: Hororun, where: str
     assert done.returncode == 0, done.stderr
     script = tmp_path / "package" / "train.py"
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} {script} -m x" for r in (0, 1)]
-
-
-def test_a_script_that_is_not_there_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    (tmp_path / "folder.py").mkdir()
-    host = "localhost" if where.startswith("localhost") else "one"
-    for name in ("tarin.py", "./tarin.py", "/no/such/train.py"):
-        done = hororun.run("-np", "2", name, where=where, cwd=tmp_path)
-        assert done.returncode == 127
-        assert done.stderr == f"hororun: there is no script {name!r} on {host} in {tmp_path}\n".replace(
-            f" in {tmp_path}", "" if name.startswith("/") else f" in {tmp_path}"
-        )
-    done = hororun.run("-np", "2", "./folder.py", where=where, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        126,
-        f"hororun: './folder.py' on {host} is a folder: name a script or a program\n",
-    )
 
 
 def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from jobs import Hororun
 
 HEAD = """import os, sys, threading, time
@@ -82,18 +83,3 @@ except SystemExit as error:
     (tmp_path / "train.py").write_text(script)
     done = hororun.run("-np", "1", "--no-prefix", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_exit_of_the_program_s_own_class_keeps_its_code(hororun: Hororun, tmp_path: Path) -> None:
-    script = """
-    class Abort(SystemExit):
-        def __init__(self, words):
-            super().__init__(words)
-            self.code = 5
-    try:
-        sys.exit(Abort("bad data"))
-    except Abort as error:
-        assert error.args == ("bad data",)
-    sys.exit(Abort("bad data"))
-"""
-    assert run(hororun, tmp_path, script)[0] == 5

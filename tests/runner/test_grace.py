@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, wait_until
-
 from horo.runner.cli import parse
+
+from jobs import Flags, Hororun, wait_until
 
 BATCH = [
     {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "h1", "SLURM_TASKS_PER_NODE": "2"},
@@ -52,17 +52,6 @@ def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, w
         "hororun: SIGTERM: ranks 0-2 were ended",
         "hororun: ranks 0,2 did not end within 1 s of SIGTERM and were killed; --grace-seconds gives more",
     ]
-
-
-def test_a_rank_that_was_killed_after_the_failure_of_another_is_named(
-    hororun: Hororun, where: str, flags: Flags
-) -> None:
-    late = f"while ! test -e {flags.folder}/up.0; do sleep 0.05; done"
-    script = f"test $HOROVOD_RANK = 1 && {{ {late}; exit 3; }}; {STUBBORN}"
-    done = hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script, flags), where=where)
-    assert done.stderr.splitlines()[-1] == (
-        "hororun: rank 0 did not end within 0.2 s of SIGTERM and was killed; --grace-seconds gives more"
-    )
 
 
 def test_on_a_terminal_ctrl_c_tells_which_ranks_are_awaited(hororun: Hororun, where: str, flags: Flags) -> None:

@@ -1,19 +1,84 @@
-"""Calls that a thread of its own does, where the exception of a signal handler comes while that thread starts."""
+"""Parts of ``horo.torch`` alone: bytes of tensors, the cache of requests, calls that a thread of its own does."""
 
 from __future__ import annotations
 
+import gc
+import pickle
 import signal
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from horo.core.signal_safe_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.request_cache import RequestCache
+from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
 
-DEADLINE_S = 30.0
+
+@pytest.mark.parametrize("data", [b"", b"\0", b"abc" * 1000])
+def test_bytes_go_into_a_tensor_and_come_back(data: bytes) -> None:
+    assert tensor_of(data).dtype == torch.uint8
+    assert bytes(bytes_of(tensor_of(data))) == data
+
+
+def test_every_dtype_has_bytes() -> None:
+    assert bytes(bytes_of(torch.tensor([1, 2], dtype=torch.int16))) == b"\1\0\2\0"
+    assert bytes(bytes_of(torch.tensor(True))) == b"\1"
+    assert len(bytes_of(torch.ones(3, 5, dtype=torch.bfloat16))) == 30
+    assert bytes(bytes_of(torch.arange(6, dtype=torch.uint8)[2:4])) == b"\2\3"
+
+
+def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
+    tensor = tensor_of(pickle.dumps({"a": 1}))
+    alive = weakref.ref(tensor)
+    part = bytes_of(tensor)[:]
+    tensor[0] = 7
+    assert part[0] == 7
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    assert len(part) > 0
+    del part
+    gc.collect()
+    assert alive() is None
+
+
+class Owner:
+    """Stands for an optimizer."""
+
+
+def test_another_thread_may_make_room_while_the_rooms_are_added_up() -> None:
+    cache = RequestCache(lambda kind, name, _: f"{kind}.{name}")
+    owners = [Owner() for _ in range(3)]
+
+    class Gradients(int):
+        """A number of gradients; while it is added to others, an optimizer of another thread comes."""
+
+        def __rmul__(self, other: int) -> Gradients:
+            return self
+
+        __mul__ = __rmul__
+
+        def __radd__(self, other: int) -> int:
+            thread = threading.Thread(target=cache.make_room, args=(owners[2], 1))
+            thread.start()
+            thread.join(timeout=30)
+            return other
+
+    gradients: Any = Gradients(1)
+    cache.make_room(owners[0], gradients)
+    cache.make_room(owners[1], 1)
+    cache.take_or_create("key", Operation("allreduce", "a"), sync=True, tensor_count=1).idle.append(None)
+    assert cache.take("key") is not None
+
+
+LIMIT_S = 30.0
 STARTS = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
 
 
@@ -39,7 +104,7 @@ class _Steps:
 
     def step(self, _call: ThreadCall) -> None:
         self.begun.set()
-        assert self.end.wait(DEADLINE_S)
+        assert self.end.wait(LIMIT_S)
         self.done.set()
 
 
@@ -50,7 +115,7 @@ def test_an_exception_inside_the_start_of_the_thread_is_the_one_that_is_raised(m
 
     def start_and_interrupt(*args: Any, **named: Any) -> Any:
         started = start(*args, **named)
-        assert steps.begun.wait(DEADLINE_S)
+        assert steps.begun.wait(LIMIT_S)
         signal.raise_signal(signal.SIGUSR1)
         return started
 
@@ -72,7 +137,7 @@ def test_an_exception_beside_the_lock_of_a_start_is_the_one_that_is_raised(monke
     release = threading.Condition._release_save  # type: ignore[attr-defined]
 
     def start_behind_gate(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        return start(lambda *own: gate.wait(DEADLINE_S) and function(*own), *args, **named)
+        return start(lambda *own: gate.wait(LIMIT_S) and function(*own), *args, **named)
 
     def release_and_interrupt(condition: threading.Condition) -> Any:
         released = release(condition)

@@ -1,0 +1,165 @@
+"""``import horo``, where something is missing: one sentence says what to type; errors are found where scripts look."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import horo.torch as hvd
+from horo import errors
+from horo.torch.compat.torch_version import check_version
+
+
+def import_with(preparation: str) -> str:
+    """Last line of stderr of ``import horo.torch`` after some lines of Python."""
+    code = f"import sys, types\n{preparation}\nimport horo.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_missing_torch_is_named() -> None:
+    line = import_with("sys.modules['torch'] = None")
+    assert line == "ImportError: horo.torch needs torch, which is not installed: pip install torch"
+
+
+def test_old_torch_is_named() -> None:
+    line = import_with("sys.modules['torch'] = types.SimpleNamespace(__version__='1.13.1+cu117')")
+    assert line == "ImportError: horo.torch needs torch 2.1 or newer; 1.13.1+cu117 is installed: pip install -U torch"
+
+
+@pytest.mark.parametrize("version", ["2.1.0", "2.13.0+cpu", "2.1.0a0+git123", "3.0"])
+def test_new_enough_versions_pass(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.0.1", "1.13.1+cu117", "0.4"])
+def test_old_versions_are_refused(version: str) -> None:
+    with pytest.raises(ImportError, match="or newer"):
+        check_version(version)
+
+
+TREE = Path(__file__).parents[2]
+_SKIPPED = shutil.ignore_patterns("*.so", "__pycache__")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkout in which nothing is built."""
+    shutil.copytree(TREE / "horo", tmp_path / "source" / "horo", ignore=_SKIPPED)
+    (tmp_path / "source" / "native").mkdir()
+    shutil.copy(TREE / "native" / "build.py", tmp_path / "source" / "native")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with an installed horo."""
+    shutil.copytree(TREE / "horo", tmp_path / "installed" / "horo")
+    return tmp_path / "installed"
+
+
+def last_line(words: list[str], *path: Path, folder: Path) -> str:
+    """Of stderr of a Python with only these folders, and the libraries, on its path; it must fail."""
+    libraries = [*map(str, path), *site.getsitepackages()]  # without -S they would bring this tree's own horo
+    done = subprocess.run(
+        [sys.executable, "-S", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(libraries)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("module", ["horo.torch", "horo.core.context", "horo.core.request_buffer"])
+def test_a_source_folder_whose_extension_is_not_built_says_what_to_type(source: Path, module: str) -> None:
+    code = f"import {module}\n" + ("horo.torch.init()" if module == "horo.torch" else "")
+    line = last_line(["-c", code], folder=source)
+    said = f"{source} holds horo's source, and its extension, the native core, is not built: pip install -e {source}"
+    assert line == f"ImportError: {said}"
+
+
+def test_a_source_folder_that_hides_an_installed_horo_says_so(source: Path, installed: Path) -> None:
+    expected = (
+        f"it hides the horo that is installed in {installed}; start from another folder and keep this one off "
+        f"PYTHONPATH, or build it: pip install -e {source}"
+    )
+    assert last_line(["-c", "import horo.core.context"], installed, folder=source).endswith(expected)
+    assert last_line(["-c", "import horo.core.context, sys; sys.exit('fine')"], source, folder=installed) == "fine"
+
+
+def test_an_installation_without_its_extension_says_so(installed: Path, tmp_path: Path) -> None:
+    next((installed / "horo").glob("_native*.so")).unlink()
+    line = last_line(["-c", "import horo.core.context"], installed, folder=tmp_path)
+    assert line == (
+        f"ImportError: the horo in {installed / 'horo'} is not complete (horo._native is missing): "
+        "pip install --force-reinstall horo-torch, or the path of its wheel or checkout"
+    )
+
+
+def test_other_modules_that_are_not_there_are_pythons_own_error(source: Path) -> None:
+    line = last_line(["-c", "import horo.no_such_module"], folder=source)
+    assert line == "ModuleNotFoundError: No module named 'horo.no_such_module'"
+
+
+STATUSES = {"TimeoutError": "TIMEOUT", "PeerLostError": "PEER_LOST", "UnsupportedError": "UNSUPPORTED"}
+CLASSES = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+
+
+def test_every_public_name_of_the_module_is_an_error() -> None:
+    assert errors.__all__ == CLASSES
+    assert all(issubclass(getattr(errors, name), errors.HoroError) for name in CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_horo_torch_has_the_same_class(name: str) -> None:
+    assert getattr(hvd, name) is getattr(errors, name)
+
+
+def test_a_star_import_leaves_pythons_own_names_alone() -> None:
+    code = "kept = TimeoutError\nfrom horo.torch import *\nassert TimeoutError is kept\nassert PeerLostError"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
+def test_an_error_can_be_pickled(name: str, protocol: int) -> None:
+    error = getattr(errors, name)("allreduce 'w': rank 1 (h2) is gone")
+    for other in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
+        assert type(other) is type(error)
+        assert (str(other), other.args) == (str(error), error.args)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("TimeoutError", TimeoutError), ("PeerLostError", ConnectionError), ("UnsupportedError", NotImplementedError)],
+)
+def test_an_error_is_what_python_calls_it_too(name: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^rank 1 is gone$") as caught:
+        raise errors.error_from_status(f"HORO_ERR_{STATUSES[name]}", "rank 1 is gone")
+    assert type(caught.value) is getattr(errors, name)
+    assert caught.value.args == ("rank 1 is gone",)
+    assert getattr(caught.value, "errno", None) is None
+
+
+def test_a_traceback_names_the_module_that_a_script_imports() -> None:
+    code = "import horo.torch as hvd\nhvd.rank()"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].startswith("horo.errors.NotInitializedError: ")
+
+
+def test_the_errors_can_be_had_without_torch() -> None:
+    code = "import horo.errors, sys; assert not {'torch', 'horo._native'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
