@@ -94,7 +94,7 @@ class OutputOptions:
         streams: whether each prefix has the stream, in Horovod's form: ``[0]<stdout>:``.
         host: whether each prefix, and each folder in ``directory``, has the host.
         directory: where each rank's output is written as well.
-        verbose: whether hororun tells its steps.
+        verbose: whether hororun prints its steps.
     """
 
     prefix: bool = True

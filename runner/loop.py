@@ -1,8 +1,8 @@
 """One thread that waits for files, signals and timers.
 
 Timers count the time in which this process could run: a job that is stopped as a whole (SIGSTOP, a frozen control
-group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. What callbacks
-take counts in full: a flood of output on a busy host makes them slow, and must not hold up a deadline.
+group) and continued later has missed no deadline. A sleep that lasts longer than asked for shows it. The time of
+callbacks counts in full: a flood of output on a busy host makes them slow, and must not delay a deadline.
 """
 
 from __future__ import annotations

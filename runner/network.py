@@ -87,9 +87,9 @@ def address_toward(peer: str) -> str:
 
 
 def connection(environ: Mapping[str, str]) -> str:
-    """Over which addresses this process was started: the launcher's, a port, this host's, a port; empty: unknown.
+    """The addresses over which this process was started: the launcher's, a port, this host's, a port; empty: unknown.
 
-    ssh says so itself in that form; srun says from where, and the route back gives the other address.
+    ssh sets a variable of that form. srun sets the launcher's address, and the route back gives the other one.
     """
     if environ.get("SSH_CONNECTION"):
         return environ["SSH_CONNECTION"]

@@ -26,10 +26,24 @@ HEAD = """\
 import horo.torch as hvd
 ```
 
-This page lists every public name, with its arguments, its return and its errors.
-[Move a Horovod script to horo](../how-to/migrate-from-horovod.md#what-differs) lists differences from Horovod's
-functions of the same names.
+This page lists every public name. [Move a Horovod script to horo](../how-to/migrate-from-horovod.md#what-differs)
+lists the differences from Horovod's functions of the same names. Entries do not repeat this:
+
+* `name=` connects the calls of all ranks and is equal on all. Calls without a name are connected in the order in which
+  each rank makes them, for each kind of operation. A name can be in use once at a time.
+* `process_set=` names the ranks that take part; others do not call the function.
+* Of a grouped, asynchronous (`_async`) or in-place (`_`) form only what differs from the plain function is listed.
+* A call that needs a job raises `NotInitializedError` before `init()`. A call in which other ranks take part raises
+  `GroupError` (alias `HorovodInternalError`) if one of them is lost or has shut down.
 """
+
+COMMON = {
+    "name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.",
+    "process_set: The ranks that take part; others do not call it.",
+    "NotInitializedError: Before `init()`.",
+    "GroupError: A rank is lost or has shut down.",
+}
+"""Entries of docstrings that ``HEAD`` has for the whole page."""
 
 SECTIONS = (
     ("Start, end, and who is who", ("horo.torch.lifecycle", "horo.torch.engine.topology")),
@@ -66,6 +80,8 @@ SECTIONS = (
 """Title, and the modules that define what it lists."""
 _MODULES = [module for _, modules in SECTIONS for module in modules]
 
+INTERNAL = {"find_members", "team_in"}
+"""Methods of public classes that only horo calls."""
 AT_ONCE = "Returns at once."
 _BAR = "\\|"
 """A bar in a cell of a table; without the backslash it would end the cell."""
@@ -143,13 +159,22 @@ def _entry(name: str) -> str:
 def _function(function: Callable[..., Any]) -> str:
     said = inspect.getdoc(function) or ""
     says_when = re.search(r"\b([Bb]locks?|returns? at once)\b", said, re.IGNORECASE)
-    return f"{_signature(function)}\n{_markdown(said)}\n" + ("" if says_when else f"\n{AT_ONCE}\n")
+    base = _form_of(function.__name__)
+    if base:  # its example is nearly that of the other function; ``help()`` has it
+        said = said.split("\n\nExample:")[0]
+    return f"{_signature(function, base)}\n{_markdown(said)}\n" + ("" if says_when else f"\n{AT_ONCE}\n")
+
+
+def _form_of(name: str) -> Callable[..., Any] | None:
+    """The function of which another one is the grouped, asynchronous or in-place form."""
+    base = re.sub(r"_(async)?_?$", "", name.removeprefix("grouped_"))
+    return getattr(hvd, base, None) if base != name else None
 
 
 def _class(cls: type[Any]) -> str:
     parts = [_markdown(inspect.getdoc(cls) or ""), "\n"]
-    members = [(name, member) for name, member in vars(cls).items() if not name.startswith("_")]
-    members = [(name, member) for name, member in members if not isinstance(member, cls)]  # of an enumeration
+    shown = [(name, member) for name, member in vars(cls).items() if name not in INTERNAL and not name.startswith("_")]
+    members = [(name, member) for name, member in shown if not isinstance(member, cls)]  # of an enumeration
     lines = []
     for name, member in members:
         kind = member.fget if isinstance(member, property) else member
@@ -159,17 +184,27 @@ def _class(cls: type[Any]) -> str:
     return "".join([*parts, "\n", *lines] if lines else parts)
 
 
-def _signature(function: Callable[..., Any]) -> str:
-    """The signature as it is written: defaults by name, as ``global_process_set``."""
+def _signature(function: Callable[..., Any], base: Callable[..., Any] | None) -> str:
+    """The signature as it is written: defaults by name, as ``global_process_set``.
+
+    Of arguments that ``base`` has as well, only the names.
+    """
+    tree = _tree(function)
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    known = set(_arguments(_tree(base).args)) if base else set()
+    arguments = [re.split(":| =", line)[0] if line in known else line for line in _arguments(tree.args)]
+    line = f"{tree.name}({', '.join(arguments)}){returns}"
+    if len(line) > COLUMNS_MAX:
+        lines = [", ".join(arguments)] if base else arguments
+        line = f"{tree.name}(\n" + "".join(f"    {text},\n" for text in lines) + f"){returns}"
+    return f"```python\n{line}\n```\n"
+
+
+def _tree(function: Callable[..., Any]) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{function} is no plain function")
-    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
-    arguments = list(_arguments(tree.args))
-    line = f"{tree.name}({', '.join(arguments)}){returns}"
-    if len(line) > COLUMNS_MAX:
-        line = f"{tree.name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
-    return f"```python\n{line}\n```\n"
+    return tree
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[str]:
@@ -201,7 +236,7 @@ def _markdown(text: str) -> str:
         if title == "Example:":
             parts.append(f"```python\n{textwrap.dedent(rest)}\n```")
         elif title in ("Args:", "Returns:", "Raises:"):
-            parts.append(_section(title, textwrap.dedent(rest)))
+            parts += _section(title, textwrap.dedent(rest))
         elif block.startswith("- "):
             items = re.sub(r"\n(?!- )\s*", " ", block).splitlines()
             parts.append("\n".join("* " + item.removeprefix("- ") for item in items))
@@ -210,15 +245,18 @@ def _markdown(text: str) -> str:
     return "\n\n".join(parts)
 
 
-def _section(title: str, body: str) -> str:
-    entries = re.sub(r"\n\s+", " ", body).splitlines()
-    if title == "Raises:" and entries[0].startswith("As "):
-        return f"Raises: {entries[0][0].lower()}{entries[0][1:]}"
+def _section(title: str, body: str) -> list[str]:
+    """Arguments, return or errors, without those that are known from ``HEAD`` or from another function."""
+    entries = [entry for entry in re.sub(r"\n\s+", " ", body).splitlines() if entry not in COMMON]
+    if title == "Raises:" and entries and entries[0].startswith("As "):
+        further = entries[0].partition("; ")[2]
+        return [] if not further or "synchronize" in further else [f"Raises {further}"]
     if title == "Returns:":
-        return f"Returns: {' '.join(entries)}"
+        return [f"Returns: {' '.join(entries)}"]
     named = [entry.partition(": ") for entry in entries]
+    lines = [f"* `{name}`: {said}" for name, _, said in named if not re.fullmatch(r"As for `\w+`\.", said)]
     head = "Arguments" if title == "Args:" else "Raises"
-    return f"{head}:\n\n" + "\n".join(f"* `{name}`: {said}" for name, _, said in named)
+    return [f"{head}:\n\n" + "\n".join(lines)] if lines else []
 
 
 def _errors() -> str:

@@ -95,6 +95,10 @@ class EndReporter:
         """Reports the file of a timeline that is to be made of its rows if this rank cannot do so at its end."""
         self._write({"timeline": path})
 
+    def elastic(self, **values: object) -> None:
+        """Reports to the driver of an elastic job."""
+        self._write({"elastic": values})
+
     def _number(self, rank: int | None) -> int | None:
         return rank if rank is None or self._ranks is None else self._ranks[rank]
 

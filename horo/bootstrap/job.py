@@ -14,6 +14,7 @@ from typing import Any
 
 from horo.bootstrap.core_setup import setup_of
 from horo.bootstrap.directory import Directory, PeerAddress
+from horo.bootstrap.elastic import membership
 from horo.bootstrap.ending import EndReporter
 from horo.bootstrap.host.arena import Arena, join_arena
 from horo.bootstrap.host.grouping import Grouping, Link, group_ranks
@@ -57,8 +58,8 @@ class _Starts:
     leftovers: list[str] = field(default_factory=list)
 
 
-_starts: dict[Launch, _Starts] = {}
-"""All ranks of a job start equally often, so the count identifies the start."""
+_starts: dict[Launch | str, _Starts] = {}
+"""All ranks of a job start equally often, so the count identifies the start, except in an elastic job, by its id."""
 
 
 def start(
@@ -89,7 +90,8 @@ def start(
     config = read_config(environ, arguments)
     if is_own:
         drop_variables(refuse_inherited(environ))
-    launch = detect_launch(environ, config, comm)
+    member = membership() if is_own else None
+    launch = detect_launch(environ, config, comm) if member is None else member.launch(comm)
     if is_own:
         name_rank(environ, launch)
     prepare_log(config.log_level, launch.rank)
@@ -99,8 +101,8 @@ def start(
     reporter = EndReporter(read_variables(LaunchVariables, environ).end_pipe, launch.ranks)
     reporter.joined()
     watch(reporter, ends_at_once=reporter.has_reader or launch.mpi is not None)
-    starts = _starts.setdefault(launch, _Starts())
-    starts.count += 1
+    starts = _starts.setdefault(launch if launch.generation is None else launch.job_id, _Starts())
+    starts.count = launch.generation or starts.count + 1
     began = time.monotonic()
     connection = connect(launch, config, starts.count, starts.leftovers)
     try:
@@ -120,6 +122,8 @@ def start(
             raise
     _say_start(launch, connection, time.monotonic() - began, threads)
     begin_timeline(job, config)
+    if member is not None:
+        member.joined()
     return job
 
 
@@ -197,7 +201,7 @@ def _open_store(
         first, *others = launch.endpoints
         client, secret = StoreClient(*first, launch.secret, config.start_timeout_s, others), launch.secret
     else:
-        raise InternalError(f"rank {launch.rank} was told of no store")
+        raise InternalError(f"rank {launch.rank} has no address of a store")
     return client, secret, client.local_address
 
 

@@ -22,9 +22,9 @@ _SHOWN_MAX = 8
 _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
 
-def rank_is_missing(job_id: str, reason: str) -> tuple[str, bytes]:
-    """The key and the value that end the first start of a job on all ranks, since one rank cannot join."""
-    return f"horo/{job_id}/1/{_FAILED}", f"{PeerLostError.__name__}\n{reason}".encode("utf-8", "replace")
+def rank_is_missing(job_id: str, generation: int, reason: str) -> tuple[str, bytes]:
+    """The key and the value that end one start of a job on all ranks, since one rank cannot join."""
+    return f"horo/{job_id}/{generation}/{_FAILED}", f"{PeerLostError.__name__}\n{reason}".encode("utf-8", "replace")
 
 
 class Rendezvous:

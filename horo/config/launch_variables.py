@@ -49,6 +49,20 @@ class LaunchVariables:
         str,
         "Pipe to `hororun` on which this rank reports the error that ended it: its descriptor and inode.",
     )
+    worker: int | None = exact_variable(
+        "HORO_WORKER",
+        int,
+        "In an elastic job: number of this process, which no other one ever has.",
+        low=0,
+        high=(1 << 31) - 1,
+    )
+    generation: int | None = exact_variable(
+        "HORO_GENERATION",
+        int,
+        "In an elastic job: the first generation that may have this process; 1: one that all of its ranks begin.",
+        low=1,
+        high=(1 << 31) - 1,
+    )
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",
         str,

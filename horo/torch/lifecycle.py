@@ -6,16 +6,17 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo.config.table import check_arguments
+from horo.config.table import check_arguments, environment, read_config
 from horo.errors import UsageError
 from horo.torch.compat.dynamo import keep_from_dynamo
 from horo.torch.engine.course import SCRIPT_ENDED, SHUT_DOWN
-from horo.torch.engine.runtime import Runtime, current, process
+from horo.torch.engine.runtime import Forecast, Runtime, current, process
 from horo.torch.ops.process_set import ProcessSet, register_all
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from horo.bootstrap.elastic import WorkerMembership
     from horo.config.init_settings import InitSettings
     from horo.config.settings import Settings
 
@@ -57,28 +59,26 @@ def init(
 ) -> None:
     """Joins the job that the launcher (hororun, mpirun, srun, torchrun) has started; without one, a job of size 1.
 
-    Blocks until all ranks have come. Does nothing if the process is in a job already. If that has ended, since
+    Blocks until all ranks have come. Does nothing if the process is in a job already. If that job has ended, because
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
-        comm: Which processes form the job. None: all that were started. A list of their ranks: those, numbered by
-            their place in the list; each of them calls ``init`` with the same list, the others do not call it.
-            A communicator of mpi4py: its ranks, whoever started them.
+        comm: The processes that form the job. None: all that were started. A list of their ranks: those, numbered by
+            their place in the list; only they call ``init``, with the same list. A communicator of mpi4py: its ranks,
+            whoever started them.
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
-            of ranks, the same on all ranks. ``"dynamic"`` (Horovod's word for sets that come later) is as None: they
-            may always come.
-        device: The GPU for NCCL, with ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank``
-            if this process sees several GPUs, and ``cuda:0`` if it sees one. Others have no use for it.
-        settings: Settings by their names, such as ``cycle_time_ms=1``; they come before those of the environment. All
-            names are in the reference of the environment, and in ``hvd.config()``. None: as if it were not given.
+            of ranks, the same on all ranks. Horovod's ``"dynamic"`` means None, since sets may always be added.
+        device: The GPU for ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank`` if this
+            process sees several GPUs, and ``cuda:0`` if it sees one.
+        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. The reference of
+            the environment lists them. None: as if it were not given.
 
     Raises:
-        UsageError: The launcher's environment is incomplete, MPI and its launcher disagree, ``comm``, ``device``,
-            ``process_sets`` or a setting does not fit, NCCL has been asked for and two ranks have one GPU, this is a
-            forked child of a rank, ``process_sets``, another device or another value of a setting came after the first
-            ``init()``, or a signal handler that has interrupted ``init()`` or ``shutdown()`` calls it.
-        ResourceError: An MPI started the job, but mpi4py or its MPI library is not there; NCCL has been asked for, but
-            this rank has none, or no GPU.
+        UsageError: The launcher's environment is incomplete, or contradicts MPI. An argument or a setting does not fit,
+            or differs from that of the first ``init()``. Two ranks have one GPU for NCCL. This process is a forked
+            child of a rank. A signal handler has interrupted ``init()`` or ``shutdown()`` and calls it.
+        ResourceError: An MPI started the job, but mpi4py or its MPI library is missing; or NCCL was requested, and this
+            rank has none, or no GPU.
         GroupError: Not all ranks came, they do not fit together, or another one has failed in ``init``.
 
     Example:
@@ -98,10 +98,36 @@ def init(
             _check_unchanged(settings, process.runtime.job.settings)
             _check_device(number, process.runtime.job.nccl_device)
             return
-        from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
+        from horo.bootstrap.elastic import membership  # noqa: PLC0415  (the bootstrap is needed only here)
 
-        job = start(None, comm, settings, torch.get_num_threads(), number)
+        begin, member = partial(_begin, comm, settings, number, added), membership()
+        if member is None:
+            begin()
+        elif process.forecast is None:
+            _begin_elastic(member, begin, settings)
+
+
+def _begin_elastic(member: WorkerMembership, begin: Callable[[], None], settings: Mapping[str, Any]) -> None:
+    """``init()`` in a worker of an elastic job: the first ones join at once, a newcomer does in ``elastic.run``."""
+    if member.has_joined:
+        raise UsageError("init(): a worker of an elastic job comes into its next generation by hvd.elastic.run only")
+    member.begin_with(begin, shutdown)
+    if not member.is_newcomer:
+        member.join()
+        return
+    seat = member.forecast
+    ready = read_config(environment(), settings).gradients_ready_default
+    process.forecast = Forecast(seat.rank, len(seat.workers), *seat.local, *seat.cross, True, ready)
+
+
+def _begin(comm: Any, settings: Mapping[str, Any], device: int | None, added: list[ProcessSet]) -> None:
+    """Joins the job, and registers sets of ranks; blocks until all ranks have come."""
+    from horo.bootstrap.job import start  # noqa: PLC0415  (the bootstrap is needed only here)
+
+    with process.lock:
+        job = start(None, comm, settings, torch.get_num_threads(), device)
         process.runtime = Runtime(job, process.handle_base)
+        process.forecast = None
         if not process.registered:
             process.registered = True
             atexit.register(_at_exit)
@@ -203,7 +229,7 @@ def is_initialized() -> bool:
         if not hvd.is_initialized():
             hvd.init()
     """
-    return process.runtime is not None
+    return process.runtime is not None or process.forecast is not None
 
 
 def _at_exit() -> None:

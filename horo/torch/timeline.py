@@ -14,15 +14,13 @@ __all__ = ["start_timeline", "stop_timeline"]
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Records this rank's operations from now on in a file of Chrome's trace events.
 
-    The file is empty until the timeline ends, by ``stop_timeline()`` or in any other way; ``python -m horo.timeline``
-    with its path shows before what happened up to a tenth of a second ago. Does not block: each rank starts
-    with its own call. A timeline that is being written to another file ends first. If it is the same file, the
-    timeline goes on, and only ``mark_cycles`` changes.
+    The file is empty until the timeline ends; ``python -m horo.timeline FILE`` shows the events so far. Does not block:
+    each rank starts with its own call. A timeline that is being written to another file ends first. If it is the same
+    file, the timeline goes on, and only ``mark_cycles`` changes.
 
     Args:
-        file_path: Of the file, which is emptied. With ``{rank}`` in it, each rank that calls this writes a file with
-            its number there; ``python -m horo.timeline merge`` puts them together. Without, rank 0 writes, and the
-            call does nothing on other ranks.
+        file_path: Of the file, which is emptied. With ``{rank}`` in it, each rank that calls this writes its own file;
+            ``python -m horo.timeline merge`` joins them. Without, rank 0 writes, and the call does nothing on others.
         mark_cycles: Whether the beginning of each batch is marked, as ``CYCLE_START``.
 
     Raises:

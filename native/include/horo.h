@@ -24,7 +24,7 @@
 /* Grouped by what is damaged; horo/errors.py maps each code to one exception class. */
 enum horo_status {
     HORO_OK = 0,
-    HORO_IN_PROGRESS = 1,
+    HORO_IN_PROGRESS = 3, /* no outcome that the core uses elsewhere has this number */
     /* the caller: nothing has changed */
     HORO_ERR_USAGE = -1,
     HORO_ERR_NOT_INITIALIZED = -2,
@@ -294,7 +294,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi32": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi33": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -378,7 +378,7 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_added_team(horo_context *context, int64_t handle);
-/* Done when all members have joined. Until then this rank submits nothing to the team, and stands in: engine/join.c. */
+/* Done when all members have joined. Until then this rank submits nothing to the team, and stands in. */
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
 /* Once it is done: the rank of the job that joined last. HORO_ERR_USAGE for any other handle. */
 HORO_API int horo_joined_last(horo_context *context, int64_t handle);

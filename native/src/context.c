@@ -11,7 +11,7 @@
 #include "base/owner.h"
 #include "base/timeline.h"
 #include "engine/engine.h"
-#include "engine/gpu.h"
+#include "engine/gpu/gpu.h"
 #include "node/node_setup.h"
 
 struct horo_context {
@@ -24,7 +24,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi32";
+    return "0.1.0+abi33";
 }
 
 HORO_API const char *horo_change_name(void) {

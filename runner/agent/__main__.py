@@ -192,7 +192,7 @@ class _Agent:
         self._leaving = True
 
     def _on_silence(self) -> None:
-        os.write(2, f"nothing was heard of hororun for {self._silence_s:g} s\n".encode())
+        os.write(2, f"hororun has sent nothing for {self._silence_s:g} s\n".encode())
         self._leave()
 
     def _leave(self) -> None:

@@ -81,7 +81,7 @@ def started(message: Message, ranks: Collection[int]) -> Started:
     """The event of a STARTED message.
 
     Raises:
-        MessageError: it is none for one of ``ranks``.
+        MessageError: it has another form, or names none of ``ranks``.
     """
     values = _values(message, {"pid": _from_to(1, _PID_MAX), "bound": _is_text})
     return Started(rank_of(message, ranks), values["pid"], printable(values["bound"]))
@@ -91,7 +91,7 @@ def exited(message: Message, ranks: Collection[int]) -> Exited:
     """The event of an EXITED message.
 
     Raises:
-        MessageError: it is none for one of ``ranks``.
+        MessageError: it has another form, or names none of ``ranks``.
     """
     code, signal = _from_to(0, _CODE_MAX), _from_to(0, _SIGNAL_MAX)
     values = _values(message, {"code": code, "signal": signal, "asked": _is_flag, "overdue": _is_flag})
@@ -112,7 +112,7 @@ def signalled(message: Message) -> int:
     """The number in a SIGNALLED message.
 
     Raises:
-        MessageError: it is none that is passed on.
+        MessageError: it has another form, or the signal is not passed on.
     """
     number: int = _values(message, {"number": _from_to(1, _SIGNAL_MAX)})["number"]
     if number not in PASSED_ON_BY_AGENTS:

@@ -70,8 +70,8 @@ def core_count() -> int:
 def visible_gpus(environment: Mapping[str, str], root: str | Path = "/") -> list[str]:
     """The NVIDIA GPUs that ranks find, each as ``CUDA_VISIBLE_DEVICES`` names it: a number or a UUID.
 
-    Where that variable is set, the GPUs that CUDA takes from it: none from the first word on that names no GPU. Takes a
-    moment: no library is loaded, no program is started, and no GPU wakes up.
+    If that variable is set, CUDA takes its words up to the first that names no GPU. Takes a moment: no library is
+    loaded, no program is started, and no GPU wakes up.
     """
     here = _count_gpus(Path(root))
     visible = environment.get("CUDA_VISIBLE_DEVICES")

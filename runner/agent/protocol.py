@@ -72,7 +72,7 @@ class Message(NamedTuple):
         """The payload as a JSON object.
 
         Raises:
-            MessageError: it is none.
+            MessageError: it is another value, or not JSON.
         """
         try:
             value = json.loads(self.payload)

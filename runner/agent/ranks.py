@@ -72,8 +72,7 @@ class Noted:
 class Exited:
     """A rank ended, after all of its output: with ``code``, or killed by ``signal`` (0: it was not).
 
-    ``asked``: it had been told to end before it was seen to have ended. ``overdue``: it was still there when the grace
-    time was over.
+    ``asked``: the agent had asked it to end before. ``overdue``: it was still there when the grace time was over.
     """
 
     rank: int
@@ -321,9 +320,9 @@ class HostRanks:
                 os.killpg(pid, number)
 
     def _end_remaining_processes(self) -> None:
-        """Once no rank runs, ends the processes that ranks have left behind, again until none is left.
+        """Once no rank runs, ends the processes that ranks have left behind, and repeats that until all are gone.
 
-        Where ranks are to be killed, they are among them.
+        When ranks are to be killed, these processes are killed with them.
         """
         now_s = self._loop.now_s
         if self.finished or self._timelines is not None or (self._ranks and now_s < self._kill_at_s):

@@ -71,7 +71,7 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
     """Calls ``func(*args, **kwargs)`` in ranks that hororun starts; blocks until all have ended.
 
     Works in scripts, at a prompt and in notebooks. ``func`` calls ``hvd.init()`` itself. It is pickled with
-    cloudpickle, so it may be one of ``__main__``. What ranks print appears here, each line after its rank.
+    cloudpickle, so it may be one of ``__main__``. Output of ranks appears here, each line after its rank.
 
     Args:
         func: The function, called once in each rank, in a process of its own.

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
         text: the traceback as Python prints it.
         summary: the exception in one line.
         host: of the rank.
-        order: number of this failure among those of all ranks; 0: it is none.
+        order: number of this failure among those of all ranks; 0: it is no failure.
     """
 
     has_result: bool

@@ -180,7 +180,7 @@ def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     """The value of ``--start-timeout`` in seconds, or else of ``HORO_START_TIMEOUT``, or its default.
 
     Raises:
-        JobError: the variable is none; names it and its value.
+        JobError: the variable is not a number of seconds; names it and its value.
     """
     if given is not None:
         return given

@@ -84,7 +84,7 @@ def _horovods_table(has_core: bool) -> list[str]:
 
 
 def _settings() -> list[_Part]:
-    """The settings that environment variables have changed here; a wrong value is said by ``_init``."""
+    """The settings that environment variables have changed here; ``_init`` reports a wrong value."""
     from horo.config.settings import settings_of  # noqa: PLC0415
     from horo.config.table import environment, read_config  # noqa: PLC0415 - for this option only
 

@@ -74,7 +74,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def outer_rank(environment: Mapping[str, str]) -> str:
-    """The rank of another launcher's job that this process is, in words; empty: it is none, or alone in that job."""
+    """This process as a rank of another launcher's job, in words; empty: it is not in one, or alone in it."""
     if "HORO_JOB_ID" in environment and "HOROVOD_RANK" in environment:
         return f"rank {environment['HOROVOD_RANK']} of another hororun's job"
     torchrun = ("torchrun", "RANK", "WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in environment else None

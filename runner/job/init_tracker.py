@@ -27,10 +27,11 @@ class Arrivals:
         store: where they wait.
         secret: of the job.
         job_id: names its keys.
+        generation: the start of the job in which they wait.
     """
 
-    def __init__(self, store: StoreServer, secret: bytes, job_id: str) -> None:
-        self._store, self._secret, self._job_id = store, secret, job_id
+    def __init__(self, store: StoreServer, secret: bytes, job_id: str, generation: int = 1) -> None:
+        self._store, self._secret, self._job_id, self._generation = store, secret, job_id, generation
         self._awaits_all = False
         self._absent: Ending | None = None
         self._told = False
@@ -58,7 +59,7 @@ class Arrivals:
         first, *others = self._store.endpoints
         with contextlib.suppress(HoroError):  # then the others learn it when their time is up
             client = StoreClient(first.address, first.port, self._secret, _TELL_S, others)
-            client.set(*rank_is_missing(self._job_id, reason))
+            client.set(*rank_is_missing(self._job_id, self._generation, reason))
             client.close()
 
 

@@ -145,12 +145,12 @@ def slots_of(host: HostSpec, size: int, cores: int, gpus: int) -> int:
 
     Args:
         host: as it was named.
-        size: the number of ranks; 0: nobody has said it.
+        size: the number of ranks; 0: not given.
         cores: of the host.
         gpus: of the host.
 
     Raises:
-        JobError: nobody has said anything, and there is no GPU; the number of its cores says nothing.
+        JobError: neither slots nor a size is given, and there is no GPU; cores do not count.
     """
     if host.slots is not None:
         return host.slots

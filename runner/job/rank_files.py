@@ -1,7 +1,7 @@
 """The files of the ranks, ``--output-filename``: every byte that a rank writes.
 
-Their folder may lie where others can write, in ``/tmp`` say. Who can plant a link or a FIFO there must neither have
-hororun write into another file of its user nor hold it up nor get to read the output of ranks.
+Their folder may be one in which others can write, such as ``/tmp``. A link or a FIFO that another user plants there
+must neither make hororun write into another file of its user, nor block it, nor give away the output of ranks.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ class Ending:
     Attributes:
         rank: its number.
         host: its host, as given to ``-H``.
-        code: its exit code; 0 when ``signal`` or ``lost`` says more.
+        code: its exit code; 0 with ``signal`` or ``lost``.
         signal: the signal that killed it; 0: none did.
-        asked: it had been told to end before.
-        lost: the reason why its host cannot tell its end; empty: it could.
+        asked: hororun had asked it to end before.
+        lost: the reason why its host cannot report its end; empty: it could.
         stderr_tail: the end of its stderr.
         note: its own words about its end.
         overdue: it did not end in the grace time and was killed.
@@ -54,12 +54,12 @@ class Ending:
 
     @property
     def is_own(self) -> bool:
-        """Whether it failed of itself, although it had been told to end."""
+        """Whether it failed by itself, although hororun had asked it to end."""
         return bool(self.lost or self.note.error)
 
     @property
     def points_at(self) -> int | None:
-        """The rank that it ended because of, as it says itself or its last words do; None: none."""
+        """The rank that caused its end, from its report or the end of its stderr; None: unknown."""
         if self.note.points_at is not None or self.note.error:
             return self.note.points_at
         named = _POINTS_AT.findall(self.stderr_tail)
@@ -67,11 +67,11 @@ class Ending:
 
 
 def root_cause(endings: Sequence[Ending]) -> Ending | None:
-    """The failure that caused the others; None: no rank failed of itself.
+    """The failure that caused the others; None: no rank failed by itself.
 
     It is the first in time (``endings`` are in the order they became known). But a rank that ended because its group
-    did points at another: if that one failed too, and not because hororun told it to, it is the cause, although its end
-    became known later.
+    did points at another. If that one failed too, and not because hororun asked it to end, it is the cause, although
+    its end became known later.
     """
     failures = {ending.rank: ending for ending in endings if ending.failed and (not ending.asked or ending.is_own)}
     first = next((ending for ending in endings if ending.failed and not ending.asked), None)

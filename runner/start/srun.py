@@ -107,7 +107,7 @@ class SrunLauncher:
         own, others, _ = _sorted(lines)
         if own and not others:
             said = re.sub(r"^srun: (error: |fatal: )?", "", self.cause(lines))
-            return JobError(f"cannot start an agent on host {host}: srun says: {said}", EXIT_UNREACHABLE)
+            return JobError(f"cannot start an agent on host {host}: srun: {said}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, others[-1] if others else f"no message, exit code {code}")
 
 

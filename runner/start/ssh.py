@@ -85,7 +85,7 @@ class SshLauncher:
         last = self.cause(lines).removeprefix("ssh: ") or f"no message, exit code {code}"
         if code == _SSH_FAILED:
             remedy = _about_host_key(host, lines) if last == _KEY_REFUSED else ""
-            return JobError(f"cannot reach host {host}: ssh says: {last}{remedy}", EXIT_UNREACHABLE)
+            return JobError(f"cannot reach host {host}: ssh: {last}{remedy}", EXIT_UNREACHABLE)
         return explain_agent(host, self.python, code, last)
 
 

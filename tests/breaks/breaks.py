@@ -169,7 +169,7 @@ BREAKS = (
     ),
     Break(
         "backend-given-memory",
-        "native/src/engine/request.c",
+        "native/src/engine/requests/request.c",
         "free(request->gathered[i].is_given ? NULL : request->gathered[i].data);",
         "free(request->gathered[i].is_given ? request->gathered[i].data : NULL);",
         "An allgather into a tensor of the program crashes in free(); any other leaks its result.",
@@ -177,7 +177,7 @@ BREAKS = (
     ),
     Break(
         "drive-other-hosts",
-        "native/src/engine/drive.c",
+        "native/src/engine/drive/loop.c",
         "    return !atomic_load(&engine->driver.serves_hosts) && !hr_drive_needs(engine);",
         "    return !hr_drive_needs(engine);",
         "While the program of a leader computes, the calls of other hosts wait for its next call.",
@@ -185,7 +185,7 @@ BREAKS = (
     ),
     Break(
         "lead-silent-news",
-        "native/src/engine/lead.c",
+        "native/src/engine/lead/leader.c",
         "    lane->leader.has_news = 1;\n    switch (message->type) {",
         "    switch (message->type) {",
         "What another rank announces is agreed on when the leader goes to sleep, a millisecond late.",
@@ -225,7 +225,7 @@ BREAKS = (
     ),
     Break(
         "announce-eviction",
-        "native/src/engine/announce.c",
+        "native/src/engine/announce/announcer.c",
         "return pending == NULL ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "return pending == NULL || lane->is_leader ? HORO_OK : hr_lane_announce_full(lane, pending);",
         "With more names in flight than the cache holds, a call never returns.",
@@ -233,7 +233,7 @@ BREAKS = (
     ),
     Break(
         "round-other-name",
-        "native/src/engine/lone.c",
+        "native/src/engine/round/round.c",
         "return word >> ID_SHIFT == id ? word + 1 : word | CLOSED;",
         "return word + 1;",
         "Two ranks that call different operations at once get the sum of unlike tensors.",
@@ -241,7 +241,7 @@ BREAKS = (
     ),
     Break(
         "lead-carried-once",
-        "native/src/engine/carry.c",
+        "native/src/engine/round/carry.c",
         "        memset(carry->has, 0, (size_t)member_count(lane) * sizeof *carry->has);\n",
         "",
         "After a round that came to nothing, small sums between hosts are never carried again.",
@@ -249,7 +249,7 @@ BREAKS = (
     ),
     Break(
         "execute-rows-order",
-        "native/src/engine/gather.c",
+        "native/src/engine/execute/rows.c",
         "read_tensor(request, team, team->rank_by_host[r], i, &cursor);",
         "read_tensor(request, team, r, i, &cursor);",
         "Where ranks are placed in turn on hosts, an allgather ends the job with an internal error.",
@@ -257,7 +257,7 @@ BREAKS = (
     ),
     Break(
         "membership-set-id",
-        "native/src/engine/teams.c",
+        "native/src/engine/membership/sets.c",
         "place->id + HORO_TEAM_ID_STEP : -1;",
         "place->id : -1;",
         "A removed process set means the one that was added after it.",
@@ -265,7 +265,7 @@ BREAKS = (
     ),
     Break(
         "membership-neutral",
-        "native/src/engine/stand_in.c",
+        "native/src/engine/membership/stand_in.c",
         "infinity_of(dtype) | sign_of(dtype);",
         "infinity_of(dtype) & ~sign_of(dtype);",
         "Max over ranks of which one has joined is infinite.",
@@ -273,7 +273,7 @@ BREAKS = (
     ),
     Break(
         "report-answer",
-        "native/src/engine/deadlock.c",
+        "native/src/engine/report/deadlock.c",
         "    deadlock->is_open = 0;\n    deadlock->question = 0;",
         "    deadlock->is_open = 0;",
         "A job is ended as deadlocked by an answer from before it went on.",
@@ -281,7 +281,7 @@ BREAKS = (
     ),
     Break(
         "report-wrong-rank",
-        "native/src/engine/stall.c",
+        "native/src/engine/report/stall.c",
         "            return team->job_rank[rank];",
         "            return rank;",
         "A stall in a process set is blamed on the rank with the number that the late one has in the set.",
@@ -289,7 +289,7 @@ BREAKS = (
     ),
     Break(
         "gpu-reducescatter-rows",
-        "native/src/engine/staged.c",
+        "native/src/engine/gpu/staged.c",
         "bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;",
         "bytes[i] = (size_t)all / (size_t)request->team_size;",
         "A reducescatter on GPUs whose rows do not divide evenly leaves the last rows unwritten.",

@@ -212,7 +212,7 @@ REFUSED = [
     ((0, 1), HYDRA, f"PMI_SIZE=4, {ALONE_TO_MPI}"),
     ((0, 1), OPEN_MPI, f"OMPI_COMM_WORLD_SIZE=4, {ALONE_TO_MPI}"),
     ((0, 1), {"PMIX_RANK": "3"}, f"PMIX_RANK=3, {ALONE_TO_MPI}"),
-    ((0, 3), PMI2, "PMI_SIZE=4 and Slurm say 4 processes, mpi4py's MPI says 3"),
+    ((0, 3), PMI2, "PMI_SIZE=4 and Slurm count 4 processes, mpi4py's MPI counts 3"),
     ((0, 1), DAEMON, "the mpirun of another MPI"),
     ((0, 1), {**SRUN, **OPEN_MPI}, "the mpirun of another MPI"),
     ((0, 1), {**HORORUN, "HORO_CONTROLLER": "mpi"}, "to MPI this is a single process, while hororun started 2"),

@@ -173,8 +173,8 @@ def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: H
     assert (done.returncode, done.stdout) == (69, "")
     assert [line.partition(": /")[0] for line in done.stderr.splitlines()] == [
         "hororun: 3 of 5 hosts cannot be used, and no rank was started",
-        "hororun: cannot reach host two: ssh says: connect to host two port 22: No route to host",
-        "hororun: cannot reach host three: ssh says: Could not resolve hostname three",
+        "hororun: cannot reach host two: ssh: connect to host two port 22: No route to host",
+        "hororun: cannot reach host three: ssh: Could not resolve hostname three",
         "hororun: host four",
     ]
 

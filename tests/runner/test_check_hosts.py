@@ -31,7 +31,7 @@ def test_every_host_that_is_not_is_told_why(hororun: Hororun, tmp_path: Path) ->
     assert done.returncode == 69
     lines = done.stdout.splitlines()
     assert lines[0].startswith("one: ok: ")
-    assert lines[1] == "two: cannot reach host two: ssh says: connect to host two port 22: No route to host"
+    assert lines[1] == "two: cannot reach host two: ssh: connect to host two port 22: No route to host"
     assert lines[2].startswith("three: no answer within 5 s from three")
 
 

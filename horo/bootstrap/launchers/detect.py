@@ -163,4 +163,4 @@ def _choose_mpi_or_slurm(variable: MpiLauncherVariable, launch: Launch, config: 
             _INSTEAD,
         )
         return launch
-    raise UsageError(f"{variable} and Slurm say {launch.size} processes, mpi4py's MPI says {size}; {_INSTEAD}")
+    raise UsageError(f"{variable} and Slurm count {launch.size} processes, mpi4py's MPI counts {size}; {_INSTEAD}")

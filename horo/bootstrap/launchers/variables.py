@@ -64,6 +64,8 @@ class Launch:
     mpi: MpiWorld | None = None
     ranks: tuple[int, ...] | None = None
     """The numbers of this job's ranks among the started processes; None if the job has all of them."""
+    generation: int | None = None
+    """The number of this start of an elastic job, by its driver; None: processes count their starts themselves."""
 
     @property
     def started_rank(self) -> int:

@@ -95,6 +95,39 @@ class StoreClient:
         """As ``Store.get``."""
         return self.get_many([key], timeout_s, unless)[0]
 
+    def post(self, key: str) -> None:
+        """Sends a request for the value of a key, which ``poll`` returns; until then, this connection takes no other.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        payload = bytes([StoreRequest.GET]) + pack_fields([INT64.pack(int(WAIT_S_MAX * 1000)), b"", encode_key(key)])
+        try:
+            self._connection.settimeout(self._answer_s)
+            self._connection.sendall(self._sealer.seal(payload))
+        except OSError as error:
+            self._connection.close()
+            raise PeerLostError(f"the job's store at {self._endpoint} is gone: {error}") from error
+
+    def poll(self) -> bytes | None:
+        """The value that ``post`` has asked for; None: it is not there. Does not block.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        try:
+            self._connection.setblocking(False)
+            data = self._connection.recv(RECEIVE_BYTES)
+            replies = self._opener.feed(data)
+        except BlockingIOError:
+            return None
+        except (OSError, HandshakeError) as error:
+            self._connection.close()
+            raise PeerLostError(f"the job's store at {self._endpoint} is gone: {error}") from error
+        if not data:
+            raise PeerLostError(f"the job's store at {self._endpoint} is gone: did {self._served_by} end?")
+        return unpack_fields(replies[0][1:])[0] if replies and replies[0][0] == StoreReply.OK else None
+
     def add(self, key: str, amount: int) -> int:
         """As ``Store.add``."""
         return int(self._call(StoreRequest.ADD, [encode_key(key), INT64.pack(amount)])[0])

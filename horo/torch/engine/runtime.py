@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 __all__ = [
     "FIRST_HANDLE_BASE",
     "REQUESTS_CHECKED_AT",
+    "Forecast",
     "Runtime",
     "current",
     "find",
+    "place",
     "process",
 ]
 
@@ -255,12 +258,28 @@ class Runtime:
         return self._forked
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """The place that is planned for a newcomer of an elastic job, which is in no generation yet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+    gradients_ready: str
+
+
 class _Process:
     """The state of this process: at most one runtime at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may come here again
         self.runtime: Runtime | None = None
+        self.forecast: Forecast | None = None
+        """Between the ``init()`` of a newcomer of an elastic job and its first generation."""
         self.registered = False
         self.handle_base = FIRST_HANDLE_BASE
         """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
@@ -302,11 +321,27 @@ def current() -> Runtime:
 
     Raises:
         NotInitializedError: Without one.
+        UsageError: This newcomer of an elastic job is in no generation yet.
     """
     runtime = process.runtime
     if runtime is None:
+        if process.forecast is not None:
+            raise UsageError(
+                "this process has come to a job that runs already, and joins it when it calls the function of "
+                "hvd.elastic.run: call operations inside that function; its state is synced there"
+            )
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
     return runtime
+
+
+def place() -> RunningRank | Forecast:
+    """The place of this process in its job.
+
+    Raises:
+        NotInitializedError: It has none.
+    """
+    forecast = process.forecast
+    return current().job if forecast is None else forecast
 
 
 def find() -> Runtime | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horo.torch.engine.runtime import current, find
+from horo.torch.engine.runtime import find, place
 
 __all__ = [
     "cross_rank",
@@ -26,7 +26,7 @@ def rank() -> int:
         if hvd.rank() == 0:
             print("only one rank prints this")
     """
-    return current().job.rank
+    return place().rank
 
 
 def size() -> int:
@@ -39,7 +39,7 @@ def size() -> int:
         learning_rate = 0.01 * hvd.size()
         print(f"{hvd.size()} ranks, learning rate {learning_rate}")
     """
-    return current().job.size
+    return place().size
 
 
 def local_rank() -> int:
@@ -52,7 +52,7 @@ def local_rank() -> int:
         if hvd.local_rank() == 0:
             print("once per host, as to download data")
     """
-    return current().job.local_rank
+    return place().local_rank
 
 
 def local_size() -> int:
@@ -65,7 +65,7 @@ def local_size() -> int:
         threads = max(1, (os.cpu_count() or 1) // hvd.local_size())
         torch.set_num_threads(threads)
     """
-    return current().job.local_size
+    return place().local_size
 
 
 def cross_rank() -> int:
@@ -78,7 +78,7 @@ def cross_rank() -> int:
         host, place = hvd.cross_rank(), hvd.local_rank()
         print(f"host {host}, place {place} on it")
     """
-    return current().job.cross_rank
+    return place().cross_rank
 
 
 def cross_size() -> int:
@@ -91,7 +91,7 @@ def cross_size() -> int:
         if hvd.cross_size() > 1:
             print("a network carries gradients")
     """
-    return current().job.cross_size
+    return place().cross_size
 
 
 def is_under_mpi() -> bool:
@@ -110,4 +110,4 @@ def is_homogeneous() -> bool:
         if not hvd.is_homogeneous():
             print("some hosts have fewer ranks")
     """
-    return current().job.is_homogeneous
+    return place().is_homogeneous

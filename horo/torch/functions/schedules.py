@@ -17,15 +17,14 @@ __all__ = ["LearningRateWarmup"]
 class LearningRateWarmup(LinearLR):
     """Raises the learning rate from that of one rank to that of all, in equal steps.
 
-    N ranks with batch *b* take the steps of one process with batch *N b*, where the loss is a mean, so a learning rate
-    that was chosen for *b* is multiplied by N. From the start that may be too much. The optimizer is made with the
-    learning rate for all ranks; this begins with 1/N of it, for each of its groups (Goyal et al., Accurate, Large
-    Minibatch SGD, 2017). With SGD no correction of the momentum is needed: torch multiplies by the learning rate after
-    the momentum.
+    N ranks with batch *b* take the steps of one process with batch *N b*, so a learning rate that was chosen for *b* is
+    multiplied by N. At the start that may be too much. Make the optimizer with the learning rate for all ranks; the
+    warm-up begins with 1/N of it, for each group (Goyal et al., Accurate, Large Minibatch SGD, 2017). SGD's momentum
+    needs no correction: torch multiplies by the learning rate after the momentum.
 
-    ``step()`` is called after each training step, or after each epoch: ``steps`` counts these calls. Other schedulers
-    of torch whose ``step()`` multiplies the present rate, such as MultiStepLR and CosineAnnealingLR, may run beside it.
-    ``state_dict()`` and ``load_state_dict()`` are those of torch, and the number of ranks of the first job stays.
+    Call ``step()`` after each training step, or after each epoch: ``steps`` counts these calls. Schedulers of torch
+    whose ``step()`` multiplies the present rate, such as MultiStepLR and CosineAnnealingLR, may run beside it.
+    ``state_dict()`` and ``load_state_dict()`` are torch's; the number of ranks of the first job stays.
 
     Args:
         optimizer: A distributed optimizer, or the one that it will be made of.

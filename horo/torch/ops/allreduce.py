@@ -3,21 +3,17 @@
 
 Rules for all of them:
 
-- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides. Their dtype is one that the core knows:
-  uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex. Ranks may have them on
-  different devices. Those on a GPU are taken behind the work on torch's current stream, which waits for the results in
-  its turn. They travel through host memory, so the thread that waits is blocked until the ranks have exchanged them.
-  Operations cannot be captured into CUDA graphs.
-- ``name`` connects the calls of all ranks. Calls without a name are connected in the order in which each rank makes
-  them, for each kind of operation. A name can be in use once at a time.
+- Tensors are on the CPU or on a CUDA device, dense, of any shape and strides; ranks may have them on different devices.
+  Dtypes: uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64, bool, complex. A GPU tensor is ordered
+  by torch's current stream, which waits for the result. It travels through host memory, so the waiting thread is
+  blocked until the ranks have exchanged it. Operations cannot be captured into CUDA graphs.
 - Forms that end in ``_async`` return a ``Handle``, an integer as Horovod's, with ``wait()`` and ``done()``; until then
-  the tensor must not be changed. Keep the handle itself: once an operation is done whose handle is garbage, its result
-  may go, and a copy of the number is of no use. Forms with a trailing ``_`` write into their input and are not
-  differentiable; the synchronous others are.
-- Every function raises ``NotInitializedError`` before ``init()``, ``UnsupportedError`` for tensors that the core cannot
-  take, ``UsageError`` (a ValueError) for other bad arguments. ``MismatchError`` comes when ranks disagree about a
-  tensor, another ``GroupError`` (alias ``HorovodInternalError``) when a rank is lost. Asynchronous forms raise the last
-  two in ``synchronize``.
+  the tensor must not be changed. Keep the handle itself, not a copy of its number: once the handle is garbage and the
+  operation done, the result may go. Forms with a trailing ``_`` write into their input and are not differentiable; the
+  other synchronous forms are.
+- Functions raise ``UnsupportedError`` for tensors that the core cannot take, ``UsageError`` (a ValueError) for other
+  bad arguments, and ``MismatchError`` if ranks disagree about a tensor. Asynchronous forms raise this and
+  ``GroupError`` in ``synchronize``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Collectives that autograd can follow.
 
 Every rank has a loss of its own. In the backward pass all ranks communicate again, so all run it, for the same results
-in the same order. The input of a rank then gets, of the gradients that the ranks have for their results, what
-Horovod gives it:
+in the same order. A rank's input gets, as in Horovod, of the gradients that the ranks have for their results:
 
 - ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean; with ``Min`` and ``Max`` their sum where this rank
   holds the value, in equal parts if several do; with ``Product`` their sum times the other ranks' values. ``alltoall``:
-  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses. If
-  ``DistributedOptimizer`` averages the gradients of parameters, they are those of the mean loss.
+  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses; after
+  ``DistributedOptimizer`` has averaged parameters' gradients, that of the mean loss.
 - ``allgather``: for this rank's rows, the *mean* over ranks. ``broadcast``: at the root the mean, else zeros. That is
-  1/N of the gradient of the summed losses, so parameters whose gradients ``DistributedOptimizer`` averages get 1/N of
-  that of the mean loss through it. ``result.register_hook(lambda gradient: gradient * hvd.size())`` makes up for that.
-- ``reducescatter``: the gradients of all ranks for their rows, for all but ``Average`` times N. It is N times the
-  gradient of the summed losses, and that of ``allreduce`` together with ``allgather``. Alone, it needs
-  ``gradient / hvd.size()`` in such a hook.
+  1/N of the gradient of the summed losses. ``result.register_hook(lambda gradient: gradient * hvd.size())`` corrects
+  it.
+- ``reducescatter``: the gradients of all ranks for their rows, for all but ``Average`` times N. That is N times the
+  gradient of the summed losses, and right together with ``allgather``. Alone, it needs ``gradient / hvd.size()`` in
+  such a hook.
 
 N is the number of ranks that take part. Factors are applied to gradients as to values.
 """

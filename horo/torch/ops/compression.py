@@ -33,7 +33,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """The default: sends tensors as they are."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -53,7 +53,7 @@ def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 class FP16Compressor(Compressor):
-    """Sends floating-point tensors wider than 16 bits as float16; values of 65520 or more become infinite."""
+    """Sends float32 and float64 tensors as float16; values of 65520 or more become infinite."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -67,7 +67,7 @@ class FP16Compressor(Compressor):
 
 
 class BF16Compressor(Compressor):
-    """Sends floating-point tensors wider than 16 bits as bfloat16: the range of float32, 8 bits of precision."""
+    """Sends float32 and float64 tensors as bfloat16: the range of float32, 8 bits of precision."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -83,13 +83,9 @@ class BF16Compressor(Compressor):
 class Compression:
     """The choices for ``compression=``: the format in which tensors are sent.
 
-    - ``none``: the tensor itself, the default.
-    - ``fp16``: float32 and float64 tensors travel as float16, half or a quarter of the bytes; a value of 65520 or more
-      becomes infinite.
-    - ``bf16``: they travel as bfloat16, which has the range of float32 and 8 bits of precision.
-
-    The result has the dtype of the tensor. Other dtypes travel as they are. With ``HORO_GPU_OPERATIONS=nccl``, a tensor
-    on a GPU is converted before factors are multiplied in, and NCCL adds it up in 16 bits.
+    The result has the dtype of the tensor. Tensors of other dtypes are sent as they are. With
+    ``HORO_GPU_OPERATIONS=nccl``, a tensor on a GPU is converted before factors are multiplied in, and NCCL adds in 16
+    bits.
 
     Example:
         x = torch.full((2,), float(hvd.rank()))

@@ -10,27 +10,25 @@ __all__ = ["join"]
 def join(device: int = -1) -> int:
     """Lets the other ranks go on without this one, which has run out of data; blocks until all ranks have joined.
 
-    Until then this rank takes part in the operations of the others, with values that change no result: zeros in sums,
-    averages and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in ``allgather``. ``Average``
-    divides by the number of all ranks, joined ones included, as Horovod does. (1 + 0i, the neutral element of complex
-    products, makes NaN of the part beside an infinite or NaN one, as any multiplication by it.) This holds for all
-    process sets that this rank is a member of. Operations that this rank has begun before go on; it can begin no
-    others.
+    Until then this rank takes part in the operations of the others, in all of its process sets, with values that change
+    no result: zeros in sums, averages and Adasum, the neutral element in ``Min``, ``Max`` and ``Product``, no rows in
+    ``allgather``. (1 + 0i in complex products makes NaN of the part beside an infinite or NaN one.) ``Average`` divides
+    by the number of all ranks, joined ones included, as Horovod does. Operations that this rank has begun before go on;
+    it can begin no others.
 
-    The model and the optimizer of a rank that joins early have missed the steps of the others: give all ranks those of
-    the rank that joined last before they go on training.
+    A rank that joins early misses the steps of the others. Give all ranks the model and the optimizer of the rank that
+    joined last before they go on training.
 
-    Operations that no rank can do for another raise ``MismatchError`` on the ranks that call them, which can go on:
+    Operations that need values of every rank raise ``MismatchError`` on the ranks that call them, which can go on:
     ``reducescatter``, ``alltoall``, ``add_process_set``, ``remove_process_set``, ``broadcast`` from a rank that has
     joined, and ``Min``, ``Max`` or ``Product`` with a ``prescale_factor``.
 
-    An exception of a signal handler, such as Ctrl-C, ends the wait. The rank has joined all the same: another call goes
-    on to wait, and other operations are refused until all ranks have joined.
-
-    This wait never ends the job as a stall does, however long the others need; it is reported if nothing moves.
+    An exception of a signal handler, such as Ctrl-C, ends the wait, but the rank has joined: another call waits on, and
+    other operations are refused until all ranks have joined. This wait is reported if nothing moves, but never ends the
+    job as a stall does.
 
     Args:
-        device: Accepted because Horovod takes it, for the GPU that its zeros are made on; nothing needs it here.
+        device: Accepted for Horovod's scripts; not used.
 
     Returns:
         The rank that joined last; the same on all ranks.

@@ -38,8 +38,8 @@ class ProcessSet:
 
     Args:
         ranks_or_comm: The members' ranks in the job, in any order. Or a communicator of mpi4py, such as
-            ``MPI.COMM_WORLD.Split(...)`` gives: then each process gives its own, and all the sets that come of them
-            are registered together. ``MPI.COMM_NULL`` on a process that is in none.
+            ``MPI.COMM_WORLD.Split(...)`` returns. Each process passes its own, and all these sets are registered
+            together; a process that is in none passes ``MPI.COMM_NULL``.
 
     Raises:
         UsageError: They are not integers, or one is there twice, or there is none.
@@ -215,14 +215,13 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
     """Registers a process set. All ranks of the job call it, members and others, with the same ranks.
 
-    Blocks until all have; operations in progress go on meanwhile. Calls of several threads are done one after the
-    other, so threads must come in the same order on all ranks. An exception of a signal handler ends the wait, and the
-    set is added all the same when the other ranks come: another call with its ranks then returns it. Horovod needs
-    ``HOROVOD_DYNAMIC_PROCESS_SETS=1`` for this function; horo does not.
+    Blocks until all have; operations in progress go on meanwhile. Threads that add or remove sets take turns, in the
+    same order on all ranks. An exception of a signal handler ends the wait, and the set is added all the same when the
+    other ranks come: another call with its ranks then returns it.
 
-    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets.
-    Operations that the members of a set have begun go on as long as they move. One that is agreed on at that very
-    moment may end well on some members and with an ``AbortedError`` on others.
+    A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets. One that
+    the members of a set have begun goes on as long as it moves. If it is agreed on at that very moment, it may succeed
+    on some members and raise ``AbortedError`` on others.
 
     Args:
         process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.

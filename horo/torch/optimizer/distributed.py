@@ -82,36 +82,36 @@ def DistributedOptimizer(
 ) -> Distributed:
     """Makes ``optimizer`` average gradients over all ranks: they are averaged when ``backward()`` returns.
 
-    So whatever a script does between ``backward()`` and ``step()`` needs no change: clipping, a gradient scaler,
-    logging of norms, several passes before a step. A pass that follows before the step accumulates into averaged
-    gradients, and the sum is averaged again, which is right but costs traffic; ``no_sync()`` saves it.
+    Code between ``backward()`` and ``step()`` needs no change: clipping, a gradient scaler, logging of norms, several
+    passes before a step. A further pass before the step accumulates into averaged gradients, and the sum is averaged
+    again. That is right but costs traffic, which ``no_sync()`` saves.
 
     The optimizer itself is returned: its class, state, options and ``state_dict()`` stay what they are. It gains
 
     - ``no_sync()``, a context in which backward only accumulates locally. The next backward outside averages the sum;
     - ``set_backward_passes_per_step(n)``;
-    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``. Else it does nothing;
-    - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are. If they are not averaged, that
-      is an error; inside ``no_sync()`` as well, it is not: for steps of one rank alone.
+    - ``synchronize()``, which averages what no backward has averaged, as after ``no_sync()``;
+    - ``skip_synchronize()``, a context in which ``step()`` takes gradients as they are. It is an error if they are not
+      averaged, except inside ``no_sync()``: for steps of one rank alone.
 
     A deep copy is distributed too; pickling is an error, save ``state_dict()``. The optimizer goes on working after
     ``shutdown()`` and ``init()``. Of several over one parameter, the newest averages its gradient.
 
-    ``backward()`` blocks until all ranks have come to the end of theirs: ranks call ``backward()`` equally often and in
-    the same order. Every parameter that requires grad takes part in it, with zeros if this rank did not use it. If
-    no rank did, ``p.grad`` stays None (zeros with ``gradients_ready="step"``, as in Horovod). If a backward uses no
-    parameter of the optimizer at all, or is not called, this rank takes part at ``step()``. There, gradients that no
-    backward has averaged are averaged too (set by hand, made inside ``no_sync()``). If other ranks have changed theirs
-    by then, as by clipping, that is an error on all; ``synchronize()`` on every rank, before gradients are used, takes
-    part in time. Parameters frozen or thawed later are detected; ranks must freeze and thaw alike. ``step(closure)``
-    gives the optimizer the mean of the ranks' losses.
+    ``backward()`` blocks until all ranks have ended theirs: ranks call it equally often and in the same order. Every
+    parameter that requires grad takes part, with zeros if this rank did not use it. If no rank did, ``p.grad`` stays
+    None (zeros with ``gradients_ready="step"``, as in Horovod). Parameters frozen or thawed later are detected; ranks
+    must freeze and thaw alike.
 
-    The first reduction compares the parameters of all ranks, frozen ones too, and the optimizer's state and options, so
-    that a forgotten ``broadcast_parameters`` or ``broadcast_optimizer_state`` is an error. So does the first one after
-    ``add_param_group``, for the new parameters. A resumed optimizer is compared when it is used, not when it is loaded.
-    After three steps, ranks whose gradients were equal to the bit are named in a warning: they read the same samples.
+    ``step()`` averages what no backward has averaged: gradients set by hand, made inside ``no_sync()``, or of a rank
+    that called no backward. If other ranks have changed theirs by then, as by clipping, that is an error on all.
+    Calling ``synchronize()`` on every rank before gradients are used prevents it. ``step(closure)`` gives the optimizer
+    the mean of the ranks' losses.
+
+    The first reduction compares parameters, state and options of all ranks, so a forgotten ``broadcast_parameters`` or
+    ``broadcast_optimizer_state`` is an error. So does the first one after ``add_param_group``, for the new parameters.
+    After three steps, a warning names ranks whose gradients were equal to the bit: they read the same samples.
     ``HORO_FIRST_CHECKS=0`` ends both. With ``HORO_CHECK_NAN=1``, a gradient with a NaN is an error on all ranks.
-    Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` when a rank is lost.
+    Errors of communication come out of ``backward()``: ``MismatchError``, another ``GroupError`` if a rank is lost.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -122,21 +122,21 @@ def DistributedOptimizer(
         backward_passes_per_step: How many backward passes accumulate locally before gradients are averaged. They are
             added up, not divided.
         op: ``Average``, ``Sum`` or ``Adasum``. With ``Adasum``, gradients stay those of this rank: ``step()`` lets the
-            optimizer step by them, combines the steps of all ranks and blocks until that is done. Its state (momentum)
-            is each rank's own then; parameters are equal on all ranks. Each rank calls ``step()`` equally often. A
-            ``step()`` that raises leaves parameters as they were before it, though not that state; the next call does
-            the step, or ends the exchange that an exception of a signal handler has left.
+            optimizer step by them, combines the steps of all ranks and blocks until that is done. Each rank calls it
+            equally often. State such as momentum is each rank's own then; parameters are equal. A ``step()`` that
+            raises restores the parameters, not that state; the next call does the step, or ends the interrupted
+            exchange.
         gradient_predivide_factor: Splits the averaging: divide by it before the sum, by size over it after.
         num_groups: Deprecated name of an integer ``groups``.
         groups: Gradients that travel together: a number of groups of about equal length, or lists of parameters
             (others travel alone).
         sparse_as_dense: Average sparse gradients as dense ones; else their rows are gathered.
-        process_set: The ranks that take part. On other ranks, gradients stay as they are, and nothing is sent: the
-            optimizer steps as one of a job of one rank. Several optimizers may have different sets, which may overlap.
+        process_set: The ranks that take part; others step by themselves, as in a job of one rank. Several optimizers
+            may have different sets, which may overlap.
         gradients_ready: ``"backward"``: as above. ``"step"``: Horovod's order of calls, in which gradients are in
             flight from backward to ``synchronize()`` or ``step()``. To clear or change them in between is an error, and
-            after ``synchronize()``, ``step()`` belongs inside ``skip_synchronize()``. None: what
-            ``HORO_GRADIENTS_READY`` says, else ``"backward"``.
+            after ``synchronize()``, ``step()`` belongs inside ``skip_synchronize()``. None: the setting
+            ``HORO_GRADIENTS_READY``, else ``"backward"``.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -166,7 +166,7 @@ def DistributedOptimizer(
         raise UsageError(f"gradients_ready must be 'backward' or 'step', not {gradients_ready!r}")
     names = _names(optimizer, named_parameters)
     grouped = _grouped(optimizer, groups)
-    chosen = gradients_ready or runtime.current().job.gradients_ready
+    chosen = gradients_ready or runtime.place().gradients_ready
     if op == Adasum:
         _check_adasum(optimizer, groups, gradients_ready)
         chosen = _ADASUM

@@ -162,7 +162,7 @@ int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_p
     memset(partition->base, 0, layout.words_end);
     (void)madvise(partition->base + layout.request_rings, layout.bytes - layout.request_rings, MADV_REMOVE);
     atomic_store(&arena->header->stall_report_ns[team], 0);
-    (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: add in teams.c */
+    (void)atomic_fetch_add(&arena->header->cleanings[team], 1); /* partner: add in sets.c */
     return 1;
 }
 

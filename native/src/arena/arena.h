@@ -63,7 +63,7 @@ struct hr_arena_header {
     /* of the LEAVE record of all ranks, once one here has executed it: the log is closed; written like the other */
     _Atomic uint64_t left_word;
     _Atomic uint32_t wants_leave; /* 1: some rank of this host has asked to leave: its leader must drive */
-    /* the last question whether the ranks here are still blocked; written by the leader, see engine/deadlock.h */
+    /* the last question whether the ranks here are still blocked; written by the leader, see report/deadlock.h */
     _Atomic uint32_t blocked_question;
     /* 1 + the place where the LEAVE record begins, see hr_lane_place; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at;
@@ -110,7 +110,7 @@ struct hr_partition_header {
     struct {
         _Alignas(HR_LINE) _Atomic uint64_t arrived;
     } phase[HR_PHASE_COUNT];
-    _Alignas(HR_LINE) _Atomic uint64_t lone; /* the ranks counted in for an operation, see engine/lone.h */
+    _Alignas(HR_LINE) _Atomic uint64_t lone; /* the ranks counted in for an operation, see engine/round/round.h */
     struct hr_ring_head log;
     _Atomic uint32_t log_wants_room; /* written by the leader: the log was full, readers wake it */
 };

@@ -88,7 +88,7 @@ static int begin_inner(struct adasum *self, enum hr_adasum_phase stage, struct h
     work.postscale = 1.0;
     enter(self, stage);
     HR_TRY(self->inner->ops->begin(self->inner, &work));
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static int begin_scatter(struct adasum *self) {
@@ -187,12 +187,12 @@ static void begin_pairs(struct adasum *self, enum hr_adasum_phase stage) {
 
 /* ---- The stages ---- */
 
-/* HR_TASK_MOVED; HR_TASK_DONE behind the last kind; or a status. */
+/* HR_MOVED; HR_DONE behind the last kind; or a status. */
 static int begin_kind(struct adasum *self) {
     free_memory(self);
     do {
         if (!hr_kinds_next(&self->kinds, self->pieces.at, &self->fused)) {
-            return HR_TASK_DONE;
+            return HR_DONE;
         }
     } while (self->fused.bytes == 0);
     const struct hr_codec *codec = self->fused.codec;
@@ -227,7 +227,7 @@ static int begin_kind(struct adasum *self) {
         return begin_scatter(self);
     }
     enter(self, HR_ADASUM_PACK);
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* Begins what follows a collective of inner that is over. */
@@ -239,7 +239,7 @@ static int end_inner(struct adasum *self) {
     } else {
         return begin_kind(self);
     }
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* The root of the tree is the first share. */
@@ -261,7 +261,7 @@ static int end_level(struct adasum *self) {
         return begin_inner(self, HR_ADASUM_GATHER, (struct hr_work){.op = HORO_ALLGATHER});
     }
     begin_pairs(self, HR_ADASUM_MULTIPLY);
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static int adasum_progress(struct hr_backend *backend) {
@@ -271,17 +271,17 @@ static int adasum_progress(struct hr_backend *backend) {
     }
     switch (self->stage) {
     case HR_ADASUM_PACK:
-        return convert(self) ? HR_TASK_MOVED : begin_scatter(self);
-    case HR_ADASUM_MULTIPLY: return work_on_pairs(self) ? HR_TASK_MOVED : begin_sum(self);
-    case HR_ADASUM_COMBINE: return work_on_pairs(self) ? HR_TASK_MOVED : end_level(self);
+        return convert(self) ? HR_MOVED : begin_scatter(self);
+    case HR_ADASUM_MULTIPLY: return work_on_pairs(self) ? HR_MOVED : begin_sum(self);
+    case HR_ADASUM_COMBINE: return work_on_pairs(self) ? HR_MOVED : end_level(self);
     case HR_ADASUM_UNPACK:
-        return convert(self) ? HR_TASK_MOVED : begin_kind(self);
+        return convert(self) ? HR_MOVED : begin_kind(self);
     case HR_ADASUM_SCATTER:
     case HR_ADASUM_SUM:
     case HR_ADASUM_GATHER: break;
     }
     const int moved = self->inner->ops->progress(self->inner);
-    return moved == HR_TASK_DONE ? end_inner(self) : moved;
+    return moved == HR_DONE ? end_inner(self) : moved;
 }
 
 /* ---- The table ---- */
@@ -302,8 +302,8 @@ static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) 
                                     .size = self->team->size};
     HR_TRY(hr_pieces_reserve(&self->pieces, work->count));
     const int begun = begin_kind(self);
-    self->runs = begun != HR_TASK_DONE;
-    if (begun == HR_TASK_DONE) { /* no values at all: inner is done with that at once */
+    self->runs = begun != HR_DONE;
+    if (begun == HR_DONE) { /* no values at all: inner is done with that at once */
         self->work.reduce_op = HORO_SUM;
         return self->inner->ops->begin(self->inner, &self->work);
     }

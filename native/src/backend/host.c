@@ -96,20 +96,20 @@ static int begin_scatter(struct host_backend *host) {
         const struct hr_sum sum = {reduce_op, postscale};
         const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
         if (begin_direct(host, &move)) {
-            return HR_TASK_MOVED;
+            return HR_MOVED;
         }
     }
     host->way = WAY_SLOTS;
     host->task = NULL;
     HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, reduce_op, work->prescale, postscale));
     host->task = &host->run.reducescatter.segments.task;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static int begin_rows(struct host_backend *host) {
     if (!hr_kinds_next_rows(&host->kinds, host->pieces.at, host->parts.by_rank)) {
         end_parts(host);
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     host->moved_bytes = 0;
     for (int r = 0; r < host->team->size; r++) {
@@ -122,13 +122,13 @@ static int begin_kind(struct host_backend *host) {
     struct hr_fused fused;
     const struct hr_work *work = &host->work;
     if (!hr_kinds_next(&host->kinds, host->pieces.at, &fused)) {
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     host->task = NULL; /* a task that could not begin has nothing to cancel */
     HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op),
                               work->prescale, hr_postscale_of(work, fused.codec->dtype, host->team->size)));
     host->task = &host->run.allreduce.segments.task;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* ---- Moves: broadcast, allgather, alltoall ---- */
@@ -238,7 +238,7 @@ static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
     }
 }
 
-/* Begins what follows a step that is done: HR_TASK_MOVED if anything does, HR_TASK_DONE if not, or a status. */
+/* Begins what follows a step that is done: HR_MOVED if anything does, HR_DONE if not, or a status. */
 static int begin_next(struct host_backend *host) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);
@@ -248,10 +248,10 @@ static int begin_next(struct host_backend *host) {
     }
     if (begins_again(host)) {
         const int status = begin_move(host);
-        return status == HORO_OK ? HR_TASK_MOVED : status;
+        return status == HORO_OK ? HR_MOVED : status;
     }
     end_parts(host);
-    return HR_TASK_DONE;
+    return HR_DONE;
 }
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
@@ -285,8 +285,8 @@ static void host_show_ahead(struct hr_backend *backend) {
 
 static int host_progress(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
-    const int moved = host->task == NULL ? HR_TASK_DONE : host->task->progress(host->task);
-    return moved == HR_TASK_DONE ? begin_next(host) : moved;
+    const int moved = host->task == NULL ? HR_DONE : host->task->progress(host->task);
+    return moved == HR_DONE ? begin_next(host) : moved;
 }
 
 static void host_cancel(struct hr_backend *backend) {

@@ -4,6 +4,16 @@
 
 #include "horo.h"
 
+/* HORO_OK or a negative error: of functions that do something, or fail. */
+typedef int hr_status;
+
+/* The outcome of what is called again and again, where it is no negative error. Turns and tasks return it as an int. */
+enum hr_progress {
+    HR_STILL = 0, /* nothing can be done until something comes from outside */
+    HR_MOVED = 1, /* something has been done: call again */
+    HR_DONE = 2,  /* there is nothing left to do; stays so */
+};
+
 /* A status with the sentence that explains it. `code` stays HORO_OK until hr_fail is called. */
 struct hr_error {
     int code;

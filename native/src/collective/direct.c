@@ -61,16 +61,16 @@ static int probe(struct hr_task *task) {
         tell(team, told);
         hr_team_arrive(team, HR_PHASE_REDUCED, 0);
         self->has_told = 1;
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     }
     if (team->reads_peers != 0) {
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     if (!hr_team_reached(team, HR_PHASE_REDUCED, 0)) {
-        return HR_TASK_BLOCKED;
+        return HR_STILL;
     }
     conclude(team);
-    return HR_TASK_DONE;
+    return HR_DONE;
 }
 
 void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
@@ -182,7 +182,7 @@ static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges
 static int end_reading(struct hr_direct *run) {
     hr_team_arrive(run->team, HR_PHASE_DRAINED, run->parity);
     run->stage = STAGE_END;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* Each rank begins with another, so that not all read the same memory. */
@@ -201,7 +201,7 @@ static int read_next(struct hr_direct *run) {
     if (error != 0) {
         tell(team, refusal(from, error)); /* all will do it again by the slots, where a lost rank's life line ends it */
     }
-    return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_TASK_MOVED;
+    return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_MOVED;
 }
 
 /* ---- Sums ---- */
@@ -276,7 +276,7 @@ static int sum_next(struct hr_direct *run) {
             read += addends[i].bytes;
         }
     }
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static void end_showing(struct hr_direct *run) {
@@ -290,18 +290,18 @@ static int progress(struct hr_task *task) {
     switch ((enum stage)run->stage) {
     case STAGE_SHOW: /* once the slot is nobody's any more */
         if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
-            return HR_TASK_BLOCKED;
+            return HR_STILL;
         }
         show(run);
         end_showing(run);
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     case STAGE_KEEP:
         keep(run);
         run->stage = STAGE_READ;
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     case STAGE_READ:
         if (!run->is_shown_ahead && !hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
-            return HR_TASK_BLOCKED;
+            return HR_STILL;
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
     case STAGE_END: /* until all have read, nobody's memory is the caller's again */
@@ -310,10 +310,10 @@ static int progress(struct hr_task *task) {
          * memory, which it may have changed.
          */
         if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || hr_arena_aborted(&team->node->arena).code != 0) {
-            return HR_TASK_BLOCKED;
+            return HR_STILL;
         }
         conclude(team);
-        return HR_TASK_DONE;
+        return HR_DONE;
     }
     return HORO_ERR_INTERNAL;
 }

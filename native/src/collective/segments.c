@@ -32,7 +32,7 @@ static void arrive(struct hr_segments *segments, enum hr_phase phase, size_t k) 
     hr_team_arrive(segments->team, phase, hr_segments_parity(segments, k));
 }
 
-/* ---- The stages; each returns HR_TASK_MOVED, HR_TASK_BLOCKED or a status ---- */
+/* ---- The stages; each returns HR_MOVED, HR_STILL or a status ---- */
 
 static void fill_next(struct hr_segments *segments) {
     const size_t k = segments->filled++;
@@ -50,16 +50,16 @@ static void fill_next(struct hr_segments *segments) {
 
 static int fill(struct hr_segments *segments) {
     if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
-        return HR_TASK_BLOCKED;
+        return HR_STILL;
     }
     fill_next(segments);
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static int make_ready(struct hr_segments *segments) {
     const int is_filled = segments->begins_alone || (segments->is_filled_ahead && segments->ready == 0);
     if (!is_filled && !phase_reached(segments, HR_PHASE_FILLED, segments->ready)) {
-        return HR_TASK_BLOCKED;
+        return HR_STILL;
     }
     if (segments->trial.costs != NULL && segments->ready == 0) {
         segments->trial.ns = hr_now_ns() - segments->trial.ns;
@@ -68,7 +68,7 @@ static int make_ready(struct hr_segments *segments) {
         segments->ops->reduce(segments, segments->ready);
     }
     segments->ready++;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 static void finish(struct hr_segments *segments) {
@@ -85,7 +85,7 @@ static int drain(struct hr_segments *segments) {
     const size_t k = segments->drained;
     const int exchanges = segments->ops->exchange != NULL && k + 2 < segments->count;
     if (segments->drain_phase == HR_PHASE_REDUCED && !phase_reached(segments, HR_PHASE_REDUCED, k)) {
-        return HR_TASK_BLOCKED;
+        return HR_STILL;
     }
     if (exchanges) {
         segments->ops->exchange(segments, k);
@@ -96,7 +96,7 @@ static int drain(struct hr_segments *segments) {
         arrive(segments, HR_PHASE_DRAINED, k);
     }
     segments->drained++;
-    return HR_TASK_MOVED;
+    return HR_MOVED;
 }
 
 /* ---- One host ---- */
@@ -110,7 +110,7 @@ static int advance_on_one_host(struct hr_segments *segments) {
     }
     if (segments->ready < segments->count && segments->ready <= segments->drained + reduces_ahead) {
         const int moved = make_ready(segments);
-        if (moved == HR_TASK_MOVED) {
+        if (moved == HR_MOVED) {
             segments->begun++;
             finish(segments);
         }
@@ -138,7 +138,7 @@ static int travel(struct hr_segments *segments) {
     }
     if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
         finish(segments);
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     }
     if (segments->begun < segments->ready &&
         (segments->begun == segments->finished || hr_cross_all_posted(cross_of(segments, segments->begun - 1)))) {
@@ -148,20 +148,20 @@ static int travel(struct hr_segments *segments) {
             HR_TRY(segments->ops->begin(segments, segments->begun, cross));
         }
         segments->begun++;
-        return HR_TASK_MOVED;
+        return HR_MOVED;
     }
-    return HR_TASK_BLOCKED;
+    return HR_STILL;
 }
 
 static int advance_between_hosts(struct hr_segments *segments) {
     int moved = travel(segments);
-    if (moved == HR_TASK_BLOCKED && segments->drained < segments->finished) {
+    if (moved == HR_STILL && segments->drained < segments->finished) {
         moved = drain(segments);
     }
-    if (moved == HR_TASK_BLOCKED && segments->ready < segments->filled) {
+    if (moved == HR_STILL && segments->ready < segments->filled) {
         moved = make_ready(segments);
     }
-    if (moved == HR_TASK_BLOCKED && segments->filled < segments->count &&
+    if (moved == HR_STILL && segments->filled < segments->count &&
         segments->filled < segments->drained + HR_SEGMENTS_TRAVELLING_MAX) {
         moved = fill(segments);
     }
@@ -175,7 +175,7 @@ static int progress(struct hr_task *task) {
     if (segments->drained < segments->count) {
         const int moved =
             segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
-        if (moved != HR_TASK_MOVED || segments->drained < segments->count) {
+        if (moved != HR_MOVED || segments->drained < segments->count) {
             return moved;
         }
         if (segments->trial.costs != NULL) {
@@ -183,7 +183,7 @@ static int progress(struct hr_task *task) {
         }
     }
     const int follows = segments->ops != NULL && segments->ops->follow != NULL && segments->ops->follow(segments);
-    return follows ? HR_TASK_MOVED : HR_TASK_DONE;
+    return follows ? HR_MOVED : HR_DONE;
 }
 
 static void cancel(struct hr_task *task) {

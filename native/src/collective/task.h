@@ -7,15 +7,11 @@
 
 #include "base/status.h"
 
-/* The outcome of one call of progress; or a status < 0, which ends the task. */
-enum hr_progress {
-    HR_TASK_DONE = 0,    /* the collective is complete on this rank; stays so */
-    HR_TASK_BLOCKED = 1, /* nothing can be done until another rank has acted or bytes have moved */
-    HR_TASK_MOVED = 2,   /* one stage further: call again */
-};
-
 struct hr_task {
-    /* At most one stage of one segment of work. HORO_ERR_PEER_LOST comes with team->suspect set. */
+    /*
+     * At most one stage of one segment of work: enum hr_progress, or an error, which ends the task. HR_DONE: it is
+     * complete on this rank. HORO_ERR_PEER_LOST comes with team->suspect set.
+     */
     int (*progress)(struct hr_task *task);
     /*
      * Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too.

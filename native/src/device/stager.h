@@ -5,7 +5,7 @@
  * Behind such a copy the driver calls a function of the host, from a thread of its own, and nobody has to wait for the
  * GPU. Of copies that fail a driver tells nobody. A thread of the stager's looks for those, the watchdog: callers leave
  * that to it, since a driver may keep whoever calls it, as long as another call waits there for all that runs on a GPU
- * (docs/adr/0054-a-thread-of-its-own-looks-for-failed-copies.md). It looks only while copies are awaited.
+ * (docs/adr/0042-tensors-on-gpus-are-staged.md). It looks only while copies are awaited.
  */
 #ifndef HR_DEVICE_STAGER_H
 #define HR_DEVICE_STAGER_H

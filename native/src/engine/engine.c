@@ -1,5 +1,5 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
-#include "engine/drive.h"
+#include "engine/drive/drive.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -5,9 +5,9 @@
  * lock, or the driver's, that is touched by the one thread that drives, whichever it is.
  *
  * The driver is the background thread, or a caller of horo_wait that found nobody driving: a synchronous operation then
- * costs no thread switch. It goes round one loop over the parts of the engine (part.h, drive.c), and waits if nothing
- * has moved. No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all
- * the time; and a caller may leave the loop at any turn.
+ * costs no thread switch. It goes round one loop over the parts of the engine (drive/), and waits if nothing has moved.
+ * No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all the time;
+ * and a caller may leave the loop at any turn.
  *
  * While nothing is pending nobody drives; token.c says whose turn it is.
  *
@@ -38,7 +38,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "engine/lane.h"
+#include "engine/group/lane.h"
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -183,7 +183,7 @@ int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, i
 /* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
                             const char *reason);
-/* teams.c */
+/* sets.c */
 /* Whether there can be a team of these ranks. */
 int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
 /*
@@ -262,14 +262,14 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
 
 /*
- * teams.c: with the lock held, the place of the team that has this id. NULL, with *error set: it does not exist, or has
+ * sets.c: with the lock held, the place of the team that has this id. NULL, with *error set: it does not exist, or has
  * been removed; `name` is that of the request which wants it, NULL for none.
  */
 const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
                                                 struct hr_error *error);
 
 /*
- * teams.c: the batch of an operation of teams, as hr_task.progress; HR_TASK_DONE with the status of the request in
+ * sets.c: the batch of an operation of teams, as hr_task.progress; HR_DONE with the status of the request in
  * *outcome.
  */
 int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,

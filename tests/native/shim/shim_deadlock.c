@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "engine/deadlock.h"
+#include "engine/report/deadlock.h"
 
 struct shim_deadlock {
     int size;

@@ -1,0 +1,208 @@
+"""Commits in memory that outlives the worker: a memfd, which the agent makes and the next worker of the slot inherits.
+
+The first page has one record per slot. A commit goes into the slot that does not have the latest one: its record is
+cleared, the data and the pickled objects are written, then the record. So a kill at any byte leaves the commit before
+it whole: a record that is only partly there fails its checksum. The data need none: the kernel keeps all that a process
+has written before its end, in that order.
+
+The slots lie far apart in the file, which has memory only where something was written, so that each can grow. No memory
+is allocated for a commit that is as large as those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from horo.errors import ResourceError
+
+__all__ = ["Commit", "CommitMemory", "Found", "create", "inherited", "words_of"]
+
+_MAGIC = b"horocmt1"
+_RECORD = struct.Struct("<8sQQQQ32s32s")
+"""Magic, generation, number, bytes of data, bytes of objects, layout digest, MAC of the objects; a checksum follows."""
+_CHECKSUM = struct.Struct("<I")
+_RECORD_SPACING = 512
+_SLOT_SPACING = 1 << 40
+_SLOTS = 2
+_GRAIN = 1 << 20
+"""Slots grow by multiples of it."""
+_ALIGNMENT = 64
+
+LAYOUT_BYTES = 32
+"""Of the digest of a layout."""
+
+
+class Commit(NamedTuple):
+    """A commit of the job. The greater of two is the later one, and equal ones have the same state on all ranks."""
+
+    generation: int
+    """The one in which it was made; 0: there has been no commit yet."""
+    number: int
+    """Counted from the beginning of the job."""
+
+
+class Found(NamedTuple):
+    """A commit as it was read."""
+
+    commit: Commit
+    layout: bytes
+    """Digest of the names, shapes and dtypes of the tensors that the data are."""
+    objects: bytes
+    """Pickled by a worker that has the secret."""
+    data: mmap.mmap
+    """The data from its begin on; valid until the second commit from now."""
+
+
+class _Record(NamedTuple):
+    commit: Commit
+    data_bytes: int
+    object_bytes: int
+    layout: bytes
+    mac: bytes
+
+
+def create() -> int:
+    """A descriptor of empty memory for the commits of one slot, closed by ``exec``.
+
+    Raises:
+        OSError: There is no descriptor or memory for it.
+    """
+    fd = os.memfd_create("horo-commits", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, _SLOTS * _SLOT_SPACING + mmap.PAGESIZE)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def words_of(fd: int) -> str:
+    """The value of ``HORO_COMMIT_FD`` for a process that inherits ``fd`` under this number."""
+    return f"{fd}:{os.fstat(fd).st_ino}"
+
+
+def inherited(words: str | None) -> int | None:
+    """The descriptor that ``words_of`` describes, closed by ``exec`` from now on; None: it is not there.
+
+    A program between the agent and this process may have closed it, and its number may be that of another file.
+    """
+    fd, _, inode = (words or "").partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        if os.fstat(int(fd)).st_ino == int(inode):
+            os.set_inheritable(int(fd), False)
+            return int(fd)
+    return None
+
+
+class CommitMemory:
+    """The commits of one worker, and of the one that had its slot before. For one thread at a time.
+
+    Args:
+        fd: From ``create``; closed by ``close``.
+        secret: The job's. Objects that somebody without it has written are as none.
+        keeps_last: Whether a write that does not come to its end leaves the commit before it. Else it leaves none, and
+            needs half the memory.
+    """
+
+    def __init__(self, fd: int, secret: bytes, *, keeps_last: bool = True) -> None:
+        self._fd = fd
+        self._key = hmac.digest(secret, b"horo commit", "sha256")
+        self._slots = _SLOTS if keeps_last else 1
+        self._records = mmap.mmap(fd, mmap.PAGESIZE)
+        self._maps: list[mmap.mmap | None] = [None] * _SLOTS
+
+    def close(self) -> None:
+        """Closes the descriptor. Data that were read stay valid."""
+        self._records.close()
+        self._maps = [None] * _SLOTS
+        os.close(self._fd)
+
+    def latest(self) -> Found | None:
+        """The latest whole commit; None: there is none."""
+        found = [each for each in map(self._read, range(_SLOTS)) if each is not None]
+        return max(found, key=lambda each: each.commit, default=None)
+
+    def write(
+        self, commit: Commit, layout: bytes, data_bytes: int, objects: bytes, fill: Callable[[mmap.mmap], None]
+    ) -> None:
+        """Makes a commit the latest one.
+
+        Args:
+            commit: Greater than, or equal to, those before it.
+            layout: Digest of the layout of the data, of ``LAYOUT_BYTES``.
+            data_bytes: The length of the data.
+            objects: Pickled objects.
+            fill: Writes the data to the begin of a memory of at least that length. The memory is one of two, each the
+                same object from call to call while it is large enough.
+
+        Raises:
+            ResourceError: There is not enough address space.
+        """
+        slot = self._next_slot()
+        objects_at = _aligned(data_bytes)
+        memory = self._map(slot, objects_at + len(objects))
+        self._set_record(slot, bytes(_RECORD.size + _CHECKSUM.size))
+        fill(memory)
+        memory[objects_at : objects_at + len(objects)] = objects
+        head = _Record(commit, data_bytes, len(objects), layout, b"")
+        packed = _pack(head._replace(mac=self._mac(head, objects)))
+        self._set_record(slot, packed + _CHECKSUM.pack(zlib.crc32(packed)))
+
+    def _next_slot(self) -> int:
+        """The slot that does not have the latest commit."""
+        commits = [(-1, -1) if record is None else record.commit for record in map(self._record, range(self._slots))]
+        return commits.index(min(commits))
+
+    def _set_record(self, slot: int, value: bytes) -> None:
+        begin = slot * _RECORD_SPACING
+        self._records[begin : begin + len(value)] = value
+
+    def _record(self, slot: int) -> _Record | None:
+        begin = slot * _RECORD_SPACING
+        end = begin + _RECORD.size
+        packed = self._records[begin:end]
+        (checksum,) = _CHECKSUM.unpack_from(self._records, end)
+        magic, generation, number, data_bytes, object_bytes, layout, mac = _RECORD.unpack(packed)
+        if magic != _MAGIC or checksum != zlib.crc32(packed) or data_bytes + object_bytes >= _SLOT_SPACING // 2:
+            return None
+        return _Record(Commit(generation, number), data_bytes, object_bytes, layout, mac)
+
+    def _read(self, slot: int) -> Found | None:
+        record = self._record(slot)
+        if record is None:
+            return None
+        begin = _aligned(record.data_bytes)
+        memory = self._map(slot, begin + record.object_bytes)
+        objects = memory[begin : begin + record.object_bytes]
+        if not hmac.compare_digest(record.mac, self._mac(record, objects)):
+            return None
+        return Found(record.commit, record.layout, objects, memory)
+
+    def _mac(self, record: _Record, objects: bytes) -> bytes:
+        return hmac.digest(self._key, _pack(record._replace(mac=bytes(32))) + objects, "sha256")
+
+    def _map(self, slot: int, size: int) -> mmap.mmap:
+        memory = self._maps[slot]
+        if memory is None or len(memory) < size:
+            wanted = -(-max(size, 1) // _GRAIN) * _GRAIN
+            try:
+                memory = mmap.mmap(self._fd, wanted, offset=mmap.PAGESIZE + slot * _SLOT_SPACING)
+            except (OSError, ValueError) as error:
+                raise ResourceError(f"a commit of {size} bytes cannot be mapped: {error}") from None
+            self._maps[slot] = memory
+        return memory
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pack(record: _Record) -> bytes:
+    return _RECORD.pack(_MAGIC, *record.commit, record.data_bytes, record.object_bytes, record.layout, record.mac)

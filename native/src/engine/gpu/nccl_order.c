@@ -1,0 +1,271 @@
+/*
+ * Batches that NCCL does, from their record to the stream. Kernels of two communicators that are launched in different
+ * orders on two ranks may wait for one another for ever. So each batch has a number, and what a rank launches, it
+ * launches in the order of these.
+ *
+ *     ORDERING   this rank proposes a number, higher than any that it knows, and the ranks of the team agree on the
+ *                highest proposal: an allreduce of eight bytes in host memory, in the team's lane
+ *     WAITING    until no other batch that this rank has begun has a lower number, or may get one
+ *     HELD       its turn has come: until the stream has room
+ *     OUT        its calls are being put onto the stream
+ *
+ * A batch that this rank begins later gets a higher number than any that this rank knows to be agreed on by then, so
+ * nothing comes in front of what has been launched. A batch waits for lower numbers only, and so do those that it waits
+ * for, on whatever rank: there is no circle.
+ *
+ * A driver makes a thread wait that puts something on a stream with about a thousand pieces of work that have not run;
+ * behind a kernel that waits for a rank that is gone it would wait for ever. So what is in flight has a bound.
+ */
+#include "engine/gpu/nccl.h"
+
+enum {
+    MOST = 512,            /* pieces on the stream */
+    LAUNCH_WEIGHT = 8,     /* the kernel, what NCCL orders it by, the fence and the mark */
+    CALLS_PER_LAUNCH = 32, /* NCCL takes more of them into one kernel */
+};
+
+static struct hr_gpu_team *team_of(struct hr_backend *backend) {
+    return (struct hr_gpu_team *)backend;
+}
+
+static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
+    return atomic_load(&team->engine->on_gpu);
+}
+
+/* ---- The order ---- */
+
+/*
+ * Of a batch of the world: whether there is no other team. All ranks answer alike, for the world's log says which teams
+ * there are at this record. What was launched without a number comes before the first record that adds a team.
+ */
+static int is_alone(const struct hr_gpu_team *team) {
+    for (int i = 1; i < HR_TEAMS_MAX; i++) {
+        if (team->engine->teams[i].is_used) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Equal numbers go by the number of the team. */
+static int is_first(const struct hr_gpu_team *team) {
+    const int64_t mine = team->batch.number;
+    for (const struct hr_gpu_team *other = atomic_load(&gpu_of(team)->teams); other != NULL; other = other->next) {
+        const int64_t number = other->batch.number;
+        if (other != team && other->batch.phase != HR_NCCL_NO_BATCH &&
+            (number < mine || (number == mine && other->lane->team->number < team->lane->team->number))) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int propose(struct hr_gpu_team *team) {
+    struct hr_nccl_batch *batch = &team->batch;
+    batch->number = ++gpu_of(team)->clock;
+    batch->operand = (struct hr_operand){
+        .input = &batch->number, .output = &batch->agreed, .bytes = sizeof batch->number, .dtype = HORO_INT64};
+    batch->row_bytes = sizeof batch->number;
+    const struct hr_work exchange = {
+        .op = HORO_ALLREDUCE,
+        .reduce_op = HORO_MAX,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .operands = &batch->operand,
+        .count = 1,
+        .row_bytes = &batch->row_bytes,
+    };
+    batch->phase = HR_NCCL_ORDERING;
+    return team->lane->backend->ops->begin(team->lane->backend, &exchange);
+}
+
+static int agree(struct hr_gpu_team *team) {
+    const int moved = team->lane->backend->ops->progress(team->lane->backend);
+    if (moved != HR_DONE) {
+        return moved;
+    }
+    struct hr_on_gpu *gpu = gpu_of(team);
+    team->batch.number = team->batch.agreed;
+    gpu->clock = team->batch.number > gpu->clock ? team->batch.number : gpu->clock;
+    team->batch.phase = HR_NCCL_WAITING;
+    return HR_MOVED;
+}
+
+/* ---- Room on the stream ---- */
+
+static void pop_mark(struct hr_nccl_in_flight *in_flight) {
+    const unsigned oldest = in_flight->first++ % HR_NCCL_BATCHES_MAX;
+    in_flight->count--;
+    in_flight->weight -= in_flight->weights[oldest];
+    hr_mark_drop(in_flight->marks[oldest]);
+}
+
+void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight) {
+    while (in_flight->count > 0) {
+        pop_mark(in_flight);
+    }
+}
+
+/* Requests whose marks the stream must wait for. */
+static int count_awaited(const struct hr_nccl_batch *batch) {
+    int count = 0;
+    for (size_t i = 0; i < batch->count; i++) {
+        count += !hr_mark_is_reached(batch->requests[i]->mark);
+    }
+    return count;
+}
+
+/* The marks of a batch are in front of it, so they are reached without it; what is in flight ends without it, too. */
+static int has_room(struct hr_gpu_team *team) {
+    struct hr_nccl_batch *batch = &team->batch;
+    struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
+    while (in_flight->count > 0 &&
+           hr_mark_is_reached(in_flight->marks[in_flight->first % HR_NCCL_BATCHES_MAX])) {
+        pop_mark(in_flight);
+    }
+    const int awaited = count_awaited(batch);
+    const size_t calls = hr_nccl_calls_of(team->lane->team, &batch->work);
+    batch->weight = awaited + LAUNCH_WEIGHT + (int)(calls / CALLS_PER_LAUNCH);
+    return in_flight->count == 0 ? awaited <= MOST
+                                 : in_flight->count < HR_NCCL_BATCHES_MAX && in_flight->weight + batch->weight <= MOST;
+}
+
+/* ---- The work ---- */
+
+static int await_marks(const struct hr_nccl_batch *batch, struct hr_nccl_comm *comm) {
+    for (size_t i = 0; i < batch->count; i++) {
+        const struct hr_mark *mark = batch->requests[i]->mark;
+        HR_TRY(hr_mark_is_reached(mark) ? HORO_OK : hr_mark_await(mark, comm->stream, &comm->failure));
+    }
+    return HORO_OK;
+}
+
+/* Puts the batch on the stream, if there is room. What fails there is the communicator's, which ends the group. */
+static int go_out(struct hr_gpu_team *team) {
+    struct hr_nccl_comm *comm = &team->comm;
+    struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
+    const unsigned before = in_flight->first;
+    team->engine->node->poll_within_ns = HR_NCCL_LOOK_SOON_NS;
+    team->has_moved |= hr_nccl_poll(comm); /* an earlier failure is told as itself */
+    if (comm->state == HR_NCCL_IDLE && !has_room(team)) {
+        team->batch.phase = HR_NCCL_HELD;
+        return in_flight->first != before ? HR_MOVED : HR_STILL; /* a GPU that goes on will have room */
+    }
+    team->batch.phase = HR_NCCL_OUT;
+    if (comm->state != HR_NCCL_IDLE) {
+        return HR_MOVED;
+    }
+    if (await_marks(&team->batch, comm) != HORO_OK) {
+        comm->state = HR_NCCL_BROKEN;
+        return HR_MOVED;
+    }
+    const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
+    return status == HORO_OK ? HR_MOVED : status;
+}
+
+static int begin(struct hr_backend *backend, const struct hr_work *work) {
+    struct hr_gpu_team *team = team_of(backend);
+    team->batch.work = *work;
+    if (team->lane->team->number == 0 && is_alone(team)) {
+        const int moved = go_out(team);
+        return moved < 0 ? moved : HORO_OK;
+    }
+    return propose(team);
+}
+
+static int progress(struct hr_backend *backend) {
+    struct hr_gpu_team *team = team_of(backend);
+    switch (team->batch.phase) {
+    case HR_NCCL_ORDERING: return agree(team);
+    case HR_NCCL_WAITING: return is_first(team) ? go_out(team) : HR_STILL;
+    case HR_NCCL_HELD: return go_out(team);
+    default: break;
+    }
+    (void)(team->comm.state == HR_NCCL_LAUNCHING && hr_nccl_poll(&team->comm));
+    return team->comm.state == HR_NCCL_IDLE ? HR_DONE : HR_STILL;
+}
+
+/* Cancels the batch; what is on the stream is aborted with all that is there, when the group ends. */
+static void cancel(struct hr_backend *backend) {
+    struct hr_gpu_team *team = team_of(backend);
+    if (team->batch.phase == HR_NCCL_ORDERING) {
+        team->lane->backend->ops->cancel(team->lane->backend);
+    }
+}
+
+static int is_ending(const struct hr_backend *backend) {
+    (void)backend;
+    return 0;
+}
+
+static void destroy(struct hr_backend *backend) {
+    (void)backend; /* a part of its team */
+}
+
+const struct hr_backend_ops hr_nccl_ops = {
+    .name = "nccl",
+    .begin = begin,
+    .progress = progress,
+    .cancel = cancel,
+    .is_ending = is_ending,
+    .destroy = destroy,
+};
+
+struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count) {
+    struct hr_gpu_team *team = atomic_load(&requests[0]->lane->on_gpu);
+    if (team == NULL) {
+        return NULL;
+    }
+    atomic_store(&gpu_of(team)->is_busy, 1); /* in front of all that it puts on the stream */
+    team->batch = (struct hr_nccl_batch){.requests = requests, .count = count};
+    return &team->base;
+}
+
+enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
+    const struct hr_gpu_team *team = atomic_load(&lane->on_gpu);
+    switch (team == NULL ? HR_NCCL_OUT : team->batch.phase) {
+    case HR_NCCL_ORDERING: return HR_GPU_OTHER_RANKS;
+    case HR_NCCL_WAITING: return HR_GPU_OTHER_LANES;
+    case HR_NCCL_HELD: return HR_GPU_ITSELF;
+    case HR_NCCL_NO_BATCH: return hr_gpu_is_busy(team->engine) ? HR_GPU_BESIDE : HR_GPU_NOTHING;
+    default: return HR_GPU_NOTHING;
+    }
+}
+
+/* ---- Its end ---- */
+
+/* One mark serves all requests of the batch: thousands of events, one for each, would fill the stream. */
+static int move_marks(struct hr_gpu_team *team) {
+    const struct hr_nccl_batch *batch = &team->batch;
+    struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
+    struct hr_mark *mark = batch->requests[0]->mark;
+    HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
+    for (size_t i = 1; i < batch->count; i++) {
+        hr_mark_keep(mark);
+        hr_mark_drop(batch->requests[i]->mark);
+        batch->requests[i]->mark = mark;
+    }
+    hr_mark_keep(mark);
+    const unsigned last = (in_flight->first + in_flight->count++) % HR_NCCL_BATCHES_MAX;
+    in_flight->marks[last] = mark;
+    in_flight->weights[last] = batch->weight;
+    in_flight->weight += batch->weight;
+    return HORO_OK;
+}
+
+int hr_gpu_end_batch(struct hr_request *const *requests) {
+    struct hr_gpu_team *team = atomic_load(&requests[0]->lane->on_gpu);
+    struct hr_device_visit visit;
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
+    if (status == HORO_OK) {
+        status = move_marks(team);
+        hr_device_leave(team->comm.device, &visit);
+    }
+    if (status != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
+    } else {
+        team->batch.phase = HR_NCCL_NO_BATCH;
+    }
+    atomic_store(&gpu_of(team)->is_busy, 1);
+    return status == HORO_OK;
+}

@@ -1,0 +1,263 @@
+/*
+ * Requests whose tensors are on a GPU. They are submitted as all others, with the memory of a staging in place of their
+ * tensors', but get into the queue only when the values are there: until then the rank has not announced them.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/cut.h"
+#include "base/op.h"
+#include "device/mark.h"
+#include "device/staging.h"
+#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
+
+enum { CLOSE_MS = 2500 }; /* for what runs on a GPU; then the stager frees what it has without this thread */
+
+/* From a thread of the GPU's driver. The request may be over, but has not let go of its staging. */
+static void on_ready(void *owner, void *launched) {
+    struct hr_engine *engine = owner;
+    struct hr_request *request = launched;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
+        hr_engine_queue(engine, request);
+        hr_engine_kick(engine);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+static void end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
+    char words[HORO_MESSAGE_MAX];
+    const int length = snprintf(words, sizeof words,
+                                "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
+                                "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
+                                call->device - 1, hr_op_name(call->op), call->name, text);
+    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
+}
+
+/* A request whose values do not come; with the lock held. The other ranks wait for it, and are told. */
+static void fail_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
+    if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
+        return;
+    }
+    hr_engine_complete_locked(engine, request, status, text);
+    /* before anybody can submit the name again */
+    const int is_told = hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text) == 1;
+    if (!is_told && !atomic_load(&engine->driver.stop)) {
+        end_for_copy(engine, &request->call, text);
+    }
+    hr_engine_kick(engine); /* a caller that waits for it may drive meanwhile */
+    (void)pthread_cond_broadcast(&engine->submission.done);
+}
+
+/* From the stager's watchdog. */
+static void on_failed(void *owner, void *launched, const char *text) {
+    struct hr_engine *engine = owner;
+    struct hr_request *request = launched;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    fail_locked(engine, request, HORO_ERR_RESOURCE, text);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->staging_lock);
+    struct hr_stager *made = NULL;
+    int status = HORO_OK;
+    if (atomic_load(&engine->stager) == NULL) {
+        status = hr_stager_create(paths, path_count, engine, on_ready, on_failed, &made, error);
+    }
+    if (made != NULL) {
+        atomic_store(&engine->stager, made);
+    }
+    (void)pthread_mutex_unlock(&engine->staging_lock);
+    return status;
+}
+
+void hr_engine_end_cuda(struct hr_engine *engine) {
+    struct hr_stager *stager = atomic_exchange(&engine->stager, NULL);
+    if (stager != NULL) {
+        hr_stager_close(stager, CLOSE_MS);
+    }
+}
+
+/* Whether the collective needs the values of this rank. */
+static int counts_here(const struct hr_engine *engine, const horo_request *call) {
+    return call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
+}
+
+static int refuse(const horo_request *call, struct hr_error *error) {
+    if (call->op == HORO_BARRIER) {
+        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+    }
+    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
+                       hr_op_name(call->op), call->name);
+    }
+    return HORO_OK;
+}
+
+/* One piece of host memory for values and result, but for a reduce-scatter, whose result lies behind the values. */
+static void describe(const struct hr_engine *engine, const struct hr_request *request,
+                     struct hr_staged_tensor *staged) {
+    const horo_request *call = &request->call;
+    for (int i = 0; i < call->tensor_count; i++) {
+        const horo_tensor *tensor = &call->tensors[i];
+        int64_t bytes = 0; /* it has been checked */
+        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+        const size_t room = hr_round_up((size_t)bytes, HR_STAGED_ALIGNMENT);
+        staged[i] = (struct hr_staged_tensor){
+            .source = (uint64_t)(uintptr_t)tensor->input,
+            .target = (uint64_t)(uintptr_t)tensor->output,
+            .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
+            .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
+            .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
+        };
+    }
+}
+
+static void substitute(struct hr_request *request) {
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        char *host = hr_staging_host(request->staging, (size_t)i);
+        tensors[i].input = host;
+        tensors[i].output = host + request->staging->tensors[i].result_at;
+    }
+}
+
+int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+    const horo_request *call = &request->call;
+    struct hr_stager *stager = atomic_load(&engine->stager);
+    HR_TRY(refuse(call, error));
+    if (stager == NULL) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
+                       hr_op_name(call->op), call->name);
+    }
+    struct hr_staged_tensor *staged = calloc((size_t)call->tensor_count, sizeof *staged);
+    if (staged == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "%s '%s': out of memory", hr_op_name(call->op), call->name);
+    }
+    describe(engine, request, staged);
+    struct hr_error reason = {0};
+    const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
+                                         (size_t)call->tensor_count, &request->staging, &reason);
+    free(staged);
+    if (status != HORO_OK) {
+        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
+    }
+    substitute(request);
+    return HORO_OK;
+}
+
+void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
+    struct hr_error error = {0};
+    if (hr_staging_launch(request->staging, request, &error) == HORO_OK) {
+        return;
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *refused = hr_engine_find_handle(engine, handle); /* it may have been released meanwhile */
+    if (refused != NULL) {
+        fail_locked(engine, refused, error.code, error.text);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+static void drop(void *staging) {
+    hr_staging_drop(staging);
+}
+
+void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        hr_node_bury(engine->node, requests[i]->staging, drop);
+        requests[i]->staging = NULL;
+    }
+}
+
+/* The parts that a call needs of a request that another thread may release meanwhile. */
+struct returning {
+    struct hr_mark *mark;       /* by NCCL: kept; else NULL */
+    struct hr_staging *staging; /* kept; else NULL */
+    size_t *bytes;              /* of each result; NULL: the results are on their way already */
+};
+
+/* The bytes of each result, of a request that is done. */
+static void measure(const struct hr_request *request, size_t *bytes) {
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        const horo_tensor *tensor = &request->call.tensors[i];
+        int64_t all = 0;
+        size_t first;
+        size_t rows;
+        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
+        bytes[i] = hr_op_tells_rows(request->call.op) ? 0 : (size_t)all; /* those are taken from the host */
+        if (request->call.op == HORO_REDUCESCATTER && all > 0) {
+            hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
+            bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;
+        }
+    }
+}
+
+/* With the lock held. */
+static int begin_return(struct hr_request *request, int64_t handle, struct returning *returning,
+                        struct hr_error *error) {
+    if (request == NULL || request->call.device == 0) { /* until it is done, the driver may change the rest of it */
+        return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
+    }
+    if (atomic_load(&request->status) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
+                       request->call.name);
+    }
+    if (request->mark != NULL) {
+        hr_mark_keep(request->mark);
+        returning->mark = request->mark;
+        return HORO_OK;
+    }
+    if (!request->is_returned) {
+        returning->bytes = calloc(request->staging->count, sizeof *returning->bytes);
+        if (returning->bytes == NULL) {
+            return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
+        }
+        measure(request, returning->bytes);
+        request->is_returned = 1;
+    }
+    hr_staging_keep(request->staging);
+    returning->staging = request->staging;
+    return HORO_OK;
+}
+
+/* The results are not on their way after all: another call may begin that. */
+static void take_back_return(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    if (request != NULL) {
+        request->is_returned = 0;
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+/* With staging_lock held. */
+static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
+    struct returning returning = {0};
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    int status = begin_return(hr_engine_find_handle(engine, handle), handle, &returning, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(status);
+    if (returning.mark != NULL) {
+        status = hr_mark_await(returning.mark, stream, error);
+        hr_mark_drop(returning.mark);
+        return status;
+    }
+    status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
+    if (status != HORO_OK && returning.bytes != NULL) {
+        take_back_return(engine, handle);
+    }
+    free(returning.bytes);
+    hr_staging_drop(returning.staging);
+    return status;
+}
+
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
+    const int status = return_results(engine, handle, (void *)(uintptr_t)stream, error);
+    (void)pthread_mutex_unlock(&engine->staging_lock);
+    return status;
+}

@@ -1,0 +1,246 @@
+/*
+ * Leaving, and the end of the group: the first part of the engine. It asks for the LEAVE record when this rank shuts
+ * down, and has all turns from CLOSING on; the stages are in engine.h.
+ */
+#include <string.h>
+
+#include "engine/drive/drive.h"
+
+enum {
+    FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
+    LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
+    CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here */
+};
+
+static int is_aborted(const struct hr_engine *engine) {
+    return hr_arena_aborted(&engine->node->arena).code != 0;
+}
+
+/* ---- The grace: the time that a rank waits for others in which nothing moves ---- */
+
+static uint64_t count_moves(const struct hr_engine *engine) {
+    const struct hr_node *node = engine->node;
+    uint64_t moves = hr_drive_moves(engine);
+    for (int i = 0; i < node->local_size; i++) {
+        if (i != node->local_rank) {
+            /* partner: show_moves */
+            moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
+        }
+    }
+    return moves;
+}
+
+static void begin_grace(struct hr_engine *engine, int64_t now_ns) {
+    struct hr_driver *driver = &engine->driver;
+    const int64_t grace_ms = driver->stage == HR_ENGINE_CLOSING ? CLOSE_GRACE_MS : LEAVE_GRACE_MS;
+    driver->leave_ns = now_ns + grace_ms * 1000000;
+    driver->leave_moves = count_moves(engine);
+    hr_part_expect(&driver->end, driver->leave_ns);
+}
+
+static struct hr_wire_text words_of(struct hr_engine *engine) {
+    (void)pthread_mutex_lock(&engine->submission.lock); /* under which they were written */
+    const char *words = engine->driver.leave_words;
+    const struct hr_wire_text text = {.data = words, .bytes = strlen(words)};
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return text;
+}
+
+static void leave_at_once(struct hr_engine *engine) {
+    const struct hr_wire_text words = words_of(engine);
+    const int status = engine->driver.leave_status;
+    if (words.bytes > 0) {
+        hr_node_end(engine->node, status, engine->node->rank, words.data, words.bytes);
+    } else {
+        hr_node_abort(engine->node, status, engine->node->rank, HR_REASON_LEFT);
+    }
+}
+
+/* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
+static void stop_waiting(struct hr_engine *engine) {
+    struct hr_driver *driver = &engine->driver;
+    driver->is_late = hr_engine_world(engine)->executor.has_executed_leave && driver->stage == HR_ENGINE_RUNNING;
+    if (atomic_load(&driver->stop) && !driver->is_late) {
+        leave_at_once(engine);
+    }
+}
+
+/* If something has moved, the grace begins anew. */
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    struct hr_engine *engine = part->owner;
+    struct hr_driver *driver = &engine->driver;
+    const int waits = driver->leave_ns != 0 && driver->stage <= HR_ENGINE_CLOSING && !is_aborted(engine);
+    if (waits && now_ns >= driver->leave_ns) {
+        const int is_over = driver->leave_moves == count_moves(engine);
+        begin_grace(engine, now_ns);
+        if (is_over) {
+            stop_waiting(engine);
+        }
+    }
+    const int64_t next_ns = waits ? driver->leave_ns : HR_NEVER;
+    const int flushes = driver->stage == HR_ENGINE_CLOSING || driver->stage == HR_ENGINE_ENDING;
+    return flushes && driver->flush_ns > now_ns && driver->flush_ns < next_ns ? driver->flush_ns : next_ns;
+}
+
+/* ---- RUNNING ---- */
+
+static int ask_to_leave(struct hr_engine *engine) {
+    const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
+    HR_TRY(announced);
+    HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank, engine->driver.leave_status,
+                                words_of(engine)));
+    begin_grace(engine, hr_now_ns());
+    return HR_MOVED;
+}
+
+/* Whether this rank has nothing more to do in a batch of the lane that some members may have begun. */
+static int has_run_out(const struct hr_lane *lane) {
+    /* partner: hr_ring_write */
+    const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
+    return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
+           lane->lone.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+           written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
+}
+
+/* The LEAVE record has been executed, and what other teams have begun is over, or is not waited for any longer. */
+static int may_close(const struct hr_engine *engine) {
+    for (int i = 1; i < engine->lane_count; i++) {
+        if (!has_run_out(engine->lanes[i])) {
+            return engine->driver.is_late;
+        }
+    }
+    return 1;
+}
+
+/* From CLOSING on every message counts. */
+static void end_quiet(struct hr_engine *engine) {
+    for (int i = 0; i < engine->lane_count; i++) {
+        if (engine->lanes[i]->team->transport != NULL) {
+            engine->lanes[i]->team->transport->is_quiet = 0;
+        }
+    }
+}
+
+static void begin_flush(struct hr_engine *engine, enum hr_engine_stage stage, int64_t now_ns) {
+    engine->driver.stage = stage;
+    engine->driver.flush_ns = now_ns + FLUSH_MS * 1000000ll;
+    hr_part_expect(&engine->driver.end, engine->driver.flush_ns);
+}
+
+/* Operations of other teams that are not done by now end here. */
+static int begin_closing(struct hr_engine *engine) {
+    const int64_t now_ns = hr_now_ns();
+    end_quiet(engine);
+    for (int i = 1; i < engine->lane_count; i++) {
+        hr_lane_cancel(engine->lanes[i]);
+    }
+    begin_flush(engine, HR_ENGINE_CLOSING, now_ns);
+    begin_grace(engine, now_ns);
+    return HR_MOVED;
+}
+
+static int turn_running(struct hr_engine *engine) {
+    const struct hr_lane *world = hr_engine_world(engine);
+    if (atomic_load(&engine->driver.stop) && !world->announcer.has_asked_to_leave) {
+        return ask_to_leave(engine);
+    }
+    if (!world->executor.has_executed_leave) {
+        return HR_STILL;
+    }
+    if (engine->driver.leave_ns == 0) {
+        begin_grace(engine, hr_now_ns());
+    }
+    return may_close(engine) ? begin_closing(engine) : HR_STILL;
+}
+
+/* ---- CLOSING, ENDING and ENDED ---- */
+
+/* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
+static int has_failed(const struct hr_engine *engine) {
+    return is_aborted(engine) || hr_engine_end(engine).code == HORO_ERR_PEER_LOST;
+}
+
+static int begin_ending(struct hr_engine *engine) {
+    end_quiet(engine);
+    hr_engine_note_end(engine);
+    const int failed = has_failed(engine);
+    for (struct hr_part *part = engine->driver.parts; part != NULL; part = part->next) {
+        if (part->ops->end != NULL) {
+            part->ops->end(part, failed);
+        }
+    }
+    begin_flush(engine, HR_ENGINE_ENDING, hr_now_ns());
+    return HR_MOVED;
+}
+
+/* CLOSING: nobody needs this rank any more. */
+static int may_end(const struct hr_engine *engine) {
+    const struct hr_lane *world = hr_engine_world(engine);
+    return !world->is_leader || hr_leader_is_done(world);
+}
+
+/*
+ * The callers here must not hear of the end before the neighbours: they may end at once, which others must not take for
+ * the cause.
+ */
+static int turn_closing(struct hr_engine *engine) {
+    int moved = HR_STILL;
+    int sends_left = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        struct hr_lane *lane = engine->lanes[i];
+        const int led = lane->is_leader ? hr_leader_progress_links(lane) : HR_STILL;
+        HR_TRY(led);
+        moved |= led;
+        sends_left |= lane->is_leader && hr_leader_sends_left(lane);
+    }
+    if ((!sends_left || hr_now_ns() >= engine->driver.flush_ns) && hr_engine_fail_all(engine)) {
+        return HR_MOVED;
+    }
+    return may_end(engine) ? begin_ending(engine) : moved;
+}
+
+/* As in CLOSING. */
+static int turn_ending(struct hr_engine *engine) {
+    int flushed = 1;
+    for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.serves_hosts); i++) {
+        struct hr_lane *lane = engine->lanes[i];
+        if (lane->is_leader) {
+            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
+            const int all = hr_leader_flush_links(lane);
+            flushed = all < 0 ? flushed : flushed && all;
+        }
+    }
+    /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
+    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
+    if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
+        return HR_STILL;
+    }
+    atomic_store(&engine->driver.serves_hosts, 0);
+    engine->driver.stage = HR_ENGINE_ENDED;
+    return HR_MOVED;
+}
+
+static int turn(struct hr_part *part) {
+    struct hr_engine *engine = part->owner;
+    const enum hr_engine_stage stage = engine->driver.stage;
+    /* before leaving: a LEAVE would overtake the reason of a rank that has ended the group itself */
+    if (stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
+        return begin_ending(engine);
+    }
+    switch (stage) {
+    case HR_ENGINE_RUNNING: return turn_running(engine);
+    case HR_ENGINE_CLOSING: return turn_closing(engine);
+    case HR_ENGINE_ENDING: return turn_ending(engine);
+    default: return hr_engine_fail_all(engine);
+    }
+}
+
+/* Whether a rank of this host wants to leave: its leader may compute. */
+static int needs(const struct hr_part *part) {
+    const struct hr_engine *engine = part->owner;
+    /* partner: hr_lane_ask_to_leave */
+    return engine->driver.stage == HR_ENGINE_RUNNING && hr_engine_world(engine)->is_leader &&
+           atomic_load(&engine->node->arena.header->wants_leave) != 0;
+}
+
+const struct hr_part_ops hr_part_end = {.rank = HR_PART_END, .turn = turn, .due = due, .needs = needs};

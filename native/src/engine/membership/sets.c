@@ -1,0 +1,288 @@
+/*
+ * Adding and removing teams: operations of all ranks, agreed on in the log of the world, so that every rank gives a new
+ * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
+ * pending in the team; so when all have, nothing of it is left to be done anywhere.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/op.h"
+#include "engine/drive/drive.h"
+#include "engine/gpu/gpu.h"
+
+/* ---- The callers' side ---- */
+
+static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_lane *new_lane,
+                  int64_t *handle, struct hr_error *error) {
+    const int64_t extent = count;
+    const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
+    const horo_request call = {
+        .name = HR_CHANGE_NAME,
+        .op = op,
+        .flags = HORO_SUBMIT_TRANSIENT,
+        .prescale = 1.0,
+        .postscale = 1.0,
+        .tensors = &tensor,
+        .tensor_count = 1,
+    };
+    return hr_engine_submit_with(engine, &call, new_lane, handle, error);
+}
+
+int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+    if (size < 1 || size > engine->node->size) {
+        return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
+                       engine->node->size);
+    }
+    for (int i = 0; i < size; i++) {
+        if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
+            return hr_fail(error, HORO_ERR_USAGE,
+                           "the ranks of a process set must be ascending and from 0 to %d, but number %d of them is %d",
+                           engine->node->size - 1, i, ranks[i]);
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+                       struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
+    struct hr_lane *lane = NULL;
+    if (team != NULL) {
+        HR_TRY(hr_lane_create(engine, team, backend, &lane, error));
+    }
+    const int status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
+    if (status != HORO_OK && lane != NULL) {
+        hr_lane_destroy(lane);
+    }
+    return status;
+}
+
+const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
+                                                struct hr_error *error) {
+    const int number = id < 0 ? -1 : hr_team_number(id);
+    const int fits = number >= 0 && number < HR_TEAMS_MAX;
+    const struct hr_team_place *place = fits ? &engine->teams[number] : NULL;
+    if (fits && place->is_used && place->id == id) {
+        return place;
+    }
+    const int is_gone = fits && (place->id < 0 || id < place->id);
+    (void)hr_fail(error, HORO_ERR_USAGE, "%s%s%sprocess set %d %s", name == NULL ? "" : "'", name == NULL ? "" : name,
+                  name == NULL ? "" : "': ", is_gone ? number : id, is_gone ? "has been removed" : "does not exist");
+    return NULL;
+}
+
+/* With the lock held: from here on nothing can be submitted to the team. */
+static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_error *error) {
+    if (id == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "process set 0 has all ranks and cannot be removed");
+    }
+    const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, error);
+    if (place == NULL) {
+        return error->code;
+    }
+    struct hr_lane *lane = place->lane;
+    if (lane == NULL) {
+        return HORO_OK;
+    }
+    char name[HR_TEAM_NAME_BYTES];
+    if (lane->refuses_requests) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(lane->team, name));
+    }
+    int pending = 0;
+    for (const struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {
+        pending += request->refused == 0;
+    }
+    if (pending > 0) {
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "%s cannot be removed: %d of its operations are not done on rank %d; wait for them",
+                       hr_team_name(lane->team, name), pending, engine->node->rank);
+    }
+    lane->refuses_requests = 1;
+    return HORO_OK;
+}
+
+/* It could not even be submitted. */
+static void take_back_removal(struct hr_engine *engine, int32_t id) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    struct hr_lane *lane = engine->teams[hr_team_number(id)].lane;
+    if (lane != NULL) {
+        lane->refuses_requests = 0;
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int begun = begin_removal(engine, team, error);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    HR_TRY(begun);
+    const int32_t value = team;
+    const int status = submit(engine, HORO_REMOVE_TEAM, &value, 1, NULL, handle, error);
+    if (status != HORO_OK) {
+        take_back_removal(engine, team);
+    }
+    return status;
+}
+
+int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_request *request = hr_engine_find_handle(engine, handle);
+    const int known = request != NULL && atomic_load(&request->status) == HORO_OK && request->team_added >= 0;
+    const int team = known ? request->team_added : HORO_ERR_USAGE;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return team;
+}
+
+/* ---- The driver's side ---- */
+
+static int first_value(const struct hr_request *request) {
+    struct hr_wire_request decoded;
+    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK
+               ? (int)hr_wire_u32(decoded.values, 0)
+               : 0;
+}
+
+/* The lane whose team the request removes; NULL: there is none on this rank. */
+static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_error error = {0};
+    const int32_t id = request->call.op == HORO_REMOVE_TEAM ? first_value(request) : 0;
+    const struct hr_team_place *place = id > 0 ? hr_engine_find_team(engine, id, NULL, &error) : NULL;
+    return place == NULL ? NULL : place->lane;
+}
+
+void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->leader.expects_removal = 1;
+    }
+}
+
+void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->leader.expects_removal = 0;
+    }
+}
+
+void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_lane *lane = lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->refuses_requests = 0;
+    }
+}
+
+/* The lowest number that is free; HR_TEAMS_MAX: none is. */
+static int free_number(const struct hr_engine *engine) {
+    int team = 1;
+    while (team < HR_TEAMS_MAX && (engine->teams[team].is_used || engine->teams[team].id < 0)) {
+        team++;
+    }
+    return team;
+}
+
+static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
+    const struct hr_team *world = hr_engine_world(engine)->team;
+    for (uint32_t i = 0; i < ranks->value_count; i++) {
+        if (world->host_of_rank[hr_wire_u32(ranks->values, i)] == world->host) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* After a change of lanes, with the lock held: whether other hosts need this rank. */
+static void choose_driver(struct hr_engine *engine) {
+    int leads = 0;
+    for (int i = 0; i < engine->lane_count; i++) {
+        leads |= engine->lanes[i]->is_leader && engine->lanes[i]->team->transport != NULL;
+    }
+    atomic_store(&engine->driver.serves_hosts, leads);
+}
+
+static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
+    struct hr_team_place *place = &engine->teams[team];
+    struct hr_lane *lane = request->new_lane;
+    struct hr_error error = {0};
+    /* partner: hr_partition_leave */
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
+        return HR_STILL;
+    }
+    if (lane != NULL && hr_lane_open(lane, place->id, &error) != HORO_OK) { /* the others have begun to use it */
+        hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
+        return error.code;
+    }
+    if (lane != NULL) {
+        hr_gpu_attach(engine, lane);
+    }
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    request->new_lane = NULL;
+    request->team_added = place->id;
+    place->is_used = 1;
+    place->has_local = has_local;
+    place->lane = lane;
+    if (lane != NULL) {
+        engine->lanes[engine->lane_count++] = lane;
+        hr_drive_add(engine, &lane->part, &hr_part_lane, lane);
+        choose_driver(engine);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return HR_DONE;
+}
+
+static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
+    for (int i = 1; i < engine->lane_count; i++) {
+        if (engine->lanes[i] == lane) {
+            engine->lanes[i] = engine->lanes[--engine->lane_count];
+            hr_drive_remove(engine, &lane->part);
+            engine->driver.lane_moves += hr_lane_moves(lane);
+            engine->gone_link_bytes +=
+                lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
+            return;
+        }
+    }
+}
+
+static void remove_team(struct hr_engine *engine, int team) {
+    struct hr_team_place *place = &engine->teams[team];
+    struct hr_lane *lane = place->lane;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    place->cleanings += place->has_local != 0;
+    place->is_used = 0;
+    place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
+    place->lane = NULL;
+    if (lane != NULL) {
+        hr_engine_drop_refusals(lane, 0); /* nothing else is pending there */
+        forget(engine, lane);
+        choose_driver(engine);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (lane != NULL) {
+        hr_gpu_detach(engine, lane);
+        hr_lane_close(lane);
+        hr_lane_destroy(lane);
+    }
+}
+
+int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
+                           size_t text_bytes) {
+    struct hr_wire_request decoded;
+    HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
+    *outcome = HORO_OK;
+    if (request->call.op == HORO_ADD_TEAM) {
+        const int team = free_number(engine);
+        if (team < HR_TEAMS_MAX) {
+            return add(engine, request, team, has_local_member(engine, &decoded));
+        }
+        (void)snprintf(text, text_bytes,
+                       "there are %d process sets already, and no more are possible: remove one that is not needed",
+                       team);
+        *outcome = HORO_ERR_RESOURCE;
+        return HR_DONE;
+    }
+    struct hr_error error = {0};
+    const int32_t id = (int)hr_wire_u32(decoded.values, 0);
+    if (id == 0 || hr_engine_find_team(engine, id, NULL, &error) == NULL) { /* it was there when the ranks asked */
+        return HORO_ERR_INTERNAL;
+    }
+    remove_team(engine, hr_team_number(id));
+    return HR_DONE;
+}

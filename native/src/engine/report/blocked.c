@@ -1,0 +1,311 @@
+/* The report of a rank whose threads all wait, and the search for a deadlock in those of all ranks; see deadlock.h. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/op.h"
+#include "engine/drive/drive.h"
+#include "wire/frame.h"
+
+/* ---- Callers, and their last report. Under the lock. ---- */
+
+void hr_engine_note_caller(struct hr_engine *engine) {
+    struct hr_callers *callers = &engine->submission.callers;
+    const pthread_t self = pthread_self();
+    if (callers->count > 0 && pthread_equal(callers->last, self)) {
+        return;
+    }
+    callers->last = self;
+    const int known = callers->count < HORO_CALLERS_MAX ? callers->count : HORO_CALLERS_MAX;
+    for (int i = 0; i < known; i++) {
+        if (pthread_equal(callers->threads[i], self)) {
+            return;
+        }
+    }
+    if (known < HORO_CALLERS_MAX) {
+        callers->threads[known] = self;
+    }
+    callers->count = known + 1;
+}
+
+int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity) {
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const struct hr_callers *callers = &engine->submission.callers;
+    for (int i = 0; i < callers->count && i < HORO_CALLERS_MAX && i < capacity; i++) {
+        threads[i] = (uint64_t)callers->threads[i];
+    }
+    const int32_t count = callers->count;
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return count;
+}
+
+static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
+    for (int32_t i = 0; i < count; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        /* one whose values are on their way from a GPU is going to be announced */
+        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS || !request->is_queued) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Of a change of teams, the function that was called: it may begin by an allgather. */
+static const char *told_name(const struct hr_request *request) {
+    if (strcmp(request->call.name, HR_CHANGE_NAME) != 0) {
+        return request->call.name;
+    }
+    return hr_op_name(request->call.op == HORO_REMOVE_TEAM ? HORO_REMOVE_TEAM : HORO_ADD_TEAM);
+}
+
+/* "'a' (train.py:12) and 'b' (train.py:40)". */
+static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
+                     size_t text_bytes) {
+    char name[HR_TEAM_NAME_BYTES];
+    size_t used = 0;
+    text[0] = '\0';
+    for (int32_t i = 0; i < count && used < text_bytes; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        const char *told = told_name(request);
+        const size_t bytes = strlen(told);
+        const size_t excess = bytes < HR_BLOCKED_NAME_MAX ? 0 : bytes - HR_BLOCKED_NAME_MAX;
+        used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
+                                 excess == 0 ? "" : "...", told + excess);
+        if (request->call.team != 0 && used < text_bytes) {
+            used += (size_t)snprintf(text + used, text_bytes - used, " in %s", hr_team_name(request->lane->team, name));
+        }
+        if (waits[i].place[0] != '\0' && used < text_bytes) {
+            used += (size_t)snprintf(text + used, text_bytes - used, " (%s)", waits[i].place);
+        }
+    }
+}
+
+/* Every record that this rank executes in any team ends a request of its own, or is counted as one that does not. */
+static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                       const char *others) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
+    if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
+        blocked->pending != atomic_load(&engine->submission.pending) ||
+        blocked->passed != engine->submission.passed || strcmp(blocked->others, others) != 0) {
+        return 0;
+    }
+    for (int32_t i = 0; i < count; i++) {
+        if (blocked->handles[i] != waits[i].handle) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                 const char *others) {
+    struct hr_blocked *blocked = &engine->submission.blocked;
+    if (question != 0) {
+        atomic_store(&blocked->answered, question);
+    }
+    blocked->question = question;
+    blocked->count = count;
+    blocked->last_handle = engine->submission.last_handle;
+    blocked->pending = atomic_load(&engine->submission.pending);
+    blocked->passed = engine->submission.passed;
+    (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
+    describe(engine, waits, count, blocked->text, sizeof blocked->text);
+    for (int32_t i = 0; i < count; i++) {
+        blocked->handles[i] = waits[i].handle;
+    }
+    atomic_store(&blocked->is_new, 1);
+    hr_engine_kick(engine);
+}
+
+int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
+                             const char *others) {
+    if (count < 0 || count > HORO_WAITING_MAX || engine->node->stall_warning_ns == 0) {
+        return HORO_OK;
+    }
+    char known_others[sizeof engine->submission.blocked.others];
+    (void)snprintf(known_others, sizeof known_others, "%s", others);
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    const int is_news = count > 0 || engine->submission.blocked.count > 0;
+    if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
+        keep(engine, waits, count, question, known_others);
+    }
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    return HORO_OK;
+}
+
+uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
+    /* partner: hr_leader_ask_blocked */
+    const uint32_t asked = atomic_load(&engine->node->arena.header->blocked_question);
+    return asked == atomic_load(&engine->submission.blocked.answered) ? 0 : asked;
+}
+
+/* ---- The message to rank 0, which the driver writes ---- */
+
+/* The next one but for those behind a refusal, which are not announced: a rank has each name once. */
+static const struct hr_request *next_announced(const struct hr_lane *lane, const struct hr_request *request) {
+    do {
+        request = hr_lane_next_pending(lane, request);
+    } while (request != NULL && request->is_behind);
+    return request;
+}
+
+static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
+    uint32_t count = 0;
+    for (const struct hr_request *request = NULL; (request = next_announced(lane, request)) != NULL;) {
+        count++;
+    }
+    const struct hr_wire_lane head = {
+        .team = (uint32_t)lane->team->number,
+        .members = (uint32_t)lane->team->size,
+        .executed = hr_lane_place(lane),
+        .count = count + (lane->is_joining != 0),
+    };
+    HR_TRY(hr_wire_put_lane(out, &head));
+    HR_TRY(lane->is_joining ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
+    const struct hr_request *request = NULL;
+    while ((request = next_announced(lane, request)) != NULL) {
+        HR_TRY(hr_wire_put_hash(out, request->pending_hash));
+    }
+    return HORO_OK;
+}
+
+/* With the lock held, so that what is pending and what is executed are of one moment. */
+static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
+    const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
+    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
+                                                      .rank = engine->node->rank,
+                                                      .question = blocked->question,
+                                                      .text = text,
+                                                      .others = others,
+                                                      .count = (uint32_t)engine->lane_count}));
+    for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
+        if (engine->teams[number].is_used && engine->teams[number].lane != NULL) {
+            HR_TRY(put_lane(engine->teams[number].lane, out));
+        }
+    }
+    return HORO_OK;
+}
+
+static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
+    return hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED, .rank = engine->node->rank});
+}
+
+static int still_waits(const struct hr_engine *engine) {
+    const struct hr_blocked *blocked = &engine->submission.blocked;
+    int waits = blocked->count > 0 && blocked->last_handle == engine->submission.last_handle &&
+                blocked->passed == engine->submission.passed;
+    for (int i = 0; i < blocked->count && waits; i++) {
+        const struct hr_request *request = hr_engine_find_handle(engine, blocked->handles[i]);
+        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
+    }
+    return waits;
+}
+
+static int tell(struct hr_engine *engine, int (*put)(struct hr_engine *engine, struct hr_buffer *out)) {
+    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_buffer own = {0};
+    struct hr_buffer *out = world->is_leader ? &own : &world->announcer.request_out;
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    int status = put(engine, out);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+    if (status == HORO_OK) {
+        hr_frame_end(out, mark);
+    }
+    if (status == HORO_OK && world->is_leader) {
+        struct hr_wire_message message;
+        const uint8_t *data;
+        size_t bytes;
+        status = hr_frame_peek(&own, &data, &bytes);
+        status = status == HORO_OK ? hr_wire_decode(data, bytes, &message) : status;
+        status = status == HORO_OK ? hr_leader_note_blocked(world, &message) : status;
+    }
+    hr_buffer_fini(&own);
+    return status;
+}
+
+static int put_what_is(struct hr_engine *engine, struct hr_buffer *out) {
+    struct hr_blocked *blocked = &engine->submission.blocked;
+    atomic_store(&blocked->is_new, 0);
+    blocked->is_told = still_waits(engine);
+    blocked->count = blocked->is_told ? blocked->count : 0;
+    return blocked->is_told ? put_report(engine, out) : put_none(engine, out);
+}
+
+int hr_engine_tell_blocked(struct hr_engine *engine) {
+    return tell(engine, put_what_is);
+}
+
+/* ---- Leaders ---- */
+
+int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message) {
+    if (lane->team->number != 0 || message->rank >= lane->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (lane->is_root) {
+        hr_part_expect(&lane->engine->driver.deadlock, 0); /* it may be judged */
+        return hr_deadlock_note(&lane->leader.deadlock, lane->node->size, message, hr_now_ns());
+    }
+    size_t mark;
+    struct hr_buffer *out = &lane->leader.links[0].out;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_buffer_append(out, message->bytes, message->byte_count));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question) {
+    if (lane->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    /* partner: hr_engine_blocked_question. Who waits looks there from time to time, so nobody is called. */
+    atomic_store(&lane->node->arena.header->blocked_question, question);
+    struct hr_buffer frame = {0};
+    size_t mark;
+    int status = hr_frame_begin(&frame, &mark);
+    status = status == HORO_OK
+                 ? hr_wire_put(&frame, &(struct hr_wire_message){.type = HR_WIRE_QUERY, .question = question})
+                 : status;
+    if (status == HORO_OK) {
+        hr_frame_end(&frame, mark);
+        status = hr_leader_send_down(lane, hr_buffer_front(&frame), hr_buffer_size(&frame));
+    }
+    hr_buffer_fini(&frame);
+    return status;
+}
+
+/* The root of all ranks: ends the group at a deadlock. */
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    const struct hr_engine *engine = part->owner;
+    struct hr_lane *lane = hr_engine_world(engine);
+    struct hr_deadlock *deadlock = &lane->leader.deadlock;
+    const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
+    if (due_ns == 0 || now_ns < due_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+        return due_ns == 0 || now_ns >= due_ns ? HR_NEVER : due_ns;
+    }
+    char text[HR_LAST_WORDS_MAX + 1];
+    switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
+    case HR_VERDICT_NONE: break;
+    case HR_VERDICT_ASK:
+        if (hr_leader_ask_blocked(lane, deadlock->question) != HORO_OK) {
+            hr_log(&lane->node->log, HORO_LOG_WARNING,
+                   "no memory to ask whether all ranks wait for one another: they wait until something changes");
+        }
+        break;
+    case HR_VERDICT_OPEN:
+        if (!deadlock->is_judged) {
+            return now_ns + lane->node->stall_warning_ns;
+        }
+        hr_log(&lane->node->log, HORO_LOG_WARNING, "all ranks wait and nothing can finish: %s", text);
+        break;
+    case HR_VERDICT_DEADLOCK:
+        hr_node_end(lane->node, HORO_ERR_DEADLOCK, lane->node->rank, text, strlen(text));
+        break;
+    }
+    return HR_NEVER;
+}
+
+const struct hr_part_ops hr_part_deadlock = {.rank = HR_PART_DEADLOCK, .due = due};

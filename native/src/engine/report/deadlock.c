@@ -1,0 +1,308 @@
+#include "engine/report/deadlock.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    TAIL_BYTES = 160, /* kept free for the end of the sentence */
+    WAITS_MAX = 255,  /* bytes shown of what a rank says that it waits for */
+};
+
+void hr_deadlock_fini(struct hr_deadlock *deadlock) {
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        hr_buffer_fini(&deadlock->reports[rank].message);
+    }
+    free(deadlock->reports);
+    *deadlock = (struct hr_deadlock){0};
+}
+
+/* All but the number of the question, which stands behind type and rank. */
+static int says_the_same(const struct hr_buffer *before, const struct hr_wire_message *message) {
+    enum { HEAD_BYTES = 1 + 4 + 4 };
+    return message->byte_count > HEAD_BYTES && hr_buffer_size(before) == message->byte_count &&
+           memcmp(hr_buffer_front(before) + HEAD_BYTES, message->bytes + HEAD_BYTES,
+                  message->byte_count - HEAD_BYTES) == 0;
+}
+
+static void note_answer(struct hr_deadlock *deadlock, struct hr_report *report, uint32_t question) {
+    if (question != 0 && question == deadlock->question && question != report->answered) {
+        report->answered = question;
+        deadlock->answers++;
+        deadlock->is_judged = deadlock->answers < deadlock->size;
+    }
+}
+
+int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns) {
+    if (deadlock->reports == NULL) {
+        deadlock->reports = calloc((size_t)size, sizeof *deadlock->reports);
+        if (deadlock->reports == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        deadlock->size = size;
+    }
+    if (message->rank >= deadlock->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    struct hr_buffer *last = &deadlock->reports[message->rank].message;
+    if (says_the_same(last, message)) {
+        note_answer(deadlock, &deadlock->reports[message->rank], message->question);
+        return HORO_OK;
+    }
+    deadlock->count -= hr_buffer_size(last) > 0;
+    hr_buffer_consume(last, hr_buffer_size(last));
+    deadlock->is_judged = 0;
+    deadlock->is_open = 0;
+    deadlock->question = 0;
+    deadlock->changed_ns = now_ns;
+    if (message->count == 0) {
+        return HORO_OK;
+    }
+    HR_TRY(hr_buffer_append(last, message->bytes, message->byte_count));
+    deadlock->count++;
+    return HORO_OK;
+}
+
+int64_t hr_deadlock_due_ns(const struct hr_deadlock *deadlock, int64_t open_ns) {
+    const int is_due = deadlock->count > 0 && deadlock->count == deadlock->size && !deadlock->is_judged;
+    return is_due ? deadlock->changed_ns + (deadlock->is_open ? open_ns : 0) : 0;
+}
+
+static struct hr_wire_message report_of(const struct hr_deadlock *deadlock, int rank) {
+    const struct hr_buffer *last = &deadlock->reports[rank].message;
+    struct hr_wire_message message;
+    (void)hr_wire_decode(hr_buffer_front(last), hr_buffer_size(last), &message); /* as it has been before */
+    return message;
+}
+
+/* A walk over the lanes of all reports; begins as {.deadlock = deadlock}. */
+struct walk {
+    const struct hr_deadlock *deadlock;
+    int rank; /* whose report is next */
+    uint32_t left;
+    const uint8_t *cursor;
+};
+
+/* 0: there is none any more. */
+static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
+    while (walk->left == 0) {
+        if (walk->rank == walk->deadlock->size) {
+            return 0;
+        }
+        const struct hr_wire_message report = report_of(walk->deadlock, walk->rank++);
+        walk->left = report.count;
+        walk->cursor = report.items;
+    }
+    walk->left--;
+    hr_wire_next_lane(&walk->cursor, lane);
+    return 1;
+}
+
+/* ---- Whether anything can finish ---- */
+
+struct submitted {
+    uint64_t hash;
+    uint32_t team;
+    int has_joined; /* submitted by a rank that has joined: it counts by itself, for all names */
+};
+
+static int compare(const void *a, const void *b) {
+    const struct submitted *one = a;
+    const struct submitted *two = b;
+    if (one->team != two->team) {
+        return one->team < two->team ? -1 : 1;
+    }
+    return one->hash < two->hash ? -1 : one->hash > two->hash;
+}
+
+struct team {
+    uint32_t members, reports, joined;
+    uint64_t executed;
+};
+
+/* Whether its rank has joined the team. */
+static int has_joined(const struct hr_wire_lane *lane) {
+    for (uint32_t k = 0; k < lane->count; k++) {
+        if (hr_wire_u64(lane->hashes, k) == HR_WIRE_ALL_NAMES) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Adds up what all reports say; 0 if they are not of one state of the logs. */
+static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t *names) {
+    *names = 0;
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        struct team *team = &teams[lane.team];
+        if (team->reports++ == 0) {
+            team->members = lane.members;
+            team->executed = lane.executed;
+        }
+        if (team->members != lane.members || team->executed != lane.executed) {
+            return 0;
+        }
+        team->joined += (uint32_t)has_joined(&lane);
+        *names += lane.count;
+    }
+    for (int i = 0; i < HORO_TEAMS_MAX; i++) {
+        if (teams[i].reports != teams[i].members) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        const int joined = has_joined(&lane);
+        for (uint32_t k = 0; k < lane.count; k++) {
+            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_joined = joined};
+        }
+    }
+}
+
+/* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
+static int any_is_complete(struct submitted *all, size_t count, const struct team *teams) {
+    uint32_t others = 0; /* that have submitted this name and have not joined */
+    qsort(all, count, sizeof *all, compare);
+    for (size_t i = 0; i < count; i++) {
+        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
+        others += all[i].has_joined == 0;
+        if (all[i].hash != HR_WIRE_ALL_NAMES && others + teams[all[i].team].joined >= teams[all[i].team].members) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static int can_finish(const struct hr_deadlock *deadlock) {
+    struct team teams[HORO_TEAMS_MAX] = {{0}};
+    size_t count;
+    if (!add_up(deadlock, teams, &count) || count == 0) {
+        return 1;
+    }
+    struct submitted *all = calloc(count, sizeof *all);
+    if (all == NULL) {
+        return 1; /* nothing is said that is not known */
+    }
+    list(deadlock, all);
+    const int is_complete = any_is_complete(all, count, teams);
+    free(all);
+    return is_complete;
+}
+
+/* ---- The sentence ---- */
+
+static int waits_alike(const struct hr_deadlock *deadlock, int a, int b) {
+    const struct hr_wire_text one = report_of(deadlock, a).text;
+    const struct hr_wire_text two = report_of(deadlock, b).text;
+    return one.bytes == two.bytes && (one.bytes == 0 || memcmp(one.data, two.data, one.bytes) == 0);
+}
+
+static int is_first_of_its_kind(const struct hr_deadlock *deadlock, int rank) {
+    for (int before = 0; before < rank; before++) {
+        if (waits_alike(deadlock, before, rank)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* "rank 1" or "ranks 1, 3-7": all that wait as `first` does. */
+static size_t name_ranks(const struct hr_deadlock *deadlock, int first, char *text, size_t text_bytes) {
+    char numbers[256];
+    size_t used = 0;
+    int count = 0;
+    for (int rank = first; rank < deadlock->size; rank++) {
+        if (!waits_alike(deadlock, first, rank)) {
+            continue;
+        }
+        int last = rank;
+        while (last + 1 < deadlock->size && waits_alike(deadlock, first, last + 1)) {
+            last++;
+        }
+        if (used + 32 > sizeof numbers) {
+            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", ...");
+            count++;
+            break;
+        }
+        used += (size_t)snprintf(numbers + used, sizeof numbers - used, used == 0 ? "%d" : ", %d", rank);
+        if (last > rank) {
+            used += (size_t)snprintf(numbers + used, sizeof numbers - used, "-%d", last);
+        }
+        count += last - rank + 1;
+        rank = last;
+    }
+    return (size_t)snprintf(text, text_bytes, "rank%s %s", count == 1 ? "" : "s", numbers);
+}
+
+/* The first rank that may go on by another thread, -1 if there is none. */
+static int find_open(const struct hr_deadlock *deadlock) {
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        if (report_of(deadlock, rank).others.bytes > 0) {
+            return rank;
+        }
+    }
+    return -1;
+}
+
+static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
+    size_t used = 0;
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        const struct hr_wire_text waits = report_of(deadlock, rank).text;
+        if (!is_first_of_its_kind(deadlock, rank)) {
+            continue;
+        }
+        const size_t bytes = waits.bytes < WAITS_MAX ? waits.bytes : WAITS_MAX;
+        if (used + bytes + TAIL_BYTES + 280 > text_bytes && used > 0) {
+            return used + (size_t)snprintf(text + used, text_bytes - used, ", others for something else");
+        }
+        used += (size_t)snprintf(text + used, text_bytes - used, used == 0 ? "" : ", ");
+        const size_t begin = used;
+        used += name_ranks(deadlock, rank, text + used, text_bytes - used);
+        const int is_one = text[begin + 4] == ' ';
+        const char *verb = begin > 0 ? "" : (is_one ? " waits" : " wait");
+        used += (size_t)snprintf(text + used, text_bytes - used, "%s for %.*s", verb, (int)bytes, waits.data);
+    }
+    return used;
+}
+
+/* All ranks are to be asked, unless they have been. */
+static enum hr_verdict confirm(struct hr_deadlock *deadlock) {
+    if (deadlock->question != 0) {
+        return deadlock->answers == deadlock->size ? HR_VERDICT_DEADLOCK : HR_VERDICT_NONE;
+    }
+    deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
+    deadlock->question = deadlock->last_question;
+    deadlock->answers = 0;
+    return HR_VERDICT_ASK;
+}
+
+enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
+    deadlock->is_judged = 1;
+    if (can_finish(deadlock)) {
+        return HR_VERDICT_NONE;
+    }
+    const int open = find_open(deadlock);
+    const enum hr_verdict verdict = open < 0 ? confirm(deadlock) : HR_VERDICT_OPEN;
+    if (verdict == HR_VERDICT_NONE || verdict == HR_VERDICT_ASK) {
+        return verdict;
+    }
+    const size_t used = describe_waits(deadlock, text, text_bytes);
+    if (verdict == HR_VERDICT_DEADLOCK) {
+        (void)snprintf(text + used, text_bytes - used,
+                       "; has a rank fewer batches, or has it skipped a backward() or step()?");
+        return verdict;
+    }
+    const struct hr_wire_text others = report_of(deadlock, open).others;
+    (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
+                   (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
+    deadlock->is_judged = deadlock->is_open;
+    deadlock->is_open = 1;
+    return HR_VERDICT_OPEN;
+}

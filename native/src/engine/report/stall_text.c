@@ -1,0 +1,251 @@
+/* The report of what some ranks have submitted and others not: a line for each, or for those that are alike. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/op.h"
+#include "engine/engine.h"
+#include "engine/report/stall.h"
+
+/* Whether a member has joined: of a host below, whether all of its ranks and of those below it have. */
+static int has_joined(const struct hr_lane *lane, int member) {
+    if (lane->is_leader) {
+        return hr_agree_has_joined(&lane->leader.agree, member);
+    }
+    const uint64_t hash = hr_request_pending_hash(hr_hash(HR_JOIN_NAME, sizeof HR_JOIN_NAME - 1), lane->team->id);
+    return hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], hash) != 0;
+}
+
+/* Whether a local rank, or a host below, has submitted the name; what cannot be told counts as submitted. */
+static int has_submitted(const struct hr_lane *lane, const struct hr_stalled_name *name, int member) {
+    if (lane->is_leader) {
+        return hr_agree_has(name->announced, member);
+    }
+    return member == lane->team->local_rank ||
+           hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], name->pending_hash) != 0 ||
+           has_joined(lane, member);
+}
+
+static int member_count(const struct hr_lane *lane) {
+    return lane->is_leader ? lane->leader.agree.config.member_count : lane->team->local_size;
+}
+
+static int rank_of_member(const struct hr_lane *lane, int member) {
+    return lane->is_leader ? lane->leader.member_ranks[member]
+                           : lane->team->job_rank[lane->team->rank_of_local[member]];
+}
+
+/* ---- Names that have waited too long ---- */
+
+static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t since_ns) {
+    stalled->oldest_ns = stalled->total == 0 || since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
+    if (!name.is_excused && since_ns < stalled->blocked_ns) {
+        stalled->blocked_ns = since_ns;
+    }
+    if (stalled->total++ < HR_NAMES_IN_TEXT) {
+        stalled->names[stalled->count++] = name;
+    }
+}
+
+static int first_missing(const struct hr_lane *lane, const struct hr_stalled_name *name) {
+    for (int member = 0; member < member_count(lane); member++) {
+        if (!has_submitted(lane, name, member)) {
+            return member;
+        }
+    }
+    return -1;
+}
+
+/* The requests of this rank. Excused ones come last, for there may be more than are kept. */
+static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    for (int is_excused = 0; is_excused <= 1; is_excused++) {
+        const struct hr_request *request = NULL;
+        while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+            const int64_t since_ns = hr_stall_waits_since(lane, request);
+            const struct hr_stalled_name name = {
+                .name = request->call.name, .is_excused = is_excused, .pending_hash = request->pending_hash};
+            if (hr_stall_is_excused(request) == is_excused && now_ns - since_ns >= lane->node->stall_warning_ns &&
+                first_missing(lane, &name) >= 0) {
+                add(stalled, name, since_ns);
+            }
+        }
+    }
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+}
+
+/* Calls that this leader waits for behind a refusal of its own, which is all that has been announced. */
+static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    const struct hr_request *request = NULL;
+    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+        if (!request->is_behind || request->refused != 0 ||
+            now_ns - request->submit_ns < lane->node->stall_warning_ns) {
+            continue;
+        }
+        stalled->blocked_ns = request->submit_ns < stalled->blocked_ns ? request->submit_ns : stalled->blocked_ns;
+        for (int i = 0; i < stalled->count; i++) {
+            stalled->names[i].is_excused &= strcmp(stalled->names[i].name, request->call.name) != 0;
+        }
+    }
+    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+}
+
+static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
+    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
+                                            HR_NAMES_IN_TEXT);
+    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
+        add(stalled,
+            (struct hr_stalled_name){
+                .name = waiting[i].name,
+                .is_excused = !waiting[i].is_awaited || strcmp(waiting[i].name, HR_JOIN_NAME) == 0,
+                .announced = waiting[i].announced},
+            waiting[i].since_ns);
+    }
+    stalled->total = total;
+    find_behind(lane, now_ns, stalled);
+}
+
+/*
+ * Of all that have not submitted something: what is excused, or anything else. Who has not joined may wait itself for a
+ * rank that is late with something else.
+ */
+static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int is_excused) {
+    int missing = -1; /* local ranks come first, and are known better */
+    for (int i = 0; i < stalled->count; i++) {
+        const int member = stalled->names[i].is_excused == is_excused ? first_missing(lane, &stalled->names[i]) : -1;
+        missing = member >= 0 && (missing < 0 || member < missing) ? member : missing;
+    }
+    return missing;
+}
+
+void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
+    if (lane->is_leader) {
+        find_announced(lane, now_ns, stalled);
+    } else {
+        find_own(lane, now_ns, stalled);
+    }
+    int missing = first_missing_of(lane, stalled, 0);
+    missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
+    stalled->is_elsewhere = missing >= lane->team->local_size;
+    stalled->culprit = missing < 0 ? -1 : rank_of_member(lane, missing);
+}
+
+/* ---- The text of the report ---- */
+
+enum { MEMBERS_MAX = 256 }; /* more are not shown */
+
+#define HAS_JOINED (1u << 31) /* beside the names */
+
+static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
+    uint32_t names = 0;
+    for (int i = 0; i < stalled->count; i++) {
+        names |= (uint32_t)has_submitted(lane, &stalled->names[i], member) << i;
+    }
+    return has_joined(lane, member) ? names | HAS_JOINED : names;
+}
+
+static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
+    return (submitted & ~HAS_JOINED) == (1u << stalled->count) - 1;
+}
+
+static uint32_t excused_of(const struct hr_stalled *stalled) {
+    uint32_t excused = 0;
+    for (int i = 0; i < stalled->count; i++) {
+        excused |= (uint32_t)stalled->names[i].is_excused << i;
+    }
+    return excused;
+}
+
+int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
+    const uint32_t submitted = submitted_by(lane, stalled, member);
+    const uint32_t excused = excused_of(stalled);
+    if (!is_whole(stalled, excused)) {
+        return !is_whole(stalled, submitted | excused);
+    }
+    return !is_whole(stalled, submitted) &&
+           (member >= lane->team->local_size ||
+            !hr_arena_pending_any(&lane->node->arena, lane->team->index_of_local[member]));
+}
+
+static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char *text, size_t text_bytes) {
+    size_t used = 0;
+    for (int i = 0; i < stalled->count && used < text_bytes; i++) {
+        if ((names >> i & 1) != 0) {
+            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%.*s'", used == 0 ? "" : ", ",
+                                     HR_BLOCKED_NAME_MAX, stalled->names[i].name);
+        }
+    }
+    return used;
+}
+
+/* Local members alike share a line, which the first of them begins. 0: another one has. */
+static int begins_line(const struct hr_lane *lane, const uint32_t *submitted, int member) {
+    for (int before = 0; before < member && member < lane->team->local_size; before++) {
+        if (submitted[before] == submitted[member]) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
+static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted, int first, char *text,
+                           size_t text_bytes) {
+    const int rank = rank_of_member(lane, first);
+    const char *host = lane->node->host_name_of_rank[rank];
+    if (first >= lane->team->local_size) {
+        return (size_t)snprintf(text, text_bytes, "the ranks led by rank %d (%s) have all", rank, host);
+    }
+    char numbers[HR_NAME_TEXT_BYTES];
+    size_t used = (size_t)snprintf(numbers, sizeof numbers, "%d", rank);
+    int count = 1;
+    for (int member = first + 1; member < lane->team->local_size && member < MEMBERS_MAX; member++) {
+        if (submitted[member] != submitted[first]) {
+            continue;
+        }
+        count++;
+        if (used + 16 < sizeof numbers) {
+            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", %d", rank_of_member(lane, member));
+        } else if (used < sizeof numbers - 1) {
+            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", ...");
+            used = sizeof numbers;
+        }
+    }
+    return (size_t)snprintf(text, text_bytes, "rank%s %s (%s) %s", count == 1 ? "" : "s", numbers, host,
+                            count == 1 ? "has" : "have");
+}
+
+static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *stalled, const uint32_t *submitted,
+                         int member, char *text, size_t text_bytes) {
+    char have[HR_NAMES_IN_TEXT * (HR_BLOCKED_NAME_MAX + 4)] = "";
+    char lack[sizeof have] = "";
+    char who[2 * HR_NAME_TEXT_BYTES];
+    const size_t had = list_names(stalled, submitted[member], have, sizeof have);
+    const size_t lacked = list_names(stalled, ~submitted[member], lack, sizeof lack);
+    (void)name_members(lane, submitted, member, who, sizeof who);
+    if ((submitted[member] & HAS_JOINED) != 0) {
+        return (size_t)snprintf(text, text_bytes, "\n  %s joined", who);
+    }
+    const char *middle = had > 0 ? (lacked > 0 ? " and not " : "") : "";
+    const char *verb = had > 0 ? "submitted" : "not submitted";
+    return (size_t)snprintf(text, text_bytes, "\n  %s %s %s%s%s", who, verb, have, middle, lack);
+}
+
+void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes) {
+    uint32_t submitted[MEMBERS_MAX];
+    const int count = member_count(lane) < MEMBERS_MAX ? member_count(lane) : MEMBERS_MAX;
+    size_t used = 0;
+    text[0] = '\0';
+    for (int member = 0; member < count; member++) {
+        submitted[member] = submitted_by(lane, stalled, member);
+    }
+    for (int member = 0; member < count && used < text_bytes; member++) {
+        /* of other hosts only those that lack something: there may be many */
+        if ((!is_whole(stalled, submitted[member]) || member < lane->team->local_size) &&
+            begins_line(lane, submitted, member)) {
+            used += write_line(lane, stalled, submitted, member, text + used, text_bytes - used);
+        }
+    }
+}

@@ -1,0 +1,249 @@
+/* A request from the caller: checked, copied, encoded. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "base/op.h"
+#include "device/mark.h"
+#include "device/staging.h"
+#include "engine/engine.h"
+
+/* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
+static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
+    for (int d = 0; d < tensor->ndim; d++) {
+        if (tensor->shape[d] < 0) {
+            return d;
+        }
+    }
+    const int first = hr_op_tells_rows(call->op) && tensor->shape[0] == 0;
+    int d = first;
+    int64_t bytes;
+    while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
+        d++;
+    }
+    return d;
+}
+
+static int check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    int64_t bytes;
+    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
+        return HORO_OK;
+    }
+    const int d = impossible_dimension(call, tensor);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op),
+                   call->name, (long long)tensor->shape[d], d);
+}
+
+static int refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    const int dtype = tensor->dtype;
+    const char *instead = "convert the tensor to another dtype";
+    if (hr_dtype_is_complex(dtype)) {
+        instead = "complex numbers can be reduced with Sum, Average or Product";
+    } else if (dtype >= HORO_DTYPE_COUNT) {
+        instead = "allgather, alltoall and broadcast move it; to reduce it, convert the tensor to another dtype";
+    } else if (dtype == HORO_BOOL && call->reduce_op == HORO_AVERAGE) {
+        instead = "bool can be reduced with Sum, Max (any), Min or Product (all)";
+    } else if (call->reduce_op == HORO_ADASUM) {
+        instead = "Adasum is for floats";
+    }
+    return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': this op is not offered for %s; %s", hr_op_name(call->op),
+                   call->name, hr_dtype_name(dtype), instead);
+}
+
+static int check_tensor(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    const char *op = hr_op_name(call->op);
+    if (tensor->dtype < 0 || tensor->dtype >= HORO_ANY_DTYPE_COUNT) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': dtype number %d is not known", op, call->name,
+                       tensor->dtype);
+    }
+    if (tensor->ndim < 0 || tensor->ndim > HORO_DIMS_MAX) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
+                       tensor->ndim, HORO_DIMS_MAX);
+    }
+    if (hr_op_needs_rows(call->op) && tensor->ndim == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
+                       op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
+    }
+    if (call->reduce_op == HORO_ADASUM && call->op == HORO_REDUCESCATTER) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': op Adasum is offered by allreduce only", op, call->name);
+    }
+    if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
+        return refuse_reduction(call, tensor, error);
+    }
+    if (tensor->wire_dtype != 0 &&
+        (!hr_op_reduces(call->op) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
+        return hr_fail(
+            error, HORO_ERR_UNSUPPORTED,
+            "%s '%s': %s cannot travel as %s; only a reduction of float32 or float64 can, as float16 or bfloat16", op,
+            call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
+    }
+    if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
+    }
+    return check_shape(call, tensor, error);
+}
+
+/* Checks the splits; their number is compared with the team when that is known. */
+static int check_splits(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+    int64_t left = tensor->shape[0];
+    for (int i = 0; i < tensor->split_count && tensor->splits != NULL; i++) {
+        if (tensor->splits[i] < 0) {
+            return hr_fail(error, HORO_ERR_USAGE, "alltoall '%s': split %d is %lld; it must be 0 or more", call->name,
+                           i, (long long)tensor->splits[i]);
+        }
+        if (tensor->splits[i] > left) {
+            return hr_fail(error, HORO_ERR_USAGE,
+                           "alltoall '%s': the splits up to number %d are more than the %lld rows of the tensor",
+                           call->name, i, (long long)tensor->shape[0]);
+        }
+        left -= tensor->splits[i];
+    }
+    return left == 0 && tensor->splits != NULL
+               ? HORO_OK
+               : hr_fail(error, HORO_ERR_USAGE, "alltoall '%s': %lld of the %lld rows of the tensor are in no split",
+                         call->name, (long long)left, (long long)tensor->shape[0]);
+}
+
+static int check_call(const horo_request *call, struct hr_error *error) {
+    if (call->op < 0 || call->op >= HORO_OP_COUNT) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
+    }
+    const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
+    if (name_bytes == 0 || name_bytes > HORO_NAME_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
+                       name_bytes, HORO_NAME_MAX);
+    }
+    const int wrong_count = hr_op_has_tensors(call->op) ? call->tensor_count < 1 : call->tensor_count != 0;
+    if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name,
+                       call->tensor_count);
+    }
+    for (int i = 0; i < call->tensor_count; i++) {
+        HR_TRY(check_tensor(call, &call->tensors[i], error));
+        HR_TRY(call->op == HORO_ALLTOALL ? check_splits(call, &call->tensors[i], error) : HORO_OK);
+    }
+    return HORO_OK;
+}
+
+/* A longer one could be encoded, but no message would hold it. */
+static int check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
+    if (byte_count <= HR_WIRE_REQUEST_MAX) {
+        return HORO_OK;
+    }
+    return hr_fail(
+        error, HORO_ERR_USAGE,
+        "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
+        "tensors as several groups",
+        hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
+}
+
+static size_t splits_of(const horo_request *call, int i) {
+    return call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
+}
+
+/* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
+static int copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
+    size_t dims = 0;
+    for (int i = 0; i < call->tensor_count; i++) {
+        dims += (size_t)call->tensors[i].ndim + splits_of(call, i);
+    }
+    const size_t count = (size_t)call->tensor_count;
+    const size_t name_bytes = strlen(call->name);
+    struct hr_request *request = malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) +
+                                        name_bytes + 1 + byte_count + row_bytes);
+    if (request == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1);
+    int64_t *shape = (int64_t *)(void *)(tensors + count);
+    char *name = (char *)(shape + dims);
+    *request = (struct hr_request){
+        .call = *call,
+        .owners = 1,
+        .name_bytes = name_bytes,
+        .submit_ns = hr_now_ns(),
+        .bytes = (uint8_t *)name + name_bytes + 1,
+        .byte_count = byte_count,
+        .pending_place = HR_NOT_ANNOUNCED,
+        .team_added = -1,
+    };
+    for (size_t i = 0; i < count; i++) {
+        tensors[i] = call->tensors[i];
+        tensors[i].shape = shape;
+        for (int d = 0; d < tensors[i].ndim; d++) {
+            *shape++ = call->tensors[i].shape[d];
+        }
+        tensors[i].splits = shape;
+        for (size_t d = 0; d < splits_of(call, (int)i); d++) {
+            *shape++ = call->tensors[i].splits[d];
+        }
+        int64_t bytes = 0; /* it has been checked */
+        (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        request->data_bytes += bytes;
+    }
+    memcpy(name, call->name, name_bytes + 1);
+    request->call.name = name;
+    request->call.tensors = tensors;
+    request->name_hash = hr_hash(name, name_bytes);
+    request->pending_hash = hr_request_pending_hash(request->name_hash, call->team);
+    atomic_init(&request->status, HORO_IN_PROGRESS);
+    *out = request;
+    return HORO_OK;
+}
+
+static int encode(struct hr_request *request) {
+    request->rows = hr_wire_encode_rows(&request->call, request->bytes + request->byte_count);
+    /* just enough: it will not grow */
+    struct hr_buffer room = {.data = request->bytes, .capacity = request->byte_count};
+    return hr_wire_encode_request(&room, &request->call);
+}
+
+int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
+    HR_TRY(check_call(call, error));
+    const size_t byte_count = hr_wire_request_bytes(call);
+    const size_t row_bytes = hr_wire_rows_bytes(call);
+    HR_TRY(check_size(call, byte_count + row_bytes, error));
+    struct hr_request *copy = NULL;
+    int status = copy_call(call, byte_count, row_bytes, &copy);
+    if (status == HORO_OK) {
+        status = encode(copy);
+    }
+    if (status == HORO_OK && hr_op_tells_rows(call->op)) {
+        copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
+        status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    }
+    if (status != HORO_OK) {
+        free(copy);
+        return hr_fail(error, status, "%s '%s': out of memory for the request", hr_op_name(call->op), call->name);
+    }
+    *request = copy;
+    return HORO_OK;
+}
+
+void hr_request_set_on_gpu(struct hr_request *request) {
+    request->call.flags |= HORO_SUBMIT_ON_GPU;
+    (void)encode(request); /* into the room that it has already */
+}
+
+void hr_request_destroy(struct hr_request *request) {
+    if (request == NULL) {
+        return;
+    }
+    for (int i = 0; i < request->call.tensor_count && request->gathered != NULL; i++) {
+        free(request->gathered[i].is_given ? NULL : request->gathered[i].data);
+    }
+    if (request->gathered != NULL) {
+        free(request->gathered[0].first_dims); /* those of all, see execute/rows.c */
+    }
+    free(request->gathered);
+    free(request->splits);
+    if (request->new_lane != NULL) {
+        hr_lane_destroy(request->new_lane);
+    }
+    hr_staging_drop(request->staging);
+    hr_mark_drop(request->mark);
+    free(request->error_text);
+    free(request);
+}
