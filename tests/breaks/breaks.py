@@ -422,7 +422,7 @@ BREAKS = (
         "columns = [other for other, others in enumerate(counts) if others > local_rank]",
         "columns = [other for other, others in enumerate(counts) if others]",
         "cross_size() counts hosts that have no rank with this local rank.",
-        "tests/runner/test_placement.py",
+        "tests/runner/test_hosts.py",
     ),
     Break(
         "timeline-offset",

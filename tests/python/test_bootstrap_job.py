@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from descriptors import open_descriptors
 from fabric import close_setup
-from joining import environments, join_all, run_threads, serving, wait_until
+from jobs import wait_until
+from joining import environments, join_all, run_threads, serving
 from wiring import check_wiring
 
 from horo.bootstrap import job as job_module
@@ -170,7 +171,7 @@ def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
     check_wiring([connection.setup for connection in connections])
     assert "talks to it as to another host: no descriptor left" in caplog.text
     close_connections(connections)
-    wait_until(lambda: open_descriptors() <= before)
+    wait_until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
 def test_leader_without_a_socket_leaves_every_rank_on_its_own(
@@ -244,7 +245,8 @@ def test_rank_that_does_not_come_is_named_to_all(
     results: list[Connection | BaseException] = []
     thread = threading.Thread(target=lambda: results.extend(join_all([environs[2]])))
     thread.start()
-    wait_until(lambda: "rank 2 (name2) has waited" in caplog.text)  # it is there before the time of rank 0 begins
+    # It is there before the time of rank 0 begins.
+    wait_until(lambda: "rank 2 (name2) has waited" in caplog.text, "its wait is in the log")
     results += join_all([{**environs[0], "HORO_START_TIMEOUT": "0.2"}])
     thread.join(30)
     errors = told(results)
@@ -252,7 +254,7 @@ def test_rank_that_does_not_come_is_named_to_all(
     assert sorted(type(error).__name__ for error in errors) == ["AbortedError", "TimeoutError"]
     errors.clear()
     results.clear()
-    wait_until(lambda: open_descriptors() <= before)
+    wait_until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_failure_of_one_rank_ends_the_wait_of_the_others_with_its_reason(
         assert isinstance(error, AbortedError)
         assert "rank 0 (name0): HORO_NETWORK_INTERFACES='no-such-interface' matches no interface" in str(error)
     del errors
-    wait_until(lambda: open_descriptors() <= before)
+    wait_until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from descriptors import open_descriptors
 from fabric import close_setup
-from joining import SECRET, environments, join_all, run_threads, serving, wait_until
+from jobs import wait_until
+from joining import SECRET, environments, join_all, run_threads, serving
 
 from horo.bootstrap.host.grouping import group_ranks
 from horo.bootstrap.host.identity import Identity, read_identity
@@ -176,7 +177,7 @@ def test_wait_ends_with_the_value_or_with_the_unless_key(torch_server: Any, olde
     thread = threading.Thread(target=read)
     thread.start()
     writer.set("late", b"1")
-    wait_until(lambda: found == [b"1"])
+    wait_until(lambda: found == [b"1"], "it is found")
     writer.set("failed", b"rank 3")
     thread.join(20)
     assert found == [b"1", b"rank 3"]
@@ -199,7 +200,7 @@ def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
 
     def publish(self: Rendezvous, topic: str, value: bytes) -> None:
         if (self.rank, topic) == (0, "topic"):
-            wait_until(lambda: said in caplog.text)
+            wait_until(lambda: said in caplog.text, "it is in the log")
         real(self, topic, value)
 
     monkeypatch.setattr(Rendezvous, "publish", publish)
@@ -311,7 +312,7 @@ def test_a_rank_that_waits_for_rank_0_names_those_for_whom_that_waits(
         early: list[Connection | BaseException] = []
         thread = threading.Thread(target=lambda: early.extend(join_all([environs[0], environs[2]])))
         thread.start()
-        wait_until(lambda: any(said.match(record.getMessage()) for record in list(caplog.records)))
+        wait_until(lambda: any(said.match(record.getMessage()) for record in list(caplog.records)), "it is in the log")
         late = join_all(environs[1:2])
         thread.join(30)
     for connection in (*early, *late):

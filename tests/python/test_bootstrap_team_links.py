@@ -12,7 +12,8 @@ import pytest
 from descriptors import open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joining import SECRET, run_threads, wait_until
+from jobs import wait_until
+from joining import SECRET, run_threads
 from plain_ranks import PlainRanks
 from wiring import check_links
 
@@ -117,7 +118,10 @@ def tight() -> Iterator[None]:
     """Nothing is left open."""
     before, threads = open_descriptors(), threading.active_count()
     yield
-    wait_until(lambda: open_descriptors() <= before and threading.active_count() <= threads)
+    wait_until(
+        lambda: open_descriptors() <= before and threading.active_count() <= threads,
+        "no descriptor and no thread is left",
+    )
 
 
 @pytest.mark.parametrize("sockets", [1, 3])
@@ -210,7 +214,7 @@ def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monk
 
     def wait_once_rank_3_is_there(self: Links) -> None:
         if self._directory.rank == 0:
-            wait_until(lambda: any(link.peer == 3 for link in self._incoming._connected))
+            wait_until(lambda: any(link.peer == 3 for link in self._incoming._connected), "rank 3 has connected")
         real(self)
 
     monkeypatch.setattr(Links, "wait", wait_once_rank_3_is_there)

@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import shutil
-import site
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +68,8 @@ def installed(tmp_path: Path) -> Path:
 
 def last_line(words: list[str], *path: Path, folder: Path) -> str:
     """Of stderr of a Python with only these folders, and the libraries, on its path; it must fail."""
-    libraries = [*map(str, path), *site.getsitepackages()]  # without -S they would bring this tree's own horo
+    # Without -S they would bring this tree's own horo.
+    libraries = [*map(str, path), *(each for each in sys.path if each.endswith("-packages"))]
     done = subprocess.run(
         [sys.executable, "-S", *words],
         cwd=folder,

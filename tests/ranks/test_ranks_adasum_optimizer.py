@@ -419,18 +419,6 @@ def test_each_tensor_of_a_group_by_itself() -> None:
             _check_vectors(result, each)
 
 
-@on("ranks")
-def test_members_of_a_process_set() -> None:
-    members = list(range(1, hvd.size()))
-    part = hvd.add_process_set(members)
-    if hvd.rank() in members:
-        vectors = _vectors(900, torch.float32, members)
-        mine = vectors[members.index(hvd.rank())]
-        _check_vectors(hvd.allreduce(mine, op=hvd.Adasum, process_set=part), vectors)
-    hvd.barrier()
-    hvd.remove_process_set(part)
-
-
 @on("ranks2")
 def test_what_it_is_not_for_is_said() -> None:
     with pytest.raises(UnsupportedError, match=r"this op is not offered for int64"):

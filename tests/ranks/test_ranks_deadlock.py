@@ -103,20 +103,6 @@ else:
     job.context.finish(submit("saved"))
 job.context.finish(submit("end"))
 """,
-    "an alarm may end a wait beside one that would be a deadlock": """
-if job.rank == 1:
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 2)
-    second = submit("second")
-    try:
-        job.context.wait(second)
-    except Late:
-        pass
-job.context.finish(submit("first"))
-if job.rank == 0:
-    second = submit("second")
-job.context.finish(second)
-""",
 }
 
 

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads
 from hypothesis import given
 from hypothesis import strategies as st
-
 from jobs import Hororun
+
+from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads
 
 # Two sockets of four cores with two threads each, numbered as Linux does: siblings are 8 apart.
 CORES = tuple(frozenset({cpu, cpu + 8}) for cpu in range(8))

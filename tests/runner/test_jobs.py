@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, wait_until
 
 

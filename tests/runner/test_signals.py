@@ -1,4 +1,4 @@
-"""Signals that users trap reach every rank of a job once, whether they come to hororun or to its agents."""
+"""Signals to a job: those that users trap reach every rank once; those blocked where it starts end it, too."""
 
 from __future__ import annotations
 
@@ -212,10 +212,55 @@ def test_a_terminal_that_is_closed_ends_an_interactive_batch_job(flags: Flags) -
     assert not list(flags.folder.glob(f"got.{int(signal.SIGHUP)}.*"))
 
 
-def test_sigquit_ends_hororun_while_no_rank_runs(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_signal_while_hosts_are_reached_ends_that(
+    hororun: Hororun, tmp_path: Path, flags: Flags, number: signal.Signals
+) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
     job = hororun.start("-np", "1", "true", where="one:1")
     flags.wait(["called"])
-    job.process.send_signal(signal.SIGQUIT)
+    job.process.send_signal(number)
     done = job.finish()
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (131, "hororun: SIGQUIT: the job was ended")
+    assert done.returncode == 128 + number
+    assert done.stderr.splitlines()[-1] == f"hororun: {number.name}: the job was ended"
+
+
+BLOCKED = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+PREFIX = [sys.executable, "-S", "-c", BLOCKED]
+WHO = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path) -> str:
+    """Says it is Open MPI 4, and runs what stands behind ``--``."""
+    path = tmp_path / "mpirun"
+    path.write_text('#!/bin/sh\ntest "$1" = --version && exec echo "mpirun (Open MPI) 4.1.4"\n'
+                    'while test "$1" != sh; do shift; done\nexec "$@"\n')  # fmt: skip
+    path.chmod(0o755)
+    return str(path)
+
+
+def words_of(way: str, hororun: Hororun, mpirun: str) -> tuple[list[str], str]:
+    if way == "mpirun":
+        hororun.remote_shell = ""
+        return ["--mpi", "--mpirun", mpirun], "localhost:1"
+    return [], "localhost:1" if way == "direct" else "one:1"
+
+
+@pytest.mark.parametrize("way", ["direct", "agents", "mpirun"])
+def test_signals_that_are_blocked_where_hororun_starts(hororun: Hororun, mpirun: str, way: str, flags: Flags) -> None:
+    words, where = words_of(way, hororun, mpirun)
+    done = hororun.run("-np", "1", *words, "--", "sh", "-c", WHO, where=where, prefix=PREFIX)
+    assert (done.returncode, done.stderr) == (0, "")
+    blocked, ignored = (int(line.split()[-1], 16) for line in done.stdout.splitlines())
+    assert (blocked, ignored & (1 << signal.SIGCHLD - 1)) == (0, 0)
+    script = f": > {flags.folder}/up; exec sleep 300"
+    job = hororun.start("-np", "1", *words, "--", "sh", "-c", script, where=where, prefix=PREFIX)
+    flags.wait(["up"])
+    job.process.terminate()
+    assert job.finish().returncode == 143

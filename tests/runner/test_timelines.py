@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from jobs import Hororun
+from trace_events import parse_timeline, rows_of
+
 from horo.runner.cli import parse
 from horo.runner.config import JobError, TimelineMerge
 from horo.runner.job.merge_timelines import run_and_merge
-
-from jobs import Hororun
-from trace_events import parse_timeline, rows_of
 
 TRAIN = f"""
 import sys

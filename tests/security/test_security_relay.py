@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from joining import wait_until
+from jobs import wait_until
 
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
 from horo.bootstrap.net.addresses import Endpoint, bind_all
@@ -84,7 +84,7 @@ def test_a_relayed_handshake_is_refused(endpoint: Endpoint, refusals: list[str],
             dial([relay.endpoint], SECRET, CLAIM, 1)
     finally:
         relay.close()
-    wait_until(lambda: bool(refusals))
+    wait_until(lambda: bool(refusals), "it is refused")
     assert f"connected to {relay.endpoint} and has come out at {endpoint}" in refusals[0]
     assert relay.passed > 0
     assert not admitted
