@@ -406,7 +406,7 @@ BREAKS = (
         "return 128 + cause.signal if cause.signal else cause.code",
         "return cause.signal or cause.code",
         "hororun ends with 9 instead of 137 where a rank was killed.",
-        "tests/runner/test_report.py",
+        "tests/runner/test_failures.py",
     ),
     Break(
         "runner-carriage-return",

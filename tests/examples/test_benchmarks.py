@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,12 +95,6 @@ def test_a_killed_rank_ends_the_contest_with_a_sentence(benchmark: subprocess.Po
     assert f"of {name} (process {victim.pid}) died" in errors or f"{name} ended with code" in errors
 
 
-def test_a_driver_that_is_killed_leaves_nothing(benchmark: subprocess.Popen[str]) -> None:
-    everybody = psutil.Process(benchmark.pid).children(recursive=True)
-    benchmark.kill()
-    end_of(benchmark, everybody)
-
-
 def test_a_turn_over_its_deadline_names_who_has_not_answered() -> None:
     expected = r"solo has not done prepare 'x' within 0\.5 s: ranks 0, 1 did not answer"
     with pytest.raises(contest.ContestError, match=expected), solo(turn_limit_s=0.5) as benchmark:
@@ -172,22 +165,6 @@ def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> N
     assert done.stderr == ""
 
 
-def test_programs_that_compute_end_with_a_benchmark_that_is_killed() -> None:
-    code = "import options\nwith options.busy_programs(1) as (one,):\n    print(one.pid, flush=True), one.wait(60)"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=FOLDER, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
-        program = int(benchmark.stdout.readline())
-        benchmark.kill()
-    wait_until(lambda: not has_process(program), "its end")
-
-
-def has_process(process: int) -> bool:
-    try:
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def heats_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
     """horo and gloo took so many microseconds, heat by heat."""
     turns = [{"horo": Turn(horo, []), "gloo": Turn(gloo, [])} for horo, gloo in heats]
@@ -250,12 +227,6 @@ def test_every_element_of_a_result_is_compared(operation: str, ranks: int, part:
         assert job.count_wrong(np.zeros(job.received)) == job.received
 
 
-def test_sizes_are_those_of_equal_parts() -> None:
-    operation = sizes.OPERATIONS["alltoall"]
-    cases = sizes.make_cases(sizes.sizes_of(4, 64, 2), "float32", 4, operation)
-    assert [case.parameters["count"] for case in cases] == [4, 8, 16]
-
-
 @pytest.mark.parametrize(
     ("operation", "ranks", "factor"), [("alltoall", 4, 0.75), ("broadcast", 4, 1.0), ("broadcast", 1, 0.0)]
 )
@@ -298,7 +269,6 @@ def test_messages_and_hops_are_those_of_a_tree(tmp_path: Path) -> None:
 
 FAST = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
 SLOW = FAST * 4
-TINY = ("--max", "4", "--rounds", "1", "--turn-ms", "1", "--peers", "gloo")
 
 
 def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.Result:
@@ -310,21 +280,6 @@ def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.
         turns = {name: Turn(micros, []) for name, micros in times.items()}
         result.heats.append(rounds.Heat((probe, probe), turns))
     return result
-
-
-def test_the_suite_goes_on_after_a_failure_and_keeps_no_old_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken = suite.Benchmark("broken", "allreduce", ("--np", "0"))
-    fine = suite.Benchmark("fine", "allreduce", TINY)
-    monkeypatch.setattr(suite, "BENCHMARKS", (broken, fine))
-    (tmp_path / "broken.json").write_text("of an earlier run")
-    assert suite.run(argparse.Namespace(names=[], out=tmp_path)) == 1
-    output = capfd.readouterr()
-    assert "--np 0: at least 1" in output.err
-    assert "suite.py: broken failed" in output.err
-    assert "in-place sum of float32" in output.out
-    assert [path.name for path in tmp_path.iterdir()] == ["fine.json"]
 
 
 def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,31 +354,6 @@ def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, ch
     (result,) = rounds.play(cast(Contest, contest), "allreduce", [rounds.Case("4 B", {})], plan)
     assert (contest.checks, contest.turns) == (checks, 2)
     assert result.wrong == {"horo": "3 elements"}
-
-
-TWO_HOSTS = str(FOLDER / "two_hosts.py")
-
-
-needs_spaces = pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-
-
-def namespaces_left(pid: int) -> list[str]:
-    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if line.startswith(f"horo-bench-{pid}-")]
-
-
-@needs_spaces
-def test_an_interrupt_leaves_no_namespace_and_no_process() -> None:
-    words = ["--hosts", "2", "--per-host", "1", "--rates", "1mbit", "--size", "64M"]
-    process = subprocess.Popen([sys.executable, TWO_HOSTS, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        wait_until(lambda: len(namespaces_left(process.pid)) == 3, "the namespaces are there")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_SECONDS) == 130
-    finally:
-        process.kill()
-        process.communicate()
-    assert namespaces_left(process.pid) == []
 
 
 def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

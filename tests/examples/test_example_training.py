@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from example_runs import ROOT, forked, launcher, start, whole
 from jobs import as_users_start
 
@@ -53,9 +51,18 @@ def test_accumulated_gradients_fit_the_line() -> None:
     assert offset == pytest.approx(-1, abs=0.1)
 
 
-def test_too_few_images_for_a_batch_of_each_rank_are_named() -> None:
-    ends = [end for end, _ in forked("imagenet.py", "--images", "63")]
-    assert ends == ["imagenet.py: --images 63 is less than one batch of 32 per rank"] * 2
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("imagenet --images 63", "--images 63 is less than one batch of 32 per rank"),
+        ("digits --batch-size 5000", "--batch-size 5000 is more than the 1437 training images"),
+        ("digits --batch-size 97", "--batch-size 97 is not a multiple of the 2 ranks"),
+    ],
+)
+def test_samples_that_ranks_cannot_share_are_named(command: str, said: str) -> None:
+    script, *words = command.split()
+    ends = [end for end, _ in forked(f"{script}.py", *words)]
+    assert ends == [f"{script}.py: {said}"] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -105,16 +112,6 @@ def test_ranks_print_the_lines_of_one_process(launcher_name: str, ranks: int) ->
     assert lines_of(launcher_name, ranks) == lines_of("python", 1)
 
 
-def test_batch_larger_than_the_data_is_refused() -> None:
-    ((end, _),) = forked("digits.py", "--batch-size", "5000", ranks=1)
-    assert end == "digits.py: --batch-size 5000 is more than the 1437 training images"
-
-
-def test_batch_that_ranks_cannot_share_is_refused() -> None:
-    ends = [end for end, _ in forked("digits.py", "--batch-size", "97")]
-    assert ends == ["digits.py: --batch-size 97 is not a multiple of the 2 ranks"] * 2
-
-
 def test_missing_scikit_learn_is_one_sentence() -> None:
     # Without numpy, too: a torch that cannot use the one that is installed writes pages about that.
     hidden = "sys.modules['sklearn'] = sys.modules['numpy'] = None"
@@ -157,26 +154,3 @@ def test_prints_the_lines_in_order(launcher_name: str, ranks: int, options: list
     assert len(lines) == len(expected), printed
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), f"{line!r} is not {pattern!r}"
-
-
-def test_ranks_take_gpus_in_turn_and_the_cpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = runpy.run_path(SYNTHETIC)
-    choose_device, hvd = module["choose_device"], module["hvd"]
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    for local_rank in range(3):
-        monkeypatch.setattr(hvd, "local_rank", lambda local_rank=local_rank: local_rank)
-        assert choose_device(False) == torch.device("cuda", local_rank % 2)
-    assert chosen == [torch.device("cuda", number) for number in (0, 1, 0)]
-    assert choose_device(True) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device(False) == torch.device("cpu")
-    assert len(chosen) == 3
-
-
-def test_resnet50_has_its_published_number_of_parameters() -> None:
-    build_model = runpy.run_path(SYNTHETIC)["build_model"]
-    assert sum(parameter.numel() for parameter in build_model("resnet50").parameters()) == 25_557_032

@@ -1,21 +1,27 @@
-"""Parts of ``horo.torch`` alone: bytes of tensors, the cache of requests, calls that a thread of its own does."""
+"""Parts of ``horo.torch`` alone; undocumented names of torch, which one module has, and each may be missing."""
 
 from __future__ import annotations
 
+import ast
 import gc
 import pickle
 import signal
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import horo.torch as hvd
 from horo.core.signal_safe_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
+from horo.torch.compat import torch_private as private
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request_cache import RequestCache
 from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
@@ -169,3 +175,170 @@ def test_a_thread_that_cannot_be_started_is_told_also_while_another_error_is_han
         raise ValueError
     except ValueError:
         try_to_start()
+
+
+PACKAGE = Path(hvd.__file__).parent
+OWN = Path(private.__file__)
+LAST = {name.rpartition(".")[2] for name in private.PRIVATE_NAMES} - {"add", "apply", "hooked"} | {"found_inf"}
+
+
+def spelled(path: Path) -> Iterator[str]:
+    """The undocumented names of torch in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            whole = ast.unparse(node)
+            if node.attr in LAST or (
+                whole.startswith("torch.") and node.attr.startswith("_") and node.attr[:2] != "__"
+            ):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            yield from (alias.name for alias in node.names if f".{node.module}.{alias.name}".count("._"))
+        elif isinstance(node, ast.Constant) and (node.value in LAST or str(node.value).startswith("torch._")):
+            yield str(node.value)
+
+
+def test_one_module_has_the_undocumented_names_of_torch() -> None:
+    others = {path: set(spelled(path)) - set(private.READ_IN_PLACE) for path in PACKAGE.rglob("*.py") if path != OWN}
+    assert {path.name: names for path, names in others.items() if names} == {}
+    own = set(spelled(OWN))
+    assert set(private.READ_IN_PLACE) < LAST
+    assert own | {"_version"} >= LAST
+
+
+def found(name: str) -> Any:
+    """The thing of torch under a name; AttributeError or ImportError without it."""
+    torch.optim.SGD([torch.zeros(1)])  # the first one gives its class the hooks
+    parts = name.split(".")
+    thing: Any = torch
+    for number, part in enumerate(parts[1:], 1):
+        if part == "_dynamo":
+            __import__(".".join(parts[: number + 2]))
+        if part == "_torchdynamo_disable":
+            thing = thing(lambda: None)
+        thing = getattr(thing([torch.zeros(1)]) if part == "_optimizer_step_pre_hooks" else thing, part)
+    return thing
+
+
+@pytest.mark.parametrize("name", private.PRIVATE_NAMES)
+def test_this_torch_has_the_name(name: str) -> None:
+    if name.endswith("in_compiled_autograd_region") and torch.__version__ < "2.6":
+        pytest.skip("this torch has another compiled autograd (`make test TORCH=torch==2.13.0`)")
+    found(name)
+
+
+def hide(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    patch.delattr(owner, name)
+
+
+def test_without_numbers_of_runs_gradients_are_reduced_at_the_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private.tells_end_of_backward()
+    model = torch.nn.Linear(1, 1)
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    for owner, name in ((torch._C, "_current_graph_task_id"), (torch._C, "_current_autograd_node")):
+        with monkeypatch.context() as patch:
+            hide(patch, owner, name)
+            assert not private.tells_end_of_backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.Variable, "_execution_engine", SimpleNamespace(other=engine))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(hvd.UnsupportedError, match=r"does not tell when a backward ends; .*'step'"):
+            hvd.DistributedOptimizer(optimizer, gradients_ready="backward")
+        hvd.DistributedOptimizer(optimizer, gradients_ready="step")
+    with monkeypatch.context() as patch:
+        hide(patch, torch._C, "_current_graph_task_id")
+        assert private.run_number()() == -1
+
+
+def test_without_the_function_of_a_backward_its_code_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private.code_of_function_backward() is not None
+    hide(monkeypatch, torch.autograd.function, "BackwardCFunction")
+    assert private.code_of_function_backward() is None
+
+
+def test_without_a_test_for_transforms_no_tensor_counts_as_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace()))
+    torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
+    assert asked == [True, False]
+
+
+def test_changes_are_counted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_before = {"inference_mode": torch.inference_mode, "empty": torch.empty}
+    monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace(), **as_before))  # torch itself calls it
+    tensors = [torch.zeros(1), torch.zeros(2)]
+    private.change_counter()(tensors)
+    assert [tensor._version for tensor in tensors] == [1, 1]
+
+
+def test_without_a_count_of_owners_there_is_no_counter_and_storages_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.zeros(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "untyped_storage", lambda self: SimpleNamespace(data_ptr=self.data_ptr))
+        assert private.storage_key(base) == private.storage_key(base[:2]) == base.data_ptr()
+    assert private.owner_counter() is not None
+    hide(monkeypatch, torch._C, "_storage_Use_Count")
+    assert private.owner_counter() is None
+
+
+def test_a_sparse_tensor_is_coalesced() -> None:
+    class Coalesced:
+        def coalesce(self) -> torch.Tensor:
+            return torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True).coalesce()
+
+    tensor: Any = Coalesced()
+    assert private.sparse_indices(tensor).tolist() == [[1]]
+    assert private.sparse_values(tensor).tolist() == [5.0]
+
+
+def test_without_the_word_of_the_profiler_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, torch.autograd.profiler, "_is_profiler_enabled")
+    assert private.profiler_state()._is_profiler_enabled is False
+
+
+def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unhooked(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    assert not private.has_step_hooks(Unhooked())
+    assert private.code_of_hooked_step() is not None
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.optim.SGD.step, "hooked")
+        patch.setattr(torch.optim.Optimizer, "_patch_step_function", lambda self: None)
+        assert private.has_step_hooks(Unhooked())
+    hide(monkeypatch, torch.optim.Optimizer, "profile_hook_step")
+    assert private.code_of_hooked_step() is None
+
+
+def test_older_torch_skips_code_by_another_function_and_one_without_any_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped: list[Any] = []
+    frames = SimpleNamespace(skip_code=skipped.append)
+    for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
+        monkeypatch.setattr(private, "torch", SimpleNamespace(_C=namespace))
+        private.code_skipper()(hide.__code__)
+    assert skipped == [hide.__code__]
+
+
+def test_without_flags_of_dynamo_compiled_autograd_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace())  # type: ignore[arg-type]
+    assert private.is_autograd_compiled() is False
+
+
+def test_a_scaler_that_calls_the_step_otherwise_is_not_seen() -> None:
+    def _maybe_opt_step() -> bool:
+        return private.calls_scaled_step(sys._getframe())
+
+    def other() -> bool:
+        return private.calls_scaled_step(sys._getframe())
+
+    assert (_maybe_opt_step(), other()) == (True, False)
+    assert not private.is_unscaled(torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_the_base_of_batch_norms_is_found_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = private.batch_norm()
+    hide(monkeypatch, torch.nn.modules.batchnorm, "_BatchNorm")
+    assert private.batch_norm() is base is torch.nn.BatchNorm2d.__mro__[1]
