@@ -13,7 +13,7 @@ from measured import Document, Row, grouped, median_of, ratio_of, states_of, val
 from pictures import Curve
 from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 
-STATE_TEXTS = {"": "", "sharing": ", cores sharing a cache", "apart": ", cores sharing no cache"}
+STATE_TEXTS = {"": "", "sharing": ", shared cache", "apart": ", separate caches"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
 HIDDEN |= {"call_min_us", "messages_most", "frame_share"}
@@ -59,12 +59,7 @@ def allreduce(document: Document, folder: Path) -> Chapter:
         pictures.draw_curves(path, curves, x="bytes", y="bus bandwidth, GB/s", title=title, x_in_bytes=True)
         lines += [picture(folder, file, f"Bandwidth, {title}"), "", *size_table(rows, state), ""]
         ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
-    lines.append(
-        "Time of one call on the slowest rank, median of the rounds; the band in the picture is from the fastest to\n"
-        "the slowest round. The last column is the time of the fastest peer over that of horo, the median of the\n"
-        "ratios within heats."
-    )
-    return Chapter(lines, ahead)
+    return Chapter(lines[:-1], ahead)
 
 
 def bandwidth_curve(name: str, rows: Sequence[Row], state: str) -> Curve:
@@ -144,8 +139,7 @@ def collectives(document: Document, folder: Path) -> Chapter:
         for state in states_of(rows):
             lines += [f"### {name}{STATE_TEXTS[state]}", "", *size_table(rows, state, operation), ""]
             ahead += sizes_ahead(rows, state, f"{name} of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
-    lines.append("Sizes are those of the largest tensor on one rank. Columns as of an allreduce.")
-    return Chapter(lines, ahead)
+    return Chapter(lines[:-1], ahead)
 
 
 # ---- training step ---------------------------------------------------------------------------------------------------
@@ -168,8 +162,9 @@ def training_step(document: Document, folder: Path) -> Chapter:
             shares = {ceiling["contestant"]: 100 * ratio_of(ceiling, row, "") for ceiling in ceilings}
             if "ceiling" in shares and row["contestant"] != "ceiling":
                 groups.setdefault(str(model), {})[row["contestant"]] = shares["ceiling"]
-            cells = [str(model), row["contestant"], report.time_text(median_of(row, ""))]
-            cells += [report.time_text(min(row["rounds_us"])), report.time_text(max(row["rounds_us"]))]
+            median, low, high = median_of(row, ""), min(row["rounds_us"]), max(row["rounds_us"])
+            step = f"{report.time_text(median)} ({report.time_text(low)} to {report.time_text(high)})"
+            cells = [str(model), row["contestant"], step]
             cells += [f"{shares[name]:.1f} %" if name in shares else "" for name in CEILINGS]
             table.append([*cells, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
         horo, best = horo_of(found), best_peer(found, "")
@@ -181,7 +176,7 @@ def training_step(document: Document, folder: Path) -> Chapter:
         title = "scaling efficiency: step without communication / step"
         pictures.draw_bars(folder / f"{document.name}.svg", groups, y="%", title=title, full=100)
         lines += [picture(folder, document.name, "Scaling efficiency by model"), ""]
-    titles = ["model", "", "step", "fastest", "slowest", *CEILINGS.values(), "CPU, all ranks", "context switches"]
+    titles = ["model", "", "step (fastest to slowest)", *CEILINGS.values(), "CPU, all ranks", "context switches"]
     return Chapter([*lines, *markdown_table(titles, table)], ahead)
 
 

@@ -21,9 +21,14 @@ from report import ROOT
 INTRODUCTION = """\
 # Performance
 
-What horo reaches beside its peers. `make performance` writes this page from what `make bench` has measured: no number
-here is typed by hand. How a contest works and what the words mean is in [benchmarks]({benchmarks}); what
-the time goes into, and what was tried, in the [performance notes]({notes}).
+This page compares horo with its peers. `make performance` writes it from the results of `make bench`: no number here is
+typed by hand. [Benchmarks]({benchmarks}) explains how a contest works, the
+[performance notes]({notes}) where the time goes.
+
+In tables with sizes, a time is that of one call on the slowest rank, as the median of the rounds; the size is that of
+the largest tensor on one rank. The last column is the time of the fastest peer over that of horo, as the median of the
+ratios within heats. Bands in pictures are from the fastest to the slowest round. "Shared cache" means that the cores of
+the ranks share one.
 """
 
 
@@ -50,6 +55,9 @@ def machine_lines(documents: Sequence[Document]) -> list[str]:
     for document in documents:
         for name, versions in document.content.get("contestants", {}).items():
             contestants[name] = ", ".join(map(" ".join, versions.items())).removeprefix("mpi ")
+    by_versions: dict[str, list[str]] = {}
+    for name, versions in contestants.items():
+        by_versions.setdefault(versions, []).append(name)
     knobs = said(lambda content: ", ".join(f"{name}={value}" for name, value in content["knobs"].items()))
     return [
         "## Where",
@@ -57,7 +65,7 @@ def machine_lines(documents: Sequence[Document]) -> list[str]:
         f"* machine: {said(machine_text)}",
         f"* time: {min(d.content['time'] for d in documents)} to {max(d.content['time'] for d in documents)}",
         f"* commit: {said(lambda content: content['commit'])}",
-        *[f"* {name}: {versions}" for name, versions in contestants.items()],
+        *[f"* {'; '.join(names)}: {versions}" for versions, names in by_versions.items()],
         f"* variables that were set: {knobs or 'none'}",
         "",
     ]
@@ -83,7 +91,7 @@ def write_page(documents: Sequence[Document], page: Path) -> None:
     ahead = [line for chapter in made for line in chapter.ahead]
     lines += ["## Where a peer is ahead", ""]
     if ahead:
-        lines += ["Behind sizes: how many times as fast which peer is.", "", *ahead]
+        lines += ["A range of sizes is followed by how many times as fast the named peer is.", "", *ahead]
     else:
         lines.append("Nowhere in these results.")
     lines.append("")

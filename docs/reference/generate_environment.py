@@ -68,7 +68,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
     (
         MpiVariables,
         "Set by `mpirun`, `mpiexec` and `srun --mpi=...`",
-        "Read if both of the above are absent: did an MPI start the job? Rank and size then come from MPI.",
+        "Read if both of the above are absent, to detect an MPI. Rank and size then come from MPI.",
     ),
     (
         SlurmVariables,
@@ -81,7 +81,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
 PASSED = """
 ## Horovod's variables that do nothing
 
-Rank 0 warns of those that are set, unless to 0. Their values are not checked.
+Rank 0 warns of those that are set, unless to 0.
 
 | variable | because |
 |---|---|
@@ -89,7 +89,7 @@ Rank 0 warns of those that are set, unless to 0. Their values are not checked.
 HEADS = {
     True: "| variable | argument of `init()` | option, key of a file | allowed | default | meaning |\n"
     "|---|---|---|---|---|---|\n",
-    False: "| variable | allowed | default | meaning |\n|---|---|---|---|\n",
+    False: "| variable | meaning |\n|---|---|\n",
 }
 
 
@@ -110,12 +110,12 @@ def page() -> str:
 
 def options() -> str:
     """The options for training."""
-    rows = ["| option | variable | allowed |\n|---|---|---|\n"]
+    rows = ["| option | sets |\n|---|---|\n"]
     for each in variables_of(Config).values():
         for option in (option for option in each.options if not option.is_shared):
             shown = f"`{option.name}`" + (f" {option.metavar}" if option.metavar else "")
-            sets = each.of_option(option).allowed() if option.metavar else f"sets it to {option.value}"
-            rows.append(f"| {shown} | `{each.names[0]}` | {sets} |\n")
+            value = "" if option.metavar else f"={option.value}"
+            rows.append(f"| {shown} | `{each.names[0]}{value}` |\n")
     return "".join(rows)
 
 
@@ -137,13 +137,13 @@ def options_page() -> str:
 
 def _row(name: str, variable: Variable, is_setting: bool) -> str:
     names = "<br>".join(f"`{each}`" for each in variable.names)
+    if not is_setting:  # a launcher sets it, so its values do not matter to users
+        return f"| {names} | {variable.meaning} |\n"
     default = "not set" if variable.default is None else _shown(variable.default)
-    ways = ""
-    if is_setting:
-        places = dict.fromkeys(f"`{place}`" for each in variable.options for place in (each.name, each.key) if place)
-        argument = f"`{name}`" if variable.is_argument else ""
-        ways = f" {argument} | {'<br>'.join(places)} |"
-    return f"| {names} |{ways} {variable.allowed()} | {default} | {variable.meaning} |\n"
+    places = dict.fromkeys(f"`{place}`" for each in variable.options for place in (each.name, each.key) if place)
+    argument = f"`{name}`" if variable.is_argument else ""
+    ways = f"{argument} | {'<br>'.join(places)}"
+    return f"| {names} | {ways} | {variable.allowed()} | {default} | {variable.meaning} |\n"
 
 
 def _shown(value: object) -> str:

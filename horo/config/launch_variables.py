@@ -100,11 +100,11 @@ class TorchrunVariables:
 class MpiVariables:
     """The variables that the launcher of an MPI sets. Texts, so that stale values do not stop a lone process."""
 
-    ompi_size: str | None = exact_variable("OMPI_COMM_WORLD_SIZE", str, "Processes, said by Open MPI's mpirun.")
-    ompi_rank: str | None = exact_variable("OMPI_COMM_WORLD_RANK", str, "Number, said by Open MPI's mpirun.")
-    pmi_size: str | None = exact_variable("PMI_SIZE", str, "Processes, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
-    pmi_rank: str | None = exact_variable("PMI_RANK", str, "Number, said by MPICH, Intel MPI or `srun --mpi=pmi2`.")
-    pmix_rank: str | None = exact_variable("PMIX_RANK", str, "Number, said by PRRTE or `srun --mpi=pmix`.")
+    ompi_size: str | None = exact_variable("OMPI_COMM_WORLD_SIZE", str, "Processes, set by Open MPI's mpirun.")
+    ompi_rank: str | None = exact_variable("OMPI_COMM_WORLD_RANK", str, "Number, set by Open MPI's mpirun.")
+    pmi_size: str | None = exact_variable("PMI_SIZE", str, "Processes, set by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmi_rank: str | None = exact_variable("PMI_RANK", str, "Number, set by MPICH, Intel MPI or `srun --mpi=pmi2`.")
+    pmix_rank: str | None = exact_variable("PMIX_RANK", str, "Number, set by PRRTE or `srun --mpi=pmix`.")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SlurmVariables:
     restart_count: str | None = exact_variable("SLURM_RESTART_COUNT", str, "How often Slurm has started the job again.")
     procid: str | None = exact_variable("SLURM_PROCID", str, "Number of this process in the step.")
     step_num_tasks: str | None = exact_variable("SLURM_STEP_NUM_TASKS", str, "Processes in the step.")
-    ntasks: str | None = exact_variable("SLURM_NTASKS", str, "Processes, where the variable before is missing.")
+    ntasks: str | None = exact_variable("SLURM_NTASKS", str, "Processes, if the variable before is missing.")
     localid: str | None = exact_variable("SLURM_LOCALID", str, "Number of this process on its node.")
     nodeid: str | None = exact_variable("SLURM_NODEID", str, "Number of this node in the step.")
     step_tasks_per_node: str | None = exact_variable(
@@ -125,7 +125,7 @@ class SlurmVariables:
     step_nodelist: str | None = exact_variable(
         "SLURM_STEP_NODELIST", str, "Nodes of the step; the first has process 0."
     )
-    job_nodelist: str | None = exact_variable("SLURM_JOB_NODELIST", str, "Nodes, where the variable before is missing.")
+    job_nodelist: str | None = exact_variable("SLURM_JOB_NODELIST", str, "Nodes, if the variable before is missing.")
     nodename: str | None = exact_variable("SLURMD_NODENAME", str, "Slurm's name of this node.")
 
 

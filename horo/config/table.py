@@ -63,7 +63,7 @@ class Config:
     fusion_threshold: int = variable(
         "FUSION_THRESHOLD",
         128 << 20,
-        "Most bytes of small tensors that travel together in one batch; 0 sends every tensor alone.",
+        "Most bytes of small tensors in one batch; 0 sends every tensor alone.",
         Option(
             "--fusion-threshold-mb",
             "fuse tensors up to this size",
@@ -79,7 +79,7 @@ class Config:
     cycle_time_ms: float = variable(
         "CYCLE_TIME",
         0.0,
-        "Extra wait for more tensors before a batch is formed; the default forms a batch as soon as the link is free.",
+        "Extra wait for more tensors before a batch is formed. 0: a batch is formed as soon as the link is free.",
         Option("--cycle-time-ms", "wait so long for more tensors to fuse", "MS", key="params: cycle_time_ms"),
         unit="ms",
         low=0,
@@ -96,7 +96,7 @@ class Config:
     stall_check_disable: bool = variable(
         "STALL_CHECK_DISABLE",
         False,
-        "1: do not look for tensors that some ranks have submitted and others not, nor for deadlocks; wait for ever.",
+        "1: no warnings about late ranks, no check for deadlocks, no end of waits.",
         Option(
             "--no-stall-check",
             "never warn about ranks that fall behind",
@@ -136,9 +136,9 @@ class Config:
     deadlock_time_s: float = variable(
         "DEADLOCK_TIME_SECONDS",
         1.0,
-        "Time for which a rank must have waited for another before it says so; where all have and nothing can finish, "
-        "DeadlockError ends the job in less than a second.",
-        Option("--deadlock-time-seconds", "a rank that waits for so long says what it waits for", "S"),
+        "Time for which a rank waits before it reports that to rank 0. If all ranks wait and nothing can finish, "
+        "DeadlockError ends the job within a second more.",
+        Option("--deadlock-time-seconds", "a rank that waits for so long reports that", "S"),
         unit="s",
         low=0.1,
         high=1e6,
@@ -146,8 +146,7 @@ class Config:
     log_level: str = variable(
         "LOG_LEVEL",
         "warning",
-        "Least severe message that is logged, unless the program has set a level for the logger `horo` (see Logging): "
-        "from `info` on, rank 0 describes the job when it has started, from `debug` on, every rank its own place; "
+        "Least severe message that is logged, unless the program has set a level for the logger `horo` (see Logging). "
         "`fatal`, a word of Horovod's, means `off`.",
         Option("--log-level", "trace, debug, info, warning (the default), error or off", "LEVEL", key="logging: level"),
         choices=(*LOG_LEVELS, "fatal"),
@@ -155,9 +154,8 @@ class Config:
     timeline: str | None = variable(
         "TIMELINE",
         None,
-        "File for a timeline of the job, from init() on: with `{rank}` in it, one of each rank, else rank 0 alone "
-        "writes. A later init() of the process writes `t.2.json` for `t.json`, and so on. `DYNAMIC`, a word of "
-        "Horovod's: none before start_timeline().",
+        "File for a timeline, from init() on: rank 0's, or with `{rank}` in it one of each rank. A second init() of "
+        "the process writes `t.2.json` for `t.json`. Horovod's `DYNAMIC`: none before start_timeline().",
         Option("--timeline-filename", "write a timeline; {rank} in it: of each rank", "FILE", key="timeline: filename"),
         kind=str,
     )
@@ -179,7 +177,7 @@ class Config:
     start_timeout_s: float = variable(
         "START_TIMEOUT",
         60.0,
-        "How long init() waits for other ranks without any progress before it fails and names those missing.",
+        "Wait of init() for other ranks, without any progress, before it fails and names the missing ones.",
         Option("--start-timeout", "for all hosts to answer, and for init()", "S", is_shared=True),
         unit="s",
         low=0.1,
@@ -209,8 +207,8 @@ class Config:
     spin_us: int = variable(
         "SPIN_US",
         1000,
-        "Longest busy wait of a call before it sleeps, which gives way to every other process that wants its core; "
-        "the background thread waits busily for a twentieth of it.",
+        "Longest busy wait of a call before it sleeps; it yields its core to other processes. The background thread "
+        "waits busily for a twentieth of it.",
         Option("--spin-us", "longest busy wait of a call", "US"),
         kind=int,
         unit="us",
@@ -220,33 +218,33 @@ class Config:
     leave_crowded_cores: bool = variable(
         "LEAVE_CROWDED_CORES",
         False,
-        "1: a thread that waits for other ranks may move, within its affinity, from a core that several ranks use to "
-        "one that fewer use; `hororun` sets it.",
+        "1: a waiting thread may move, within its affinity, from a core that several ranks use to one that fewer use; "
+        "`hororun` sets it.",
         Option("--no-move-ranks", "leave waiting ranks on the cores they are on", value="0"),
     )
     single_copy: bool = variable(
         "SINGLE_COPY",
         True,
-        "1: in a larger broadcast, allgather, alltoall or reducescatter, ranks of one host read from each other's "
-        "memory, where the system lets all of them; 0: data passes through shared memory, as it does where one rank "
-        "may not read. A line at level `info` names the way, when the first such operation begins.",
+        "1: in a larger broadcast, allgather, alltoall or reducescatter, ranks of one host read each other's memory, "
+        "if the system permits that to all of them; a line at level `info` names the way. 0: data passes through "
+        "shared memory.",
         Option("--no-single-copy", "ranks do not read each other's memory", value="0"),
     )
     overlap: str = variable(
         "OVERLAP",
         "auto",
         "When gradients travel: `always` while backward still runs, `never` at its end (with "
-        "`HORO_GRADIENTS_READY=step`: at `step()` or `synchronize()`); `auto`: never where one host runs the whole "
-        "job and its cores are all computing, else always.",
+        "`HORO_GRADIENTS_READY=step`: at `step()` or `synchronize()`). `auto`: `never` if one host runs the whole job "
+        "and all its cores compute, else `always`.",
         Option("--overlap", "when gradients travel: auto (the default), always or never", "WHEN"),
         choices=("auto", "always", "never"),
     )
     gradients_ready: str | None = variable(
         "GRADIENTS_READY",
         None,
-        "When gradients are averaged, unless `DistributedOptimizer(gradients_ready=)` says it: `backward`, when "
-        "`backward()` returns, or `step`, at `synchronize()` or `step()`, as in Horovod, where touching them before is "
-        "an error. Not set: `backward`; with `HORO_HOROVOD`, `step`.",
+        "When gradients are averaged, unless `DistributedOptimizer(gradients_ready=)` is given: `backward`, when "
+        "`backward()` returns, or `step`, at `synchronize()` or `step()`, as in Horovod. Not set: `backward`; with "
+        "`HORO_HOROVOD`, `step`.",
         Option("--gradients-ready", "gradients are averaged when backward() returns, or at the step", "WHEN"),
         kind=str,
         choices=("backward", "step"),
@@ -254,16 +252,15 @@ class Config:
     first_checks: bool = variable(
         "FIRST_CHECKS",
         True,
-        "1: at the first step ranks compare their parameters, by checksums, and after three steps their gradients: "
-        "different parameters are an error, equal gradients a warning; 0: they do not. Equal on all ranks.",
+        "1: ranks compare parameters at the first step, by checksums, and gradients after three steps. Different "
+        "parameters are an error, equal gradients a warning.",
         Option("--no-first-checks", "ranks do not compare parameters at the first step", value="0"),
     )
     check_nan: bool = variable(
         "CHECK_NAN",
         False,
-        "1: NaN and infinite values in a gradient are an error on all ranks before it is averaged: which rank, "
-        "parameter and step. Gradients then travel at the end of backward. A `GradScaler` makes infinite ones on "
-        "purpose. Equal on all ranks.",
+        "1: a NaN or infinite value in a gradient is an error on all ranks, with the rank, parameter and step. "
+        "Gradients then travel at the end of backward. Not with a `GradScaler`, which makes infinite ones on purpose.",
         Option("--check-nan", "NaN in a gradient of any rank is an error", value="1"),
     )
     horovod: bool = exact_variable(
@@ -278,25 +275,24 @@ class Config:
     gpu_operations: str = variable(
         "GPU_OPERATIONS",
         "staged",
-        "How tensors on GPUs travel: `staged`, through host memory (`mpi`, a word of Horovod's, means the same), or "
-        "`nccl`, which moves them from GPU to GPU: each rank needs one of its own and the same NCCL, else `init()` "
-        "fails; what NCCL cannot do is staged, and `join()` is refused. NCCL has not been tried on a GPU yet.",
+        "How tensors on GPUs travel: `staged`, through host memory (Horovod's `mpi` means the same), or `nccl`, from "
+        "GPU to GPU (see Use GPUs), which has not run on a GPU yet.",
         Option("--gpu-operations", "staged (the default) or nccl", "WHAT"),
         choices=("staged", "mpi", "nccl"),
     )
     transport: str = variable(
         "TRANSPORT",
         "auto",
-        "How data travels between hosts: by `tcp`, or `mpi`, for the site's own network; `auto`: mpi in a job that an "
-        "MPI has launched, else tcp. Agreement between hosts travels by TCP in any case.",
+        "How data travels between hosts: by `tcp` or `mpi`. `auto`: `mpi` in a job that an MPI has launched, else "
+        "`tcp`. Agreement between hosts always travels by TCP.",
         Option("--transport", "between hosts: auto (the default), tcp or mpi", "WAY"),
         choices=("auto", "tcp", "mpi"),
     )
     sockets_per_peer: int = variable(
         "SOCKETS_PER_PEER",
         1,
-        "TCP connections that share the data between two ranks of different hosts, for networks on which one "
-        "connection does not reach the rate of the link.",
+        "TCP connections that share the data between two ranks of different hosts, if one connection does not reach "
+        "the rate of the link.",
         Option("--sockets-per-peer", "connections between two ranks of different hosts; default: 1", "N"),
         low=1,
         high=8,
@@ -304,8 +300,8 @@ class Config:
     autotune: bool = variable(
         "AUTOTUNE",
         False,
-        "1: while the job runs, rank 0 tries other sizes, switch points and numbers of sockets, and keeps those that "
-        "make steps shorter; it begins with the values of the other settings.",
+        "1: rank 0 tries other sizes, switch points and numbers of sockets, and keeps those that make steps shorter. "
+        "The other settings are its start.",
         Option("--autotune", "look for better sizes and switch points while the job runs", value="1", key=_ENABLED),
         Option(
             "--no-autotune",
@@ -341,8 +337,7 @@ class Config:
     autotune_max_samples: int = variable(
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         40,
-        "Samples of autotuning, at most, before the best values are compared with the first; the name is Horovod's, "
-        "horo's search is none of Bayes.",
+        "Most samples of autotuning before the best values are compared with the first. The name is Horovod's.",
         Option(
             "--autotune-bayes-opt-max-samples",
             "samples before the comparison at the end, at most",
@@ -355,25 +350,24 @@ class Config:
     controller: str = variable(
         "CONTROLLER",
         "auto",
-        "How ranks learn of each other: `mpi` through mpi4py, whoever started them; `gloo` in horo's own store, as "
-        "`hororun`, `torchrun` or Slurm describe it, never through MPI; `slurm` as Slurm describes it; `auto`: the "
-        "one that fits the launcher of the process.",
+        "How ranks find each other: `mpi` by mpi4py; `gloo` by the store that `hororun`, `torchrun` or Slurm describe,"
+        " never by MPI; `slurm` as Slurm describes; `auto`: by the launcher of the process.",
         choices=("auto", "mpi", "gloo", "slurm"),
     )
     network_interfaces: str | None = variable(
         "NETWORK_INTERFACES",
         None,
-        "Interfaces to listen on for other hosts: names and networks (`eth0,10.1.0.0/16`), of which each host uses "
-        "those that it has, and needs one; by default the one that routes to the other hosts.",
+        "Interfaces for other hosts: names and networks (`eth0,10.1.0.0/16`), of which each host needs at least one. "
+        "Default: the one that routes to the other hosts.",
         Option("--network-interfaces", "interfaces and networks for other hosts", "A,B", is_shared=True),
         kind=str,
     )
     port_range: str | None = variable(
         "PORT_RANGE",
         None,
-        "Ports on which horo listens, for a firewall between the hosts that lets only these through: of the job's "
-        "store, of ranks while they connect, of `hororun --check-hosts`, and `MASTER_PORT` of `--torch-env`. Each host "
-        "needs one per rank and two more; by default the system chooses.",
+        "Ports on which horo listens, for a firewall between the hosts: of the job's store, of ranks while they "
+        "connect, of `hororun --check-hosts`, and `MASTER_PORT` of `--torch-env`. Each host needs one per rank and two"
+        " more. Default: the system chooses.",
         Option("--port-range", "ports on which horo listens: 40000-40100", "FIRST-LAST"),
         kind=str,
         form="a range of ports as 40000-40100, from 1024 to 65535",

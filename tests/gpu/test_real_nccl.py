@@ -58,24 +58,6 @@ def test_all_that_nccl_does(tmp_path: Path) -> None:
 
 
 @on("nccl1")
-def test_one_rank_by_nccl() -> None:
-    gpu = RealGpu()
-    assert hvd.config()["gpu_operations"] == "nccl"
-    x = torch.arange(1000.0, device=gpu.device)
-    for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
-        assert torch.equal(hvd.allreduce(x, op=op), x)
-    assert torch.equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), 2 * x)
-    assert torch.equal(hvd.reducescatter(x.view(10, 100), op=hvd.Sum), x.view(10, 100))
-    assert torch.equal(hvd.broadcast(x, 0), x)
-    assert torch.equal(hvd.allgather(x.view(10, 100)), x.view(10, 100))
-    received, splits = hvd.alltoall(x, torch.tensor([1000]))
-    assert torch.equal(received, x) and splits.tolist() == [1000]
-    pair = hvd.grouped_allgather([x, torch.empty(0, 2, device=gpu.device)])
-    assert torch.equal(pair[0], x) and pair[1].shape == (0, 2)
-    torch.cuda.synchronize()
-
-
-@on("nccl1")
 def test_results_follow_the_gpu_not_the_thread() -> None:
     """``synchronize`` returns while the GPU still computes what was asked for."""
     gpu = RealGpu()

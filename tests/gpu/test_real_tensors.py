@@ -1,4 +1,4 @@
-"""What ``horo.torch`` does with tensors on GPUs, by the checks that also run without one (tests/gpu_checks.py)."""
+"""What ``horo.torch`` does with tensors on GPUs (tests/gpu_checks.py), and with their memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import gpu_checks
 import pytest
 import torch
 from gpu_checks import RealGpu
-from rank_pool import on
+from rank_pool import RankPool, on
 
 import horo.torch as hvd
-from horo.errors import UnsupportedError, UsageError
 
 BY_NAME = {check.__name__: check for check in gpu_checks.ON_A_TORCH_DEVICE}
 DTYPES = (
@@ -104,16 +103,6 @@ def test_a_rank_that_has_joined_stands_in() -> None:
     assert hvd.join() == 1
 
 
-@on("shared2")
-def test_what_cannot_be_done_is_refused_and_the_next_call_works() -> None:
-    gpu = RealGpu()
-    with pytest.raises(UnsupportedError, match=r"its tensors are on cuda:.* and cpu; those of one call must be"):
-        hvd.grouped_allreduce([gpu.put(torch.ones(2)), torch.ones(2)])
-    with pytest.raises(UsageError):
-        hvd.allreduce(gpu.put(torch.ones(2, dtype=torch.int32)), op=hvd.Adasum)
-    assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [2, 2]
-
-
 @on("ranks")
 def test_it_works_again_after_shutdown_and_init() -> None:
     gpu, n = RealGpu(), hvd.size()
@@ -125,3 +114,46 @@ def test_it_works_again_after_shutdown_and_init() -> None:
         hvd.shutdown()
         hvd.init()
     assert hvd.allreduce(gpu.put(torch.ones(2)), op=hvd.Sum).tolist() == [n, n]
+
+
+@on("shared2")
+def test_a_rank_without_memory_for_its_result_says_so_and_goes_on() -> None:
+    gpu, r = RealGpu(), hvd.rank()
+    x = torch.ones(1 << 24, device=gpu.device)
+    torch.cuda.empty_cache()
+    if r == 1:  # of what torch has now, there is no more
+        total = torch.cuda.get_device_properties(gpu.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total + 1e-6, gpu.device)
+    try:
+        if r == 1:
+            with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+                hvd.allgather(x, name="no room")
+        else:
+            assert hvd.allgather(x, name="no room").numel() == 2 << 24
+        hvd.allreduce_(x, op=hvd.Sum)  # needs no memory of torch
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, gpu.device)
+    assert x.eq(2).all()
+    assert hvd.allgather(x[:2], name="room").tolist() == [2.0] * 4
+
+
+def test_memory_that_horo_takes_comes_back(ranks: RankPool) -> None:
+    def check() -> int:
+        gpu = RealGpu()
+        x = torch.ones(4 << 20, device=gpu.device)
+
+        def exchange() -> None:
+            for _ in range(10):
+                hvd.allgather(x)
+                hvd.allreduce(x)
+            torch.cuda.synchronize()
+            hvd.barrier()
+
+        exchange()
+        before = torch.cuda.mem_get_info(gpu.device)[0]
+        exchange()
+        hvd.barrier()
+        return before - torch.cuda.mem_get_info(gpu.device)[0]
+
+    taken = ranks.run(check)
+    assert max(taken) < 64 << 20

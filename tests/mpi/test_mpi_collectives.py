@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from mpi_job import MpiRank
+from known_answers import SIZES, Proposals, adasum_rows, adasums, collectives
+from mpi_job import MODES, SEGMENT_BYTES, MpiRank, join
 from ranks import NUMPY_OF_DTYPE
+from trace_events import parse_timeline, rows_of
 
 from horo.core import context
 from horo.core.context import RequestBuffer, Tensor
@@ -47,14 +51,6 @@ def test_allreduce(rank: MpiRank, dtype: str) -> None:
         assert np.array_equal(array, expected(rank.size, count, dtype))
 
 
-def test_a_group_of_mixed_tensors_small_and_large(rank: MpiRank) -> None:
-    kinds = [("float32", 3), ("int64", 10), ("float32", 300_000), ("float32", 0), ("float16", 11), ("float32", 5)]
-    arrays = [values(rank.rank, count, dtype) for dtype, count in kinds]
-    rank.finish(rank.submit("allreduce", "mixed", arrays, reduce_op=context.REDUCE_OPS["sum"]))
-    for array, (dtype, count) in zip(arrays, kinds, strict=True):
-        assert np.array_equal(array, expected(rank.size, count, dtype) if count else array)
-
-
 def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -> None:
     count = (1 << 20) + 3
     inputs = [np.random.default_rng(r).standard_normal(count, np.float32) for r in range(rank.size)]
@@ -64,15 +60,6 @@ def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -
     magnitude = np.sum(np.abs(inputs), axis=0, dtype=np.float64)
     assert np.all(np.abs(array - exact) <= magnitude * rank.size * 2.0**-24)
     assert_same_bits(rank, array)
-
-
-def test_many_tensors_at_once_are_fused(rank: MpiRank) -> None:
-    arrays = [values(rank.rank, 1 + 37 * i, "float32") for i in range(60)]
-    sum_op = context.REDUCE_OPS["sum"]
-    handles = [rank.submit("allreduce", f"many {i}", [array], reduce_op=sum_op) for i, array in enumerate(arrays)]
-    for handle, array in zip(handles, arrays, strict=True):
-        rank.finish(handle)
-        assert np.array_equal(array, expected(rank.size, array.size, "float32"))
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [("float16", 11), ("float32", 24), ("float64", 52)])
@@ -108,22 +95,6 @@ def test_reducescatter(rank: MpiRank, dtype: str) -> None:
         assert np.array_equal(array, values(rank.rank, count, dtype))
 
 
-@pytest.mark.parametrize("wire", [None, "float16"])
-def test_reducescatter_of_a_group_with_factors(rank: MpiRank, wire: str | None) -> None:
-    kinds = [("float32", 3, 2), ("float64", 7000, 5), ("float32", 0, 4), ("float32", 1_000_003, 1), ("float64", 1, 9)]
-    arrays = [values(rank.rank, rows * columns, dtype).reshape(rows, columns) for dtype, rows, columns in kinds]
-    wanted = [
-        scattered(rank, expected(rank.size, array.size, str(array.dtype)).reshape(array.shape) * 6 / rank.size)
-        for array in arrays
-    ]
-    outputs = [np.zeros(part.shape, array.dtype) for part, array in zip(wanted, arrays, strict=True)]
-    options = {"reduce_op": context.REDUCE_OPS["average"], "prescale": 2.0, "postscale": 3.0}
-    wires = [wire] * len(arrays)
-    rank.finish(rank.submit("reducescatter", f"group {wire}", arrays, outputs=outputs, wires=wires, **options))
-    for output, part in zip(outputs, wanted, strict=True):
-        assert np.allclose(output, part, rtol=2e-3 if wire else 1e-6)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 300, 100_000])
 def test_alltoall_of_unequal_splits(rank: MpiRank, rows: int) -> None:
     splits = [[rows * ((s + 2 * d) % 3) for d in range(rank.size)] for s in range(rank.size)]
@@ -156,28 +127,6 @@ def test_allgather_of_unequal_shares(rank: MpiRank, rows: int) -> None:
     assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.float32), shares)[:, None].repeat(17, 1))
 
 
-def test_groups_whose_rows_differ_each_time_into_memory_of_the_caller(rank: MpiRank) -> None:
-    """And into that of the core where an output is too short, which fails on its rank alone."""
-    for step in range(6):
-        shares = [[(r + step) % 3 * 50, step % 2 * r, 7000 * (r == step % rank.size)] for r in range(rank.size)]
-        inputs = [np.full((rows, 3), rank.rank + step, np.int16) for rows in shares[rank.rank]]
-        wanted = [
-            np.concatenate([np.full((shares[r][i], 3), r + step, np.int16) for r in range(rank.size)]) for i in range(3)
-        ]
-        outputs = [np.full_like(result, -1) for result in wanted]
-        if fails := step == 4 and rank.rank == 1:
-            outputs[0] = outputs[0][1:].copy()
-        handle = rank.submit("allgather", "rows differ", inputs, outputs=outputs, into=True)
-        if fails:
-            with pytest.raises(
-                UsageError, match=rf"has {wanted[0].nbytes} bytes, but its output has {outputs[0].nbytes}$"
-            ):
-                rank.finish(handle)
-        else:
-            rank.finish(handle)
-            assert all(np.array_equal(*pair) for pair in zip(outputs, wanted, strict=True))
-
-
 def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
     rank.barrier()
     with pytest.raises(UsageError, match="rank 0"):
@@ -198,23 +147,59 @@ def test_nothing_pending_means_no_wake_up(rank: MpiRank) -> None:
     assert min(sleeps) <= 2, sleeps
 
 
-def test_a_forked_child_is_told_and_does_no_harm(rank: MpiRank) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            rank.allreduce(np.ones(1, np.float32), name="in the child")
-        except UsageError as error:
-            os._exit(0 if "forked" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    array = np.ones(100_000, np.float32)
-    rank.allreduce(array, name="after the fork")
-    assert np.array_equal(array, np.full(100_000, rank.size, np.float32))
+def test_an_adasum_has_its_phases_on_each_rank(rank: MpiRank, tmp_path: Path) -> None:
+    """The ranks' own files: all have what they have done together."""
+    path = tmp_path / f"timeline-{rank.rank}.json"
+    rank.context.start_timeline(str(path))
+    rank.barrier("begun")
+    adasums(rank)
+    rank.context.stop_timeline()
+    rows = rows_of(parse_timeline(path))
+    expected = adasum_rows("MPI", levels=(rank.size - 1).bit_length())
+    assert {name: rows[name] for name in expected} == expected
 
 
-def test_data_travels_as_it_was_told_to(rank: MpiRank) -> None:
-    before = rank.context.counters()
-    rank.allreduce(np.ones(100_000, np.float32), name="counted")
-    after = rank.context.counters()
-    assert after["link_bytes"] > before["link_bytes"]
-    assert after["mpi_stranded"] == 0
+STEPS = 40
+SEED = random.SystemRandom().getrandbits(31) | 1
+
+
+@pytest.fixture(params=MODES, ids=str)
+def tuned(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
+    """A rank of a job whose values may change."""
+    with join(request.param, {"sockets": 1, "segment": SEGMENT_BYTES // 4, "cycle": 200, "overlap": 2}) as joined:
+        print("seed", joined.comm.bcast(SEED))
+        yield joined
+
+
+@pytest.fixture
+def others() -> Proposals:
+    return Proposals(SEED, SEGMENT_BYTES, 1)
+
+
+def values_of(rank: MpiRank) -> tuple[int, ...]:
+    """What the next operation runs with: between two operations, the same on all ranks."""
+    values = tuple(rank.context.tuning()[0].values())
+    assert rank.everybody(values) == [values] * rank.size
+    return values
+
+
+def test_all_ranks_change_over_at_one_place_and_results_are_right(tuned: MpiRank, others: Proposals) -> None:
+    seen = set()
+    for step in range(STEPS):
+        others.propose(tuned)
+        collectives(tuned, step)
+        seen.add(values_of(tuned))
+    assert len(seen) > STEPS / 4
+
+
+def test_process_sets_come_work_and_go_while_values_change(tuned: MpiRank, others: Proposals) -> None:
+    for step in range(8):
+        members = sorted(random.Random(step).sample(range(tuned.size), 1 + step % tuned.size))
+        team = tuned.job.add_team(members)
+        for turn in range(5):
+            others.propose(tuned)
+            collectives(tuned, 5 * step + turn)
+            if tuned.rank in members:
+                array = np.full(SIZES[turn + 1], tuned.rank + 1, np.float32)
+                assert set(tuned.allreduce(array, "t", team=team)) == {sum(members) + len(members)}
+        tuned.context.remove_team(team)

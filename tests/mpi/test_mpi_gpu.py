@@ -86,12 +86,6 @@ def test_allreduce_and_reducescatter(rank: MpiRank, run: Any, count: int, dtype:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_adasum_of_equal_tensors_is_each_of_them(run: Any, count: int) -> None:
-    own = np.arange(1.0, count + 1)
-    np.testing.assert_allclose(run("allreduce", "x", own.copy(), reduce_op=context.REDUCE_OPS["adasum"]), own)
-
-
-@pytest.mark.parametrize("count", COUNTS)
 def test_broadcast_allgather_and_alltoall(rank: MpiRank, run: Any, count: int) -> None:
     everybody = range(rank.size)
     for root in (0, rank.size - 1):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from doubles import CUDA, build_double
 from mpi_jobs import MpiJobs, why_not
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(150)]
+TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -241,3 +244,30 @@ job.close()
         environ={"HORO_TRANSPORT": "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"},
     )
     assert ended.lines == ["ranks 0, 2 wait for 'other'"] * 3, ended.errors
+
+
+GPU_SCRIPT = """
+import os, sys
+os.environ["HORO_HOST_ID"] = "host " + os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+import gpu_checks, gpu_double
+import horo.torch as hvd
+hvd.init()
+gpu = gpu_double.load(sys.argv[1])
+for on_gpu in ((0, 1), (1,)):
+    gpu_checks.reductions(gpu, on_gpu)
+    gpu_checks.moves(gpu, on_gpu)
+sys.stdout.write(hvd.config()["gpu_operations"] + " done\\n")
+hvd.shutdown()
+"""
+
+
+def test_tensors_on_gpus_are_staged_on_their_way_by_mpi(mpi_jobs: MpiJobs) -> None:
+    """It says what Horovod says of a CUDA-aware MPI."""
+    double = build_double(CUDA, mpi_jobs.folder / "double", DELAYS=20)
+    environ = {
+        "HORO_TRANSPORT": "mpi",
+        "HOROVOD_GPU_OPERATIONS": "MPI",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+    }
+    ended = mpi_jobs.run(2, GPU_SCRIPT, str(double), environ=environ)
+    assert (ended.code, ended.lines) == (0, ["mpi done"] * 2), ended.errors

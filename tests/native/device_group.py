@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import graphlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -118,10 +119,6 @@ class Gpu:
         """From now on so many copies to the host are done, and others wait for the next call; -1: all are."""
         self.lib.double_let_copies(count)
 
-    def hold_returns(self, are_held: bool) -> None:
-        """Copies from the host begin only when they are not held any more."""
-        self.lib.double_hold_returns(int(are_held))
-
     def await_program(self) -> None:
         """From now on, what frees pinned memory waits for the program's streams, too, as a driver does."""
         self.lib.double_await_program(1)
@@ -130,13 +127,9 @@ class Gpu:
         """How many functions of the host have been called, and are over."""
         return int(self.lib.double_calls())
 
-    def fail_staging(self, to_host: int = 0, returns: int = 0) -> None:
-        """That copy to the host from now on fails; the next ``returns`` calls for copies back are refused."""
-        self.lib.double_fail_staging(to_host, returns)
-
-    def refuse_records(self, count: int) -> None:
-        """The next ``count`` calls that are to put an event on a stream of horo's are refused."""
-        self.lib.double_refuse_records(count)
+    def fail_staging(self, number: int) -> None:
+        """That copy to the host from now on fails."""
+        self.lib.double_fail_staging(number)
 
     def counts(self) -> dict[str, int]:
         numbers = (ctypes.c_int * 5)()
@@ -168,10 +161,29 @@ class Nccl:
         self.lib.double_nccl_fail(PLACES.index(place), rank, at, code)
 
     def counts(self) -> dict[str, int]:
-        numbers = (ctypes.c_int * 9)()
+        numbers = (ctypes.c_int * 7)()
         self.lib.double_nccl_count(numbers)
-        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches", "wrong_orders", "asked")
+        names = ("comms", "aborts", "destroys", "misuses", "scales", "launched", "mismatches")
         return dict(zip(names, numbers, strict=True))
+
+    def check_order(self) -> None:
+        """Fails if orders of launches contradict one another: kernels may wait for one another for ever then.
+
+        What has no circle: each collective, on all of its ranks, behind the one before it on each GPU.
+        """
+        self.lib.double_nccl_launches.restype = ctypes.c_char_p
+        behind: dict[str, set[str]] = {}
+        last: dict[str, tuple[str, str]] = {}  # on a GPU: the stream, and the collective
+        for line in self.lib.double_nccl_launches().decode().splitlines():
+            if line == "over":
+                last.clear()
+                continue
+            gpu, stream, collective = line.split()
+            if gpu in last:
+                assert stream == last[gpu][0], "launches on two streams of a GPU have no order"
+                behind.setdefault(collective, set()).add(last[gpu][1])
+            last[gpu] = stream, collective
+        graphlib.TopologicalSorter(behind).prepare()
 
 
 class OnGpu:

@@ -38,7 +38,7 @@ def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
     rank.context.release(handle)
 
 
-@pytest.mark.parametrize("way", ["wait", "poll", "submit", "nothing"])
+@pytest.mark.parametrize("way", ["wait", "wait_any", "poll", "submit", "nothing"])
 @pytest.mark.parametrize("what", ["allreduce", "broadcast", "allgather", "group", "set"])
 def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(gpu: Gpu, what: str, way: str) -> None:
     """Rank 2 looks after the second of two requests only, or after none."""
@@ -55,6 +55,9 @@ def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(gpu: Gpu, w
             gpu.fail_staging(1)
             handles = [submit(own, op, name, length, count, team=team) for name in ("x0", "x1")]
             if way == "wait":
+                fails(rank, handles[1], ResourceError, REASON)
+            elif way == "wait_any":
+                rank.context.wait_any([handles[1], handles[1]])
                 fails(rank, handles[1], ResourceError, REASON)
             elif way == "poll":
                 wait_for(lambda: rank.context.poll(handles[1]))
@@ -147,25 +150,6 @@ def test_a_driver_that_keeps_the_thread_that_looks_keeps_nobody_else(gpu: Gpu) -
 
     with recorded_stderr(), Group(HOSTS, **STALLS) as group:
         group.run(body)
-
-
-def test_a_rank_leaves_while_a_driver_keeps_the_thread_that_looks(gpu: Gpu) -> None:
-    gates = []
-
-    def body(rank: Rank) -> OnGpu:
-        own = OnGpu(rank, gpu)
-        gpu.let_copies(0)
-        gates.append(gpu.pause(is_query=True))
-        submit(own, "allreduce", "x0", 100)
-        gpu.await_pause(gates[0])
-        return own
-
-    group = Group((1,))
-    (own,) = group.run(body)
-    gpu.let_copies(-1)
-    wait_for(lambda: gpu.calls() == 1)
-    group.destroy_while(lambda: gpu.resume(gates[0]))
-    own.close()
 
 
 def test_failures_are_told_of_each_device(gpu: Gpu) -> None:

@@ -56,20 +56,13 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield build
 
 
-def test_the_driver_is_found_with_its_version_and_place_and_not_initialized(find: Find, make: Any) -> None:
-    path = make(CUDA, INIT_CODE=100)
-    assert find(CUDA, [path]) == Found(0, "CUDA driver 12.4", 12040, -1, str(path), "")
-
-
-def test_the_driver_is_initialized_where_that_is_wanted(find: Find, make: Any) -> None:
-    path = make(CUDA, DEVICES=8, VERSION=13000)
-    assert find(CUDA, [path], initializes=True) == Found(0, "CUDA driver 13.0", 13000, 8, str(path), "")
-
-
-def test_nccl_is_found_with_its_version_and_place(find: Find, make: Any) -> None:
-    path = make(NCCL)
-    assert find(NCCL, [path]) == Found(0, "NCCL 2.23.4", 22304, -1, str(path), "")
-    assert find(NCCL, [make(NCCL, VERSION=21801)]).name == "NCCL 2.18.1"
+def test_a_library_is_found_with_its_version_and_place(find: Find, make: Any) -> None:
+    """The driver is initialized only where that is wanted."""
+    driver, nccl, old = make(CUDA, DEVICES=8, VERSION=13000), make(NCCL), make(NCCL, VERSION=21801)
+    assert find(CUDA, [driver]) == Found(0, "CUDA driver 13.0", 13000, -1, str(driver), "")
+    assert find(CUDA, [driver], initializes=True) == Found(0, "CUDA driver 13.0", 13000, 8, str(driver), "")
+    assert find(NCCL, [nccl]) == Found(0, "NCCL 2.23.4", 22304, -1, str(nccl), "")
+    assert find(NCCL, [old]).name == "NCCL 2.18.1"
 
 
 def test_a_driver_that_cannot_be_initialized_says_why(find: Find, make: Any) -> None:
@@ -111,14 +104,11 @@ def test_the_first_place_of_use_is_taken_and_all_others_give_their_reason(find: 
     assert found.sentence.endswith(f"; {old} is NCCL 2.0.0; horo needs 2.18.1; {bare} lacks ncclGetVersion")
 
 
-def test_a_file_that_is_no_library_and_no_place_at_all_are_told(find: Find, tmp_path: Path) -> None:
+def test_what_is_no_library_is_told_and_reasons_that_do_not_fit_are_cut(find: Find, tmp_path: Path) -> None:
     text = tmp_path / "libnccl.so.2"
     text.write_text("no library")
     assert f"{text}: " in find(NCCL, [text]).sentence
     assert find(NCCL, []).sentence == "no usable NCCL: there is no place to look for it"
-
-
-def test_reasons_that_do_not_fit_are_cut(find: Find) -> None:
     sentence = find(CUDA, [f"/nowhere/{number}/{'x' * 200}" for number in range(20)]).sentence
     assert len(sentence) == 1023
     assert sentence.startswith("no usable CUDA driver: /nowhere/0/")
@@ -147,13 +137,3 @@ def test_what_is_in_the_process_already_is_taken_where_that_is_wanted(tmp_path: 
     words = [sys.executable, "-c", LOADED_FIRST, str(loaded), str(other)]
     done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.splitlines() == [f"NCCL 2.22.22 {loaded}"] * 2 + [f"NCCL 2.23.4 {other}"], done.stderr
-
-
-def test_an_unknown_library_and_a_negative_count_are_refused(native: ModuleType) -> None:
-    ffi, lib = native.ffi, native.lib
-    for kind, count_of_paths, words in ((7, 0, "7 is no library"), (0, -1, "-1 places")):
-        error = ffi.new("char[]", lib.HORO_MESSAGE_MAX)
-        found = ffi.new("horo_library *")
-        status = lib.horo_find_library(kind, ffi.NULL, count_of_paths, 0, found, error, lib.HORO_MESSAGE_MAX)
-        assert status == lib.HORO_ERR_USAGE
-        assert words in ffi.string(error).decode()

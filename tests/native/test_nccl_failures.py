@@ -1,82 +1,269 @@
-"""NCCL fails, or a rank is gone, in each phase of a collective by NCCL; and how ranks leave with it."""
+"""NCCL connects all ranks or none; it fails, or a rank is gone, in each phase; and how ranks leave with it."""
 
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
+from device_group import Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, recorded_stderr, wait_for
+from test_nccl_teams import add_teams, begin, teams_of
+from test_teams import Links, hosts_of
 
-from horo.core import context
-from horo.errors import AbortedError, GroupError, HoroError, PeerLostError
+from horo.bootstrap.nccl import choose_device
+from horo.errors import (
+    AbortedError,
+    GroupError,
+    HoroError,
+    MismatchError,
+    PeerLostError,
+    ResourceError,
+    StalledError,
+    UsageError,
+)
 
 ONES = np.ones(5, np.float32)
-RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
-"""Who tells that what runs has failed: a look, or a call that comes just then."""
+HOSTS = [(2,), (1, 1), (3,)]
+ALL_HOSTS = [(3,), (2, 1), (1, 1, 1)]
+
+# ---- Connecting ----
 
 
-def begin(own: OnGpu, name: str = "x") -> int:
-    handle: int = own.submit("allreduce", name, ONES, reduce_op=SUM)[0]
-    return handle
+def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type[HoroError], match: str) -> None:
+    """On all ranks with one sentence, an ``error`` where it is named, an AbortedError elsewhere; the group goes on."""
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(HoroError, match=match) as caught:
+            connect(rank)
+        is_here = f"on rank {rank.rank}:" in str(caught.value) or "NCCL on rank" not in str(caught.value)
+        assert caught.type is (error if is_here else AbortedError)
+        assert rank.allreduce(ONES.copy()).tolist() == [rank.size] * 5
+
+    with Group(hosts) as group:
+        group.run(body)
 
 
-def ends_with(own: OnGpu, handle: int, error: type[HoroError], match: str) -> None:
-    with pytest.raises(error, match=match):
-        own.context.wait(handle)
-    own.context.release(handle)
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1)])
-@pytest.mark.parametrize("place", ["call", "group end", "run", "scale"])
-def test_a_failure_of_nccl_ends_the_group_with_its_words(
-    gpu: Gpu,
-    nccl: Nccl,
-    hosts: tuple[int, ...],
-    place: str,
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ("id", 0, "ncclGetUniqueId"),
+        ("init", 1, "ncclCommInitRankConfig"),
+        ("connect", 0, "NCCL's connecting"),
+        ("connect", 1, "NCCL's connecting"),
+    ],
+)
+def test_a_failure_to_connect_is_told_to_all(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], failure: tuple[str, int, str]
 ) -> None:
-    function = {
-        "call": "ncclAllReduce",
-        "group end": "ncclGroupEnd",
-        "run": RUNNING,
-        "scale": "ncclRedOpCreatePreMulSum",
-    }[place]
-    words = f"ended with a failure of NCCL: {function} failed with code 2: unhandled system error"
-    nccl.fail(place, 1)
+    place, victim, function = failure
+    nccl.fail(place, victim)
+    words = f"^NCCL on rank {victim}: {function} failed with code 2: unhandled system error"
+    refuses(hosts, lambda rank: on_gpu(rank, gpu, nccl), ResourceError, words)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_ranks_that_cannot_be_connected_are_told_why(
+    gpu: Gpu, make_nccl: Callable[..., Nccl], hosts: tuple[int, ...]
+) -> None:
+    good, bare, old = make_nccl(), make_nccl(LACKS_ABORT=1), make_nccl(VERSION=22105)
+
+    def with_on_rank_1(path: Path) -> Callable[[Rank], OnGpu]:
+        return lambda rank: OnGpu(rank, gpu, [good.path if rank.rank != 1 else path], device=rank.rank)
+
+    refuses(hosts, with_on_rank_1(Path("/nowhere")), ResourceError, "^NCCL on rank 1: no usable NCCL: /nowhere: ")
+    refuses(hosts, with_on_rank_1(bare.path), ResourceError, "^NCCL on rank 1: no usable NCCL: ")
+    words = r"^NCCL is 2.23.4 on rank 0(, 2)?, and 2.21.5 on rank 1$"
+    refuses(hosts, with_on_rank_1(old.path), MismatchError, words)
+    words = r"^NCCL on rank 0: init\(device='cuda:20'\): this process sees 8 GPUs, cuda:0 to cuda:7$"
+    refuses(hosts, lambda rank: on_gpu(rank, gpu, good, device=rank.rank or 20), UsageError, words)
+    words = r"^rank 0 and rank \d are on the same GPU, which NCCL refuses: choose another one by "
+    refuses(hosts, lambda rank: on_gpu(rank, gpu, good, device=1), UsageError, words)
+    good.fail("late connect", 1)
+    words = r"^NCCL on rank \d: the ranks 0, 1(, 2)? were not connected in 0.01 s \(HORO_START_TIMEOUT\)$"
+    with Group(hosts) as group, pytest.raises(HoroError, match=words):
+        group.run(lambda rank: on_gpu(rank, gpu, good, within_s=0.01))
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
+def test_a_rank_dies_while_nccl_connects(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_of_a_set: bool
+) -> None:
+    size = sum(hosts)
+    there = threading.Barrier(size)
+    links = Links(hosts_of(list(hosts)))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl) if is_of_a_set else None
+        there.wait(60)
+        nccl.fail("late connect", rank.rank)
+        there.wait(60)
+
+        def die() -> None:
+            wait_for(lambda: nccl.counts()["comms"] == size + 2 if is_of_a_set else size)
+            group.kill(victim)
+            rank.context.end("its death")  # which its engine, that lives on, does not know of by itself
+
+        killing = threading.Thread(target=die)
+        if rank.rank == victim:
+            killing.start()
+        words = "gone|this rank|shutting down" if rank.rank == victim else f"^rank {victim} "
+        with pytest.raises(GroupError, match=words):
+            if own is None:
+                on_gpu(rank, gpu, nccl)
+            else:
+                own.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        if rank.rank == victim:
+            killing.join(60)
+        if own is not None:
+            own.close()
+
+    with recorded_stderr(), Group(hosts) as group:
+        group.run(body)
+
+
+@pytest.mark.parametrize("hosts", [(3,), (2, 1)], ids=str)
+def test_a_set_that_nccl_does_not_connect_is_not_added(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """Ranks outside learn of it, too; what is connected goes on, and the next set is connected."""
+    links = Links(hosts_of(list(hosts)))
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
+        rank.barrier()
+        if rank.rank == 1:
+            nccl.fail("connect", 1)
+        rank.barrier()
+        with pytest.raises(HoroError, match=r"^NCCL on rank 1: NCCL's connecting failed with code 2"):
+            own.add_team([0, 1])
+        assert own.allreduce(ONES).tolist() == [3.0] * 5
+        team = own.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
+        if rank.rank < 2:
+            assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
+        own.close()
+
+    with Group(hosts) as group:
+        group.run(body)
+    assert nccl.counts()["launched"] == 3 + 2
+
+
+def test_the_gpu_of_a_rank() -> None:
+    numbers = [choose_device(*given) for given in [(None, 3, 1), (None, 3, 4), (2, 3, 4), (0, 1, 1)]]
+    assert numbers == [0, 3, 2, 0]
+    with pytest.raises(ResourceError, match=r"^this process sees no GPU; HORO_GPU_OPERATIONS=staged does"):
+        choose_device(None, 0, 0)
+    with pytest.raises(UsageError, match=r"^local rank 2 sees 2 GPUs, cuda:0 to cuda:1; choose one by init\(device="):
+        choose_device(None, 2, 2)
+    with pytest.raises(UsageError, match=r"^init\(device='cuda:1'\): this process sees 1 GPU, cuda:0$"):
+        choose_device(1, 0, 1)
+
+
+# ---- Failures ----
+
+RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
+"""Who tells that what runs has failed: a look, or a call that comes just then."""
+FUNCTIONS = {
+    "call": "ncclAllReduce",
+    "group end": "ncclGroupEnd",
+    "run": RUNNING,
+    "scale": "ncclRedOpCreatePreMulSum",
+    "end": "ncclCommFinalize",
+}
+
+
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
+@pytest.mark.parametrize("place", FUNCTIONS)
+@pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
+def test_a_failure_of_nccl_ends_the_group_with_its_words(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], place: str, is_of_a_set: bool
+) -> None:
+    """The end of a communicator comes when its set has been removed already."""
+    links = Links(hosts_of(list(hosts)))
+    which = r" for process set 1 \(ranks 0, 1\)" if is_of_a_set or place == "end" else ""
+    words = f"ended with a failure of NCCL{which}: {FUNCTIONS[place]} failed with code 2: unhandled system error"
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        team = add_teams(own, links, [[0, 1]])[0] if which else 0
+        rank.barrier()
+        if rank.rank == 1:
+            nccl.fail(place, 1)
+        rank.barrier()
         with pytest.raises(PeerLostError, match=words):
-            for number in range(10_000):  # what runs fails when its call is over
-                own.allreduce(ONES, f"x{number}", "average")
-        own.gpu.synchronize(own.stream)
+            if place == "end":
+                rank.context.remove_team(team)
+            for number in range(1_000_000):  # what runs fails when its call is over
+                rank.barrier() if place == "end" else own.allreduce(ONES, f"x{number}", "average", team=team)
+        gpu.synchronize(own.stream)
         with pytest.raises(PeerLostError, match=words):
             own.allreduce(ONES, "later")
         own.close()
 
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)
-    assert nccl.counts()["destroys"] == 0
 
 
-def dies(gpu: Gpu, nccl: Nccl, victim: int, hosts: tuple[int, ...], until: Callable[[Rank, OnGpu], Any]) -> None:
-    """``until`` brings a rank to where the victim dies, on all ranks; returns when that may happen."""
-    there = threading.Barrier(sum(hosts))
+def before_it_has_a_tensor(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
+    return [begin(own, "x")[0]] if rank.rank != victim else []
+
+
+def while_a_call_is_launched(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
+    rank.barrier()
+    nccl.fail("late launch", rank.rank)
+    rank.barrier()
+    return [begin(own, "x")[0]]
+
+
+def while_kernels_run(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
+    """No thread is in horo: the program may wait for its GPU, which only horo can free."""
+    if rank.rank == victim:
+        nccl.fail("hang", victim)  # as a rank of the world; its kernels of other teams stand behind or before
+    for handle in [begin(own, f"{i}", team)[0] for i in range(3) for team, _ in mine]:
+        own.finish(handle)
+    return []
+
+
+def before_it_proposes(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
+    """Its neighbour has launched the first call and waits for a proposal; the victim never launches the first."""
+    if rank.rank not in (1, victim):
+        return []
+    team = mine[1 if victim == 0 and rank.rank == 0 else 2 if rank.rank == 1 and victim == 2 else 1][0]
+    if rank.rank == victim:
+        nccl.fail("late launch", 1 if victim == 2 else 0)
+        return [begin(own, name, team)[0] for name in "ab"]
+    own.finish(begin(own, "a", team)[0])
+    return [begin(own, "b", team)[0]]
+
+
+@pytest.mark.parametrize("hosts", ALL_HOSTS, ids=str)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "until", [before_it_has_a_tensor, while_a_call_is_launched, while_kernels_run, before_it_proposes]
+)
+def test_a_rank_dies(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, until: Callable[..., list[int]]
+) -> None:
+    links = Links(hosts_of(list(hosts)))
+    there = threading.Barrier(3)
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        handle = until(rank, own)
+        mine = teams_of(rank, add_teams(own, links))
+        for team, _ in mine:
+            own.allreduce(ONES, "first", team=team)
+        handles = until(rank, own, nccl, victim, mine)
         there.wait(60)
         if rank.rank == victim:
-            group.kill(victim)
+            group.kill(victim, links.sockets_of(victim))
             own.context.end("its death")  # which its engine, that lives on, does not know of by itself
         gpu.synchronize(own.stream)
-        if handle is not None:
+        for handle in handles:
             with pytest.raises(GroupError):
                 own.context.wait(handle)
             own.context.release(handle)
@@ -86,180 +273,179 @@ def dies(gpu: Gpu, nccl: Nccl, victim: int, hosts: tuple[int, ...], until: Calla
 
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 9)
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_before_it_has_a_tensor_on_a_gpu(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int) -> None:
-    dies(gpu, nccl, victim, hosts, lambda rank, own: begin(own) if rank.rank != victim else None)
+@pytest.mark.parametrize("hosts", [(1, 1, 1), (3,)], ids=str)
+def test_nobody_is_blamed_for_a_turn_that_other_ranks_hold_up(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """A launch on rank 2 does not end. So ranks 0 and 1 cannot launch in their set, and neither waits for the other."""
+    links = Links(hosts_of(list(hosts)))
+
+    def body(rank: Rank) -> None:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(own, links, [[0, 1]])
+        for each in [0] if rank.rank == 2 else [0, team]:
+            own.finish(begin(own, "first", each)[0])
+        rank.barrier()
+        if rank.rank == 2:
+            nccl.fail("late launch", 2)
+        handles = [begin(own, "a")[0]]
+        if rank.rank < 2:
+            own.finish(handles.pop())
+        handles.append(begin(own, "b")[0])
+        if rank.rank < 2:
+            wait_for(lambda: any(event.event == "begun" and event.name == "b" for event in own.context.events()))
+            handles.append(begin(own, "c", team)[0])
+        for handle in handles:
+            with pytest.raises(StalledError, match=r"^(a|this) rank has not submitted what others wait for"):
+                own.context.wait(handle)
+            own.context.release(handle)
+        own.close()
+
+    with recorded_stderr() as text, Group(hosts, stall_warning_ms=200, stall_shutdown_ms=600) as group:
+        group.run(body)
+        assert "waiting in process set" not in text()
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_while_a_call_is_launched(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int) -> None:
-    def until(rank: Rank, own: OnGpu) -> int:
-        own.allreduce(ONES, "first")
-        nccl.fail("late launch", rank.rank)
-        return begin(own)
-
-    dies(gpu, nccl, victim, hosts, until)
+# ---- Leaving ----
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,), (2, 1)])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_while_kernels_run_and_nobody_waits(
-    gpu: Gpu,
-    nccl: Nccl,
-    hosts: tuple[int, ...],
-    victim: int,
-) -> None:
-    """No thread is in horo: the program may wait for its GPU, which only horo can free."""
-
-    def until(rank: Rank, own: OnGpu) -> None:
-        own.allreduce(ONES, "first")
-        if rank.rank == victim:
-            nccl.fail("hang", victim)
-        own.finish(begin(own))
-
-    dies(gpu, nccl, victim, hosts, until)
-    assert nccl.counts()["aborts"] == sum(hosts)
-
-
-def works_behind_gates(gpu: Gpu, nccl: Nccl) -> tuple[Group, list[OnGpu], list[ctypes.c_int]]:
-    """Two ranks whose calls are over while their GPUs stand still, until the gates are opened."""
+@pytest.mark.parametrize("is_told_behind", [False, True], ids=["together", "behind another"])
+def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behind: bool) -> None:
+    """Also where its thread looks after the GPU, and the group has ended in order, when it is told to leave."""
     gates = []
 
     def body(rank: Rank) -> OnGpu:
         own = on_gpu(rank, gpu, nccl)
         gates.append(gpu.hold(own.stream))
-        own.finish(begin(own))
+        own.finish(begin(own, "x")[0])
         return own
 
     group = Group((2,))
-    return group, group.run(body), gates
-
-
-def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl) -> None:
-    group, owners, gates = works_behind_gates(gpu, nccl)
-    group.destroy_while(lambda: gpu.open(*gates))
+    owners = group.run(body)
+    if is_told_behind:
+        first = threading.Thread(target=group.leave, args=(0,))
+        first.start()
+        wait_for(lambda: group.contexts[1].health() is not None)
+        second = threading.Thread(target=group.leave, args=(1,))
+        second.start()
+        gpu.open(*gates)
+        for leaving in (first, second):
+            leaving.join(60)
+            assert not leaving.is_alive()
+    else:
+        group.destroy_while(lambda: gpu.open(*gates))
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (2, 0)
     for own in owners:
         own.close()
 
 
-def test_a_rank_leaves_behind_another_while_its_gpu_is_at_work(gpu: Gpu, nccl: Nccl) -> None:
-    """Its thread looks after the GPU, and the group has ended in order, when it is told to leave."""
-    group, owners, gates = works_behind_gates(gpu, nccl)
-    first = threading.Thread(target=group.leave, args=(0,))
-    first.start()
-    wait_for(lambda: group.contexts[1].health() is not None)
-    second = threading.Thread(target=group.leave, args=(1,))
-    second.start()
-    for gate in gates:
-        gpu.open(gate)
-    for leaving in (first, second):
-        leaving.join(60)
-        assert not leaving.is_alive()
+def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nccl: Nccl) -> None:
+    """A kernel of all ranks stands behind one of a set, which waits for a GPU that stands still."""
+    links = Links([0, 0])
+
+    def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
+        own = on_gpu(rank, gpu, nccl)
+        (team,) = add_teams(own, links, [[0, 1]])
+        gone = own.add_team([0, 1], **links.of(rank.rank, [0, 1], "gone"))
+        for each in (0, team, gone):
+            own.finish(begin(own, "first", each)[0])
+        gpu.synchronize(own.stream)
+        gate = gpu.hold(own.stream) if rank.rank == 0 else None
+        for each in (gone, team, 0):
+            own.finish(begin(own, "x", each)[0])
+        rank.context.remove_team(gone)
+        return own, gate
+
+    with Group((2,)) as group:
+        owners = group.run(body)
+    for own, gate in owners:
+        if gate is not None:
+            gpu.open(gate)
+        gpu.synchronize(own.stream)
+        own.close()
+    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 6)
+
+
+@pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["set", "all"])
+def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, members: list[int]) -> None:
+    links = Links(hosts_of([3]))
+    name = "process set 1 (ranks 0, 1)" if members == [0, 1] else "all ranks"
+
+    def body(rank: Rank) -> OnGpu:
+        own = on_gpu(rank, gpu, nccl)
+        team = own.add_team(members, **links.of(rank.rank, members, 0)) if members == [0, 1] else 0
+        if rank.rank in members:
+            own.allreduce(ONES, "first", team=team)
+            if rank.rank == 1:
+                nccl.fail("hang", 1)
+            rank.barrier("before", team=team)
+            own.finish(begin(own, "last", team)[0])
+        rank.barrier("called")
+        return own
+
+    with recorded_stderr() as written:
+        with Group((3,)) as group:
+            owners = group.run(body)
+        for member in range(3):
+            told = (
+                f"horo [{member}] warning: leaving, this rank has waited 5 s for NCCL, and ends it: operations of "
+                f"{name} have not ended on this rank's GPU, or on one that it waits for, and "
+                "their results are lost"
+            )
+            assert written().count(told) == (member in members)
     for own in owners:
+        gpu.synchronize(own.stream)
         own.close()
 
 
-def test_a_rank_that_leaves_while_others_wait_for_nccl_is_told_of(gpu: Gpu, nccl: Nccl) -> None:
-    submitted = threading.Event()
+@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
+def test_a_rank_that_leaves_long_before_others_has_lost_nothing(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+    """The others come to the end of their communicator when they leave; a job after that has one of its own."""
 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        if rank.rank == 0:
-            handle = begin(own)
-            submitted.set()
-            ends_with(own, handle, AbortedError, r"rank 1 \(.*\) has shut horo down; pending here: .*'x'")
-        else:
-            assert submitted.wait(60)
-            group.leave(1)
+        assert own.allreduce(ONES, "first").tolist() == [2.0] * 5
         own.close()
 
-    group = Group((2,))
-    group.run(body)
-    group.leave(0)
+    with recorded_stderr() as written:
+        for _ in range(2):
+            with Group(hosts) as group:
+                group.run(body)
+                group.run(lambda rank: rank.context.destroy(), ranks=[0])
+        assert written() == ""
 
 
-def test_a_job_after_a_job_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl) -> None:
+@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
+def test_a_job_goes_on_while_work_of_a_set_that_is_gone_has_not_ended(
+    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]
+) -> None:
+    """Also for longer than a stall may last: nobody waits for it."""
+    links = Links(hosts_of(list(hosts)))
+
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        assert own.allreduce(ONES).tolist() == [2.0] * 5
-        own.close()
-
-    for _ in range(3):
-        with Group((2,)) as group:
-            group.run(body)
-    assert nccl.counts()["destroys"] == 6
-
-
-# ---- Random schedules ----
-
-CALLS = ("float32", "average", "int16", "broadcast", "rows", "host", "scatter")
-
-
-@pytest.mark.parametrize("hosts", [(2,), (2, 1)])
-@pytest.mark.parametrize("seed", range(4))
-def test_calls_in_any_order_on_any_way(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], seed: int) -> None:
-    size = sum(hosts)
-    total = size * (size + 1) / 2
-
-    def one(rank: Rank, own: OnGpu, name: str, length: int) -> Callable[[], None]:
-        kind, value = name.partition(":")[0], rank.rank + 1
-        mine = np.full((length, 2), value, np.float32)
-        if kind == "host":
-            kept = mine.copy()
-            handle = rank.submit("allreduce", name, [kept], reduce_op=SUM)
-
-            def finish() -> None:
-                rank.finish(handle)
-                np.testing.assert_array_equal(kept, np.full_like(mine, total))
-
-            return finish
-        if kind == "rows":
-            handle, _, _ = own.submit("allgather", name, mine)
-
-            def finish_rows() -> None:
-                expected = np.repeat(np.arange(size) + 1, length * 2)
-                np.testing.assert_array_equal(own.gathered(handle, mine), expected)
-
-            return finish_rows
-        output, options, expected = None, {"reduce_op": SUM}, np.full_like(mine, total)
-        if kind == "average":
-            options, expected = {"reduce_op": context.REDUCE_OPS["average"]}, np.full_like(mine, total / size)
-        elif kind == "int16":
-            mine, expected = mine.astype(np.int16), expected.astype(np.int16)
-        elif kind == "broadcast":
-            options, expected = {"root_rank": size - 1}, np.full_like(mine, size)
-        elif kind == "scatter":
-            share = len(np.array_split(np.arange(length), size)[rank.rank])
-            output = np.zeros((share, 2), np.float32)
-            expected = np.full_like(output, total)
-        op = {"broadcast": "broadcast", "scatter": "reducescatter"}.get(kind, "allreduce")
-        handle, _, target = own.submit(op, name, mine, output, **options)
-
-        def finish_target() -> None:
+        members = [0, 1]
+        team = own.add_team(members, **links.of(rank.rank, members, 0))
+        gate = gpu.hold(own.stream) if rank.rank == 0 else None
+        target = 0
+        if rank.rank in members:
+            handle, target = begin(own, "last", team)
             own.finish(handle)
+        rank.context.remove_team(team)
+        until_s = time.monotonic() + 1.5
+        while rank.allreduce(np.full(1, time.monotonic() < until_s, np.float32), "host")[0] == sum(hosts):
+            pass
+        if gate is not None:
+            gpu.open(gate)
+        if rank.rank in members:
             gpu.synchronize(own.stream)
-            np.testing.assert_allclose(gpu.get(target, expected), expected, rtol=1e-6)
-
-        return finish_target
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        order = random.Random(1000 * seed + rank.rank)
-        lengths = random.Random(seed)
-        for step in range(3):
-            names = [(f"{kind}:{step}:{i}", lengths.randrange(300)) for kind in CALLS for i in range(3)]
-            order.shuffle(names)
-            finishers = [one(rank, own, name, length) for name, length in names]
-            order.shuffle(finishers)
-            for finish in finishers:
-                finish()
+            assert gpu.get(target, ONES).tolist() == [2.0] * 5
+        wait_for(lambda: nccl.counts()["destroys"] == 2)
+        rank.barrier("ended")
         own.close()
 
-    with Group(hosts, segment_bytes=1 << 12) as group:
+    with recorded_stderr() as text, Group(hosts, stall_warning_ms=500, stall_shutdown_ms=1000) as group:
         group.run(body)
-    assert nccl.counts()["launched"] > 0
+        assert "waiting" not in text()
+    assert nccl.counts()["aborts"] == 0

@@ -40,6 +40,25 @@ def test_a_stall_is_reported_with_rank_and_tensor(hosts: list[int]) -> None:
     assert re.search(r"ranks? [\d, ]*\b1\b[\d, ]* \(host\d\) ha(s|ve) not submitted 'late'", text) is None, text
 
 
+def test_a_leader_that_waits_for_nothing_is_called_and_makes_the_report() -> None:
+    """It leads a process set, and is not the rank through which others are called."""
+    seen = threading.Event()
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2])
+        if rank.rank == 1:
+            wait_for(
+                lambda: re.search(r"horo \[1\] warning: .*:\n  rank 1 \(host0\) has not submitted 'late'", written())
+            )
+            seen.set()
+        if rank.rank != 0:
+            rank.barrier("late", team=team)
+
+    with recorded_stderr() as written:
+        run_ranks(body, [3], stall_warning_ms=100)
+    assert seen.is_set()
+
+
 @on_ranks([2], stall_warning_ms=50, stall_shutdown_ms=200)
 def test_a_stall_ends_the_job_if_so_configured(rank: Rank) -> None:
     if rank.rank == 1:

@@ -176,7 +176,7 @@ GIVE_UP_S = 4
 """No rank is held up for so long because the machine is busy: it would be named beside the one that is stopped."""
 GIVE_UP = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(GIVE_UP_S)}
 
-where_one_stops = pytest.mark.parametrize(("hosts", "victim"), [("aa", 1), ("ab", 0), ("aabb", 1)])
+where_one_stops = pytest.mark.parametrize(("hosts", "victim"), [("aa", 0), ("aa", 1), ("ab", 0), ("aabb", 1)])
 
 
 def logs_of_others(ranks: PlainRanks, victim: int) -> str:

@@ -23,8 +23,6 @@
 enum {
     HR_LINE = 64,
     HR_TEAMS_MAX = HORO_TEAMS_MAX,   /* numbered from 0, which has all ranks; the bits of a word */
-    HR_PENDING_MAX = 4096,           /* places in a rank's pending table */
-    HR_PENDING_WAYS = 8,             /* places that a name may have: one line of the table */
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
     HR_PHASE_COUNT = 6,
@@ -67,7 +65,9 @@ struct hr_arena_header {
     _Atomic uint32_t blocked_question;
     /* 1 + the place where the LEAVE record begins, see hr_lane_place; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at;
-    /* when the last report of a stall in the team was made here */
+    /* ranks here that wait have called the leaders of their teams, which drive so long for them; 0: none has */
+    _Atomic int64_t called_until_ns;
+    /* when ranks of the team last said here that they have no answer from its leader */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];
     /* ranks here that have joined the team and have not left its partition */
     _Alignas(HR_LINE) _Atomic uint32_t users[HR_TEAMS_MAX];
@@ -82,14 +82,14 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
     /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
     _Atomic int32_t core;
-    /* waiting in a batch: by then it will have looked, and moved this on */
+    /* waiting for others: by then it will have looked, and moved this on */
     _Atomic int64_t alive_until_ns;
+    /* likewise: the oldest call that waits behind a refusal: since when, times HR_TEAMS_MAX, and its team; 0: none */
+    _Atomic uint64_t behind;
+    _Atomic uint32_t pending; /* requests submitted there and not done */
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
     _Alignas(HR_LINE) _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */
-    _Alignas(HR_LINE) _Atomic uint64_t pending[HR_PENDING_MAX]; /* hashes of names submitted and not done, 0: free */
-    /* names pending that found no place: while there are any, absence proves nothing */
-    _Atomic uint32_t pending_hidden;
     /* questions, counted by who asks, and those answered; see question.h */
     _Alignas(HR_LINE) _Atomic uint32_t asked;
     _Atomic uint32_t answered;
@@ -204,16 +204,5 @@ size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, u
                      size_t bytes);
 size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ring_bytes, uint64_t *read, void *data,
                     size_t bytes);
-
-/* The pending table: add returns the place of a name's hash, for remove; HR_PENDING_MAX if there was none to be had. */
-uint32_t hr_arena_pending_add(struct hr_arena *arena, uint64_t name_hash);
-void hr_arena_pending_remove(struct hr_arena *arena, uint32_t place);
-/*
- * 1 if the rank has submitted the name, 0 if not, -1 if not all that it has submitted found a place, so that it cannot
- * be told.
- */
-int hr_arena_pending_has(const struct hr_arena *arena, int local_rank, uint64_t name_hash);
-/* Whether the rank has submitted anything that is not done. */
-int hr_arena_pending_any(const struct hr_arena *arena, int local_rank);
 
 #endif

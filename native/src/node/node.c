@@ -66,12 +66,13 @@ void hr_node_end(struct hr_node *node, int code, int rank, const char *words, si
     hr_node_abort(node, code, rank, HR_REASON_ENDED);
 }
 
-void hr_node_call(struct hr_node *node) {
-    for (int i = 0; i < node->local_size; i++) {
-        const int fd = atomic_load_explicit(&node->life_fds[i], memory_order_relaxed);
-        if (fd >= 0) {
-            (void)send(fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
-        }
+/* By way of the lowest rank, which alone has life lines to all; it passes the call on. */
+void hr_node_call(const struct hr_node *node, int local_rank) {
+    const int direct = atomic_load_explicit(&node->life_fds[local_rank], memory_order_relaxed);
+    const int fd = direct >= 0 ? direct : atomic_load_explicit(&node->life_fds[0], memory_order_relaxed);
+    const uint16_t called = (uint16_t)local_rank;
+    if (fd >= 0) {
+        (void)send(fd, &called, sizeof called, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
 }
 
@@ -86,13 +87,17 @@ size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds) {
     return count;
 }
 
-/* All that is ever sent on a life line is a call to wake up (hr_node_call), which is taken out here. */
-static int has_ended(int fd) {
-    char bytes[64];
+/* All that is ever sent on a life line are calls to wake up (hr_node_call), which are taken out here. */
+static int has_ended(const struct hr_node *node, int fd) {
+    uint16_t called[32];
     ssize_t count;
-    do {
-        count = recv(fd, bytes, sizeof bytes, MSG_DONTWAIT);
-    } while (count > 0);
+    while ((count = recv(fd, called, sizeof called, MSG_DONTWAIT)) > 0) {
+        for (size_t i = 0; i < (size_t)count / sizeof *called; i++) {
+            if (called[i] != node->local_rank && called[i] < node->local_size) {
+                hr_node_call(node, called[i]);
+            }
+        }
+    }
     return count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
 }
 
@@ -112,7 +117,7 @@ static void close_life_line(struct hr_node *node, int local_rank, int fd) {
 
 void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count) {
     for (size_t k = 0; k < count; k++) {
-        if (fds[k].revents == 0 || !has_ended(fds[k].fd)) {
+        if (fds[k].revents == 0 || !has_ended(node, fds[k].fd)) {
             continue;
         }
         for (int i = 0; i < node->local_size; i++) {

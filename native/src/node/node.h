@@ -127,10 +127,8 @@ static inline int hr_node_progress(struct hr_node *node) {
 int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
-/*
- * Wakes the lowest rank of the host, or from there all others, even if their background threads are parked. Any thread.
- */
-void hr_node_call(struct hr_node *node);
+/* Wakes another rank of the host, even if its background thread is parked. Any thread. */
+void hr_node_call(const struct hr_node *node, int local_rank);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);

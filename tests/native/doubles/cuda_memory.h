@@ -7,9 +7,8 @@ static struct piece {
     uint64_t address;
     size_t bytes;
 } *pinned; /* memory of the host that the device reaches */
-/* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all); and those back: */
-static int fetches, fetch_fails_at, fetches_let = -1, returns_refused;
-static int are_returns_held; /* copies back wait */
+/* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all). */
+static int fetches, fetch_fails_at, fetches_let = -1;
 static int copies_over, calls; /* of functions of the host, that are over */
 
 static void note(uint64_t address, size_t bytes) {
@@ -109,7 +108,7 @@ int cuMemFreeHost(void *data) {
 static void copy(struct work *work) {
     struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
-    while ((work->is_to_host && fetches_let == 0) || (work->is_to_device && are_returns_held)) {
+    while (work->is_to_host && fetches_let == 0) {
         pthread_cond_wait(&changed, &lock);
     }
     fetches_let -= work->is_to_host && fetches_let > 0;
@@ -136,16 +135,8 @@ int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream
 
 int cuMemcpyHtoDAsync_v2(uint64_t device, const void *host, size_t bytes, void *stream) {
     char *target = opened(device, bytes);
-    pthread_mutex_lock(&lock);
-    const int is_refused = returns_refused > 0;
-    returns_refused -= is_refused;
-    pthread_mutex_unlock(&lock);
-    if (is_refused) {
-        return INVALID_VALUE;
-    }
     return target == NULL ? INVALID_VALUE
-                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes,
-                                                      .is_to_device = 1});
+                          : put(stream, (struct work){.run = copy, .target = target, .source = host, .bytes = bytes});
 }
 
 /* From now on so many copies to the host are done, and others wait for the next call; -1: all are. */
@@ -156,19 +147,10 @@ void double_let_copies(int count) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Copies back wait until they are let. */
-void double_hold_returns(int are_held) {
-    pthread_mutex_lock(&lock);
-    are_returns_held = are_held;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&lock);
-}
-
-/* Copy number `number` to the host from now on fails; the next `returns` calls for copies back are refused. */
-void double_fail_staging(int number, int returns) {
+/* Copy number `number` to the host from now on fails. */
+void double_fail_staging(int number) {
     pthread_mutex_lock(&lock);
     fetch_fails_at = number == 0 ? 0 : fetches + number;
-    returns_refused = returns;
     pthread_mutex_unlock(&lock);
 }
 

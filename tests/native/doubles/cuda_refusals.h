@@ -37,21 +37,4 @@ static int is_elsewhere(const struct event *event, const struct stream *stream) 
     return stream != NULL && stream->device >= 0 && event->device != stream->device;
 }
 
-static int records_refused; /* calls that are to put an event on a stream of horo's */
-
-static int refuses_record(const struct stream *stream) {
-    pthread_mutex_lock(&lock);
-    const int is_refused = stream != NULL && stream->device >= 0 && records_refused > 0;
-    records_refused -= is_refused;
-    pthread_mutex_unlock(&lock);
-    return is_refused;
-}
-
-/* The next `count` of them are. */
-void double_refuse_records(int count) {
-    pthread_mutex_lock(&lock);
-    records_refused = count;
-    pthread_mutex_unlock(&lock);
-}
-
 #endif

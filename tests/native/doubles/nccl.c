@@ -47,7 +47,7 @@ static struct {
 } failures[PLACES][RANKS_MAX];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int comms, aborts, destroys, misuses, scales, launched, asked;
+static int comms, aborts, destroys, misuses, scales, launched;
 static __thread int group_depth, group_code;
 static __thread struct work *group, **group_tail;
 static __thread struct comm *aborted; /* in the group of calls */
@@ -96,7 +96,9 @@ static void free_if_over(struct comm *comm) {
             break;
         }
     }
-    forget_if_over(--comms);
+    if (--comms == 0) {
+        note_end();
+    }
     free(comm);
 }
 
@@ -245,7 +247,6 @@ static struct work *look(struct comm *comm) {
 
 int ncclCommGetAsyncError(struct comm *comm, int *code) {
     pthread_mutex_lock(&lock);
-    asked++;
     struct work *ready = look(comm);
     *code = comm->state;
     pthread_mutex_unlock(&lock);
@@ -430,7 +431,29 @@ static int add(struct work work, const void *input, void *output) {
     return code != 0 ? code : ended;
 }
 
-#include "nccl_calls.h"
+int ncclAllReduce(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = ALL_REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .stream = stream}, input, output);
+}
+
+int ncclBroadcast(const void *input, void *output, size_t count, int dtype, int root, struct comm *comm,
+                  void *stream) {
+    return add((struct work){.comm = comm, .kind = BROADCAST, .count = count, .dtype = dtype, .root = root,
+                             .stream = stream}, input, output);
+}
+
+int ncclReduce(const void *input, void *output, size_t count, int dtype, int operation, int root, struct comm *comm,
+               void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE, .count = count, .dtype = dtype, .operation = operation,
+                             .root = root, .stream = stream}, input, output);
+}
+
+int ncclReduceScatter(const void *input, void *output, size_t count, int dtype, int operation, struct comm *comm,
+                      void *stream) {
+    return add((struct work){.comm = comm, .kind = REDUCE_SCATTER, .count = count, .dtype = dtype,
+                             .operation = operation, .stream = stream}, input, output);
+}
 
 /* ---- For tests ---- */
 
@@ -443,8 +466,7 @@ void double_nccl_fail(int place, int rank, int at, int code) {
 }
 
 /*
- * Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed,
- * launches in a wrong order (nccl_order.h), how often somebody has asked how a communicator is.
+ * Communicators that exist, aborts, destroys, misuses, operations that exist, calls that ran, cliques that differed.
  */
 void double_nccl_count(int *counts) {
     pthread_mutex_lock(&lock);
@@ -454,7 +476,15 @@ void double_nccl_count(int *counts) {
     for (const struct mapping *mapping = mappings; mapping != NULL; mapping = mapping->next) {
         counts[6] += atomic_load(&mapping->clique->mismatches);
     }
-    counts[7] = wrong_orders;
-    counts[8] = asked;
     pthread_mutex_unlock(&lock);
+}
+
+/* What has been launched, a line each; it lives until the next call. */
+const char *double_nccl_launches(void) {
+    pthread_mutex_lock(&lock);
+    if (launches != NULL) {
+        fflush(launches);
+    }
+    pthread_mutex_unlock(&lock);
+    return launches_text == NULL ? "" : launches_text;
 }

@@ -40,7 +40,7 @@ struct slot {
 
 /* What the ranks share. */
 struct clique {
-    _Atomic int joined, finalized, arrived, mismatches, is_wrong;
+    _Atomic int joined, finalized, arrived, mismatches;
     _Atomic uint32_t generation;
     struct slot slots[RANKS_MAX];
 };
@@ -226,7 +226,7 @@ static void reduce(const struct work *work, size_t i, char *out) {
 
 /* ---- A kernel, on the thread of its stream ---- */
 
-/* 0 when all ranks have come here; -1 if this one was aborted, or they might never. */
+/* 0 when all ranks have come here; -1 if this one was aborted. */
 static int meet(struct comm *comm) {
     struct clique *clique = comm->clique;
     const uint32_t generation = atomic_load(&clique->generation);
@@ -238,7 +238,7 @@ static int meet(struct comm *comm) {
         return 0;
     }
     while (atomic_load(&clique->generation) == generation) {
-        if (atomic_load(&comm->is_aborted) || atomic_load(&clique->is_wrong)) {
+        if (atomic_load(&comm->is_aborted)) {
             return -1;
         }
         syscall(SYS_futex, &clique->generation, FUTEX_WAIT, generation, &look, NULL, 0);

@@ -1,59 +1,8 @@
 #include "shim_arena.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "arena/arena.h"
-#include "base/map.h"
-
-enum { SEGMENT_BYTES = 4096 };
-
-struct shim_arena {
-    struct hr_arena arena;
-    void *memory;
-};
-
-shim_arena *shim_arena_create(void) {
-    shim_arena *one = calloc(1, sizeof *one);
-    const size_t bytes = ((size_t)hr_arena_layout_bytes(1, SEGMENT_BYTES, 1) + HR_LINE - 1) / HR_LINE * HR_LINE;
-    struct hr_error error = {0};
-    if (one == NULL || (one->memory = aligned_alloc(HR_LINE, bytes)) == NULL) {
-        free(one);
-        return NULL;
-    }
-    memset(one->memory, 0, bytes);
-    if (hr_arena_map(&one->arena, one->memory, bytes, -1, 0, 1, SEGMENT_BYTES, &error) != HORO_OK) {
-        shim_arena_destroy(one);
-        return NULL;
-    }
-    return one;
-}
-
-void shim_arena_destroy(shim_arena *one) {
-    hr_arena_unmap(&one->arena);
-    free(one->memory);
-    free(one);
-}
-
-static uint64_t hash(const char *name) {
-    return hr_hash(name, strlen(name));
-}
-
-uint32_t shim_arena_pending_add(shim_arena *one, const char *name) {
-    return hr_arena_pending_add(&one->arena, hash(name));
-}
-
-void shim_arena_pending_remove(shim_arena *one, uint32_t place) {
-    hr_arena_pending_remove(&one->arena, place);
-}
-
-int shim_arena_pending_has(const shim_arena *one, const char *name) {
-    return hr_arena_pending_has(&one->arena, 0, hash(name));
-}
-
-uint32_t shim_arena_places(void) {
-    return HR_PENDING_MAX;
-}
 
 /* An arena that others use, as one of its ranks sees it. */
 static int look_at(void *memory, int local_size, uint64_t segment_bytes, int local_rank, struct hr_arena *arena) {

@@ -1,22 +1,10 @@
-/* The arena's pending table for tests: that of the one rank of a host. */
+/* Words of the arena for tests. */
 #ifndef SHIM_ARENA_H
 #define SHIM_ARENA_H
 
 /* cffi: skip */
 #include <stdint.h>
 /* cffi: end */
-
-typedef struct shim_arena shim_arena;
-
-shim_arena *shim_arena_create(void);
-void shim_arena_destroy(shim_arena *one);
-
-/* The place of a name, for remove; as many places as shim_arena_places, which itself stands for none. */
-uint32_t shim_arena_pending_add(shim_arena *one, const char *name);
-void shim_arena_pending_remove(shim_arena *one, uint32_t place);
-/* 1: submitted, 0: not, -1: cannot be told. */
-int shim_arena_pending_has(const shim_arena *one, const char *name);
-uint32_t shim_arena_places(void);
 
 /*
  * What a waker does first: clears the mark by which a rank says that it sleeps. Returns what it was; -1: no such arena.

@@ -156,11 +156,13 @@ int hr_engine_announce(struct hr_engine *engine) {
         lane = request->lane;
         lane->part.is_quiet = 0;
         hr_engine_expect_removal(engine, request);
-        request->pending_place = hr_arena_pending_add(&engine->node->arena, request->pending_hash);
+        request->is_announced = 1;
         if (status >= 0) { /* the others are no longer in the queue either, and fail with the group */
             status = hr_lane_announce_request(lane, request);
         }
     }
+    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
+                          atomic_load(&engine->submission.pending), memory_order_relaxed);
     status = lane == NULL ? status : worse(status, hr_lane_write_ids(lane));
     return status < 0 ? status : HR_MOVED;
 }
@@ -199,7 +201,7 @@ int hr_lane_ask_to_leave(struct hr_lane *world, int leaver, int status, struct h
     /* partner: the first part's needs */
     atomic_store(&world->node->arena.header->wants_leave, 1);
     const int flushed = hr_lane_flush_requests(world);
-    hr_node_call(world->node);
+    hr_node_call(world->node, 0);
     return flushed < 0 ? flushed : HORO_OK;
 }
 

@@ -159,6 +159,7 @@ static int may_drive(struct hr_engine *engine) {
     }
     const int serves_hosts = atomic_load(&driver->serves_hosts);
     return (was_kicked && hr_drive_needs(engine)) || hr_part_end.needs(&driver->end) ||
+           hr_part_stall.needs(&driver->stall) ||
            (serves_hosts && hr_now_ns() - driver->since_ns >= STREAM_NS);
 }
 

@@ -135,9 +135,8 @@ struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
     uint64_t moves;   /* hr_lane_moves when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
-    uint64_t all_moves;   /* of all lanes; followed while somebody here has joined the team */
+    uint64_t all_moves;   /* likewise of all lanes */
     int64_t all_moved_ns;
-    int64_t left_turn_ns; /* when it last left a report to the leader */
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
 };
 

@@ -102,7 +102,7 @@ static int has_to_announce(const struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
-        found = request->pending_place == HR_NOT_ANNOUNCED || (!is_heard && request->announced_id != 0);
+        found = !request->is_announced || (!is_heard && request->announced_id != 0);
     }
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     return found;

@@ -1,40 +1,76 @@
-/* Requests that have waited too long: which rank is late, and when the job ends for it. */
+/*
+ * Requests that have waited too long: which rank is late, and when the job ends for it. The leaders of a team know who
+ * has announced what, so they report it, and ask the late ranks where they stand, who write that into their own logs. A
+ * leader whose program computes is called for it by those that wait. Others say something only where it does not look.
+ */
 #include <stdio.h>
 #include <string.h>
 
+#include "arena/question.h"
 #include "base/clock.h"
 #include "engine/drive/drive.h"
 #include "engine/report/stall.h"
+#include "wire/frame.h"
 
-/* While it waits in a batch, a rank looks LOOKS times per period, and is silent once it has missed half of them. */
-enum { LOOKS = 8 };
-
-/* While others are waited for, it is looked so often whether anything has moved. */
+/* While others are waited for, a rank looks STEPS times per period; it is silent once it has missed half of them. */
 enum { STEPS = 16 };
 
 enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
+#define ANSWER_NS 2000000000ll /* an interpreter that is not busy answers in milliseconds */
+
+static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
+    return &lane->node->arena.blocks[lane->team->index_of_local[member]];
+}
+
+/* ---- Waiting for those that lead ---- */
+
+/*
+ * Since when a request waits in vain: to join while something moves, in whatever team, is to wait for what the others
+ * have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends the job.
+ */
+static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *request) {
+    const int is_excused = request->call.op == HORO_JOIN && lane->stall.all_moved_ns > request->submit_ns;
+    return is_excused ? lane->stall.all_moved_ns : request->submit_ns;
+}
+
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = hr_lane_next_pending(lane, NULL);
-    const int64_t oldest = request == NULL ? 0 : hr_stall_waits_since(lane, request);
+    const int64_t oldest = request == NULL ? 0 : waits_since(lane, request);
     (void)pthread_mutex_unlock(&lane->engine->submission.lock);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
 
+/* Until when the leader here has looked, at least. */
+static int64_t leader_looks_until_ns(const struct hr_lane *lane) {
+    return atomic_load_explicit(&block_of(lane, 0)->alive_until_ns, memory_order_relaxed);
+}
+
+/* Nothing moves here: the leader is to collect what its ranks have announced, and to look at that for a while. */
+static void call_leader(const struct hr_lane *lane, int64_t now_ns) {
+    _Atomic int64_t *called_until_ns = &lane->node->arena.header->called_until_ns; /* partner: needs */
+    const int64_t warning_ns = lane->node->stall_warning_ns;
+    if (atomic_load(called_until_ns) < now_ns + 2 * warning_ns / STEPS) {
+        atomic_store(called_until_ns, now_ns + warning_ns / 2);
+        hr_node_call(lane->node, lane->team->index_of_local[0]);
+    }
+}
+
 /*
- * Describes what all ranks here have submitted while no answer comes from the next rank on the way to the root of the
- * tree, which is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the
- * nearest one names the culprit.
+ * Describes what ranks here have submitted while no answer comes from the next rank on the way to the root of the tree,
+ * which is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest
+ * one names the culprit. *periods are those before the job ends.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes,
                               struct hr_stalled *stalled, int *periods) {
     const struct hr_node *node = lane->node;
-    if (lane->is_root) {
-        return 0;
-    }
-    *periods = (lane->is_leader ? 1 : 2) + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
+    const int level = 1 + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
+    const int64_t moved_ns = lane->stall.moved_ns;
+    const int64_t looked_ns = lane->is_leader ? 0 : leader_looks_until_ns(lane);
+    const int64_t least_ns = looked_ns > moved_ns && looked_ns < now_ns ? looked_ns : moved_ns;
+    *periods = level + !lane->is_leader;
     stalled->culprit =
         lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
     char who[HR_NAME_TEXT_BYTES];
@@ -44,12 +80,13 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     (void)pthread_mutex_lock(&lane->engine->submission.lock);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL) {
-        const int64_t since_ns = request->submit_ns > lane->stall.moved_ns ? request->submit_ns : lane->stall.moved_ns;
-        if (now_ns - since_ns < *periods * node->stall_warning_ns) {
+        const int64_t since_ns = request->submit_ns > least_ns ? request->submit_ns : least_ns;
+        if (now_ns - since_ns < (lane->is_leader ? level : 1) * node->stall_warning_ns) {
             continue;
         }
         stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-        if (!hr_stall_is_excused(request) && since_ns < stalled->blocked_ns) {
+        const int is_excused = request->call.op == HORO_JOIN || request->refused != 0;
+        if (!is_excused && since_ns < stalled->blocked_ns) {
             stalled->blocked_ns = since_ns;
         }
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
@@ -62,25 +99,72 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     return count;
 }
 
-/*
- * A leader that has requests pending has the announcements of all ranks here, so the others let it make the report of a
- * period first.
- */
-static int leaves_turn(struct hr_lane *lane, int64_t now_ns) {
-    const int leader = lane->team->index_of_local[0];
-    const int leaves = !lane->is_leader && hr_arena_pending_any(&lane->node->arena, leader) &&
-                       now_ns - lane->stall.left_turn_ns >= lane->node->stall_warning_ns;
-    lane->stall.left_turn_ns = leaves ? now_ns : lane->stall.left_turn_ns;
-    return leaves;
-}
-
-/* One report per team, host and period: the first rank to ask gets the turn. */
+/* One such report per team, host and period: the first rank to ask gets the turn. */
 static int take_turn(struct hr_lane *lane, int64_t now_ns) {
     _Atomic uint64_t *last = &lane->node->arena.header->stall_report_ns[lane->team->number];
     uint64_t seen = atomic_load(last);
     return (seen == 0 || now_ns - (int64_t)seen >= lane->node->stall_warning_ns) &&
            atomic_compare_exchange_strong(last, &seen, (uint64_t)now_ns);
 }
+
+/* ---- Questions to those that are late ---- */
+
+static void ask_below(struct hr_lane *lane, int link_index, int asker) {
+    size_t mark;
+    struct hr_buffer *out = &lane->leader.links[link_index].out;
+    if (!lane->leader.links[link_index].open || hr_frame_begin(out, &mark) != HORO_OK) {
+        return; /* a question is not worth the end of the job */
+    }
+    if (hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ASK, .rank = asker}) == HORO_OK) {
+        hr_frame_end(out, mark);
+    } else {
+        out->end = out->begin + mark - 4; /* without its length */
+    }
+}
+
+/* Of a report: asks those that it is about. NULL: a leader above asks all that wait for nothing. */
+static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int asker, int64_t now_ns) {
+    const struct hr_team *team = lane->team;
+    const int below = team->local_size - lane->leader.has_parent; /* the member of a link, less its index */
+    for (int member = 0; member < team->local_size; member++) {
+        if (stalled == NULL ? !hr_stall_is_waiting(lane, member) : hr_stall_is_waited_for(lane, stalled, member)) {
+            hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
+        }
+    }
+    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
+        if (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i)) {
+            ask_below(lane, i, asker);
+        }
+    }
+    lane->stall.answers_ns = now_ns + ANSWER_NS;
+}
+
+int hr_leader_pass_question(struct hr_lane *lane, int asker) {
+    ask(lane, NULL, asker, hr_now_ns());
+    hr_part_expect(&lane->engine->driver.stall, lane->stall.answers_ns);
+    return HORO_OK;
+}
+
+/* Names those that should have answered and have not. */
+static void check_answers(struct hr_lane *lane, int64_t now_ns) {
+    if (lane->stall.answers_ns == 0 || now_ns < lane->stall.answers_ns) {
+        return;
+    }
+    lane->stall.answers_ns = 0;
+    for (int member = 0; member < lane->team->local_size; member++) {
+        if (hr_arena_owes_answer(&lane->node->arena, lane->team->index_of_local[member])) {
+            char name[HR_NAME_TEXT_BYTES];
+            (void)hr_node_name_rank(lane->node, lane->team->job_rank[lane->team->rank_of_local[member]], name,
+                                    sizeof name);
+            hr_log(&lane->node->log, HORO_LOG_WARNING,
+                   "%s does not answer where it stands: its Python interpreter is busy in a call that keeps it, or its "
+                   "process is stopped",
+                   name);
+        }
+    }
+}
+
+/* ---- Reports ---- */
 
 /* " in process set 3"; nothing for that of all ranks. Returns text, which has TEAM_TEXT_BYTES. */
 static const char *name_team(const struct hr_lane *lane, char *text) {
@@ -107,36 +191,30 @@ static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, 
            name_team(lane, where), hr_seconds(now_ns - stalled->oldest_ns, seconds), more, lines);
 }
 
-static void log_undecided(struct hr_lane *lane, const char *names, int64_t waited_ns) {
-    char where[TEAM_TEXT_BYTES];
-    char seconds[HR_SECONDS_BYTES];
-    hr_log(&lane->node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
-           name_team(lane, where), hr_seconds(waited_ns, seconds), names);
-}
-
 /* Returns when to look again. */
 static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
     char names[HORO_MESSAGE_MAX];
-    struct hr_stalled stalled;
+    struct hr_stalled stalled = {.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
     int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
-    hr_stall_find(lane, now_ns, &stalled);
-    const int is_known = stalled.count > 0;
-    if (is_known) {
+    if (lane->is_leader) {
+        hr_stall_find(lane, now_ns, &stalled);
+    }
+    if (stalled.count > 0) {
         periods = stalled.is_elsewhere;
-    } else if (describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
-        return now_ns + node->stall_warning_ns;
-    }
-    if (is_known && leaves_turn(lane, now_ns)) {
-        return now_ns + node->stall_warning_ns / LOOKS;
-    }
-    if (take_turn(lane, now_ns)) {
-        if (is_known) {
-            log_stalled(lane, &stalled, now_ns);
-            hr_stall_ask(lane, &stalled, now_ns);
-        } else {
-            log_undecided(lane, names, now_ns - stalled.oldest_ns);
+        log_stalled(lane, &stalled, now_ns);
+        if (lane->stall.answers_ns == 0) { /* one question at a time */
+            ask(lane, &stalled, node->rank, now_ns);
         }
+    } else if (lane->is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
+        return now_ns + node->stall_warning_ns;
+    } else if (!lane->is_leader && leader_looks_until_ns(lane) >= now_ns) {
+        stalled.blocked_ns = now_ns; /* it sees to that */
+    } else if (take_turn(lane, now_ns)) {
+        char where[TEAM_TEXT_BYTES];
+        char seconds[HR_SECONDS_BYTES];
+        hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
+               name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), names);
     }
     hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
@@ -205,62 +283,72 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     }
 }
 
-/* Excuses those who have joined: they have not waited in vain for as long as something moves. */
-static void excuse_joined(struct hr_lane *lane, int64_t now_ns) {
-    struct hr_stall *stall = &lane->stall;
-    const int is_told = lane->is_leader && lane->leader.agree.joined.entry != NULL;
-    if (!lane->is_joining && !is_told) {
-        return;
+/* ---- Looks ---- */
+
+/* Shows the ranks here that this one is alive; whether it was stopped for a while. */
+static int show_alive(struct hr_engine *engine, int64_t now_ns) {
+    const struct hr_node *node = engine->node;
+    _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
+    const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
+    if (engine->driver.expects_others) {
+        atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
     }
-    const uint64_t moves = hr_drive_moves(lane->engine);
-    if (moves == stall->all_moves) {
-        return;
-    }
-    stall->all_moves = moves;
-    stall->all_moved_ns = now_ns;
-    if (is_told) {
-        hr_agree_excuse_join(&lane->leader.agree, now_ns);
-    }
+    return was_stopped;
 }
 
-/*
- * Notes what has moved since the last look, and shows the ranks here that this one is alive. Returns when to look
- * again; 0: any time.
- */
-static int64_t look(struct hr_lane *lane, int64_t now_ns) {
+/* Shows the leaders here the oldest call that waits behind a refusal. */
+static void show_behind(struct hr_engine *engine) {
+    uint64_t behind = 0;
+    (void)pthread_mutex_lock(&engine->submission.lock);
+    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
+        if (request->is_behind && request->refused == 0) {
+            behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->lane->team->number;
+            break;
+        }
+    }
+    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].behind, behind, memory_order_relaxed);
+    (void)pthread_mutex_unlock(&engine->submission.lock);
+}
+
+/* Notes what has moved since the last look. 0: nothing has. */
+static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     struct hr_stall *stall = &lane->stall;
-    excuse_joined(lane, now_ns);
+    const uint64_t all_moves = hr_drive_moves(lane->engine);
+    if (all_moves != stall->all_moves) {
+        stall->all_moves = all_moves;
+        stall->all_moved_ns = now_ns;
+        if (lane->is_leader) {
+            hr_agree_excuse_join(&lane->leader.agree, now_ns);
+        }
+    }
     const uint64_t moves = hr_lane_moves(lane);
-    _Atomic int64_t *alive_until_ns = &lane->node->arena.blocks[lane->node->local_rank].alive_until_ns;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
-    const int was_stopped = is_executing && now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || was_stopped || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
+    if (moves != stall->moves || (is_executing && was_stopped) || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
+        return 1;
     }
-    if (!is_executing) {
-        return 0;
-    }
-    const int64_t warning_ns = lane->node->stall_warning_ns;
-    atomic_store_explicit(alive_until_ns, now_ns + warning_ns / 2, memory_order_relaxed);
-    return now_ns + warning_ns / LOOKS;
+    return 0;
 }
 
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
-static int64_t check(struct hr_lane *lane, int64_t now_ns) {
+static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
     const int is_idle = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
                         (!lane->is_leader || lane->leader.agree.active == 0);
     if (warning_ns <= 0 || is_idle) {
         return 0;
     }
+    const int has_moved = note_moves(lane, now_ns, was_stopped);
+    const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
+    if (!has_moved && !is_executing && !lane->is_leader) {
+        call_leader(lane, now_ns);
+    }
     /*
      * Later requests are due later. So the time found here need not be looked for again before it has come.
      */
-    const int64_t look_ns = look(lane, now_ns);
     if (now_ns >= lane->stall.check_ns) {
-        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
         const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {
             if (is_executing) {
@@ -273,7 +361,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns) {
             lane->stall.check_ns = (since_ns == 0 ? now_ns : since_ns) + warning_ns;
         }
     }
-    return look_ns != 0 && look_ns < lane->stall.check_ns ? look_ns : lane->stall.check_ns;
+    return lane->stall.check_ns;
 }
 
 int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns) {
@@ -295,13 +383,34 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         return HR_NEVER;
     }
     int64_t next_ns = engine->driver.expects_others ? hr_stall_next_look_ns(engine->node, now_ns) : HR_NEVER;
+    const int was_stopped = show_alive(engine, now_ns);
+    show_behind(engine);
     for (int i = 0; i < engine->lane_count; i++) {
-        const int64_t due_ns = check(engine->lanes[i], now_ns);
+        const int64_t due_ns = check(engine->lanes[i], now_ns, was_stopped);
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;
-        hr_stall_check_answers(engine->lanes[i], now_ns);
+        check_answers(engine->lanes[i], now_ns);
     }
     const int64_t answers_ns = hr_stall_answers_ns(engine);
     return answers_ns < next_ns ? answers_ns : next_ns;
 }
 
-const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due};
+/* Whether ranks here have called their leaders, and this is one, which has something that not all have announced. */
+static int needs(const struct hr_part *part) {
+    const struct hr_engine *engine = part->owner;
+    /* partner: call_leader */
+    const int64_t called_until_ns = atomic_load(&engine->node->arena.header->called_until_ns);
+    if (called_until_ns == 0 || hr_now_ns() >= called_until_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+        return 0;
+    }
+    for (int i = 0; i < engine->lane_count; i++) {
+        const struct hr_lane *lane = engine->lanes[i];
+        if (lane->is_leader &&
+            (lane->leader.agree.active > 0 ||
+             atomic_load(&lane->team->partition.header->announced) != lane->leader.announced_seen)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due, .needs = needs};

@@ -6,32 +6,8 @@
 #include "engine/engine.h"
 #include "engine/report/stall.h"
 
-/* Whether a member has joined: of a host below, whether all of its ranks and of those below it have. */
-static int has_joined(const struct hr_lane *lane, int member) {
-    if (lane->is_leader) {
-        return hr_agree_has_joined(&lane->leader.agree, member);
-    }
-    const uint64_t hash = hr_request_pending_hash(hr_hash(HR_JOIN_NAME, sizeof HR_JOIN_NAME - 1), lane->team->id);
-    return hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], hash) != 0;
-}
-
-/* Whether a local rank, or a host below, has submitted the name; what cannot be told counts as submitted. */
-static int has_submitted(const struct hr_lane *lane, const struct hr_stalled_name *name, int member) {
-    if (lane->is_leader) {
-        return hr_agree_has(name->announced, member);
-    }
-    return member == lane->team->local_rank ||
-           hr_arena_pending_has(&lane->node->arena, lane->team->index_of_local[member], name->pending_hash) != 0 ||
-           has_joined(lane, member);
-}
-
 static int member_count(const struct hr_lane *lane) {
-    return lane->is_leader ? lane->leader.agree.config.member_count : lane->team->local_size;
-}
-
-static int rank_of_member(const struct hr_lane *lane, int member) {
-    return lane->is_leader ? lane->leader.member_ranks[member]
-                           : lane->team->job_rank[lane->team->rank_of_local[member]];
+    return lane->leader.agree.config.member_count;
 }
 
 /* ---- Names that have waited too long ---- */
@@ -48,46 +24,25 @@ static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t
 
 static int first_missing(const struct hr_lane *lane, const struct hr_stalled_name *name) {
     for (int member = 0; member < member_count(lane); member++) {
-        if (!has_submitted(lane, name, member)) {
+        if (!hr_agree_has(name->announced, member)) {
             return member;
         }
     }
     return -1;
 }
 
-/* The requests of this rank. Excused ones come last, for there may be more than are kept. */
-static void find_own(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    for (int is_excused = 0; is_excused <= 1; is_excused++) {
-        const struct hr_request *request = NULL;
-        while ((request = hr_lane_next_pending(lane, request)) != NULL) {
-            const int64_t since_ns = hr_stall_waits_since(lane, request);
-            const struct hr_stalled_name name = {
-                .name = request->call.name, .is_excused = is_excused, .pending_hash = request->pending_hash};
-            if (hr_stall_is_excused(request) == is_excused && now_ns - since_ns >= lane->node->stall_warning_ns &&
-                first_missing(lane, &name) >= 0) {
-                add(stalled, name, since_ns);
-            }
-        }
-    }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
-}
-
-/* Calls that this leader waits for behind a refusal of its own, which is all that has been announced. */
+/* Calls that ranks here wait for behind a refusal of their own, which is all that has been announced. */
 static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    const struct hr_request *request = NULL;
-    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
-        if (!request->is_behind || request->refused != 0 ||
-            now_ns - request->submit_ns < lane->node->stall_warning_ns) {
-            continue;
-        }
-        stalled->blocked_ns = request->submit_ns < stalled->blocked_ns ? request->submit_ns : stalled->blocked_ns;
-        for (int i = 0; i < stalled->count; i++) {
-            stalled->names[i].is_excused &= strcmp(stalled->names[i].name, request->call.name) != 0;
+    for (int member = 0; member < lane->team->local_size && stalled->count > 0; member++) {
+        const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
+        const uint64_t behind = atomic_load_explicit(&block->behind, memory_order_relaxed);
+        const int64_t since_ns = (int64_t)(behind / HR_TEAMS_MAX);
+        if (behind != 0 && (int)(behind % HR_TEAMS_MAX) == lane->team->number &&
+            atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) >= now_ns &&
+            since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = since_ns;
         }
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
 }
 
 static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
@@ -121,15 +76,11 @@ static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled 
 
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
-    if (lane->is_leader) {
-        find_announced(lane, now_ns, stalled);
-    } else {
-        find_own(lane, now_ns, stalled);
-    }
+    find_announced(lane, now_ns, stalled);
     int missing = first_missing_of(lane, stalled, 0);
     missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
     stalled->is_elsewhere = missing >= lane->team->local_size;
-    stalled->culprit = missing < 0 ? -1 : rank_of_member(lane, missing);
+    stalled->culprit = missing < 0 ? -1 : lane->leader.member_ranks[missing];
 }
 
 /* ---- The text of the report ---- */
@@ -141,9 +92,9 @@ enum { MEMBERS_MAX = 256 }; /* more are not shown */
 static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     uint32_t names = 0;
     for (int i = 0; i < stalled->count; i++) {
-        names |= (uint32_t)has_submitted(lane, &stalled->names[i], member) << i;
+        names |= (uint32_t)hr_agree_has(stalled->names[i].announced, member) << i;
     }
-    return has_joined(lane, member) ? names | HAS_JOINED : names;
+    return hr_agree_has_joined(&lane->leader.agree, member) ? names | HAS_JOINED : names;
 }
 
 static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
@@ -158,6 +109,11 @@ static uint32_t excused_of(const struct hr_stalled *stalled) {
     return excused;
 }
 
+int hr_stall_is_waiting(const struct hr_lane *lane, int member) {
+    const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
+    return atomic_load_explicit(&block->pending, memory_order_relaxed) > 0;
+}
+
 int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     const uint32_t submitted = submitted_by(lane, stalled, member);
     const uint32_t excused = excused_of(stalled);
@@ -165,8 +121,7 @@ int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *
         return !is_whole(stalled, submitted | excused);
     }
     return !is_whole(stalled, submitted) &&
-           (member >= lane->team->local_size ||
-            !hr_arena_pending_any(&lane->node->arena, lane->team->index_of_local[member]));
+           (member >= lane->team->local_size || !hr_stall_is_waiting(lane, member));
 }
 
 static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char *text, size_t text_bytes) {
@@ -193,7 +148,7 @@ static int begins_line(const struct hr_lane *lane, const uint32_t *submitted, in
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
 static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted, int first, char *text,
                            size_t text_bytes) {
-    const int rank = rank_of_member(lane, first);
+    const int rank = lane->leader.member_ranks[first];
     const char *host = lane->node->host_name_of_rank[rank];
     if (first >= lane->team->local_size) {
         return (size_t)snprintf(text, text_bytes, "the ranks led by rank %d (%s) have all", rank, host);
@@ -207,7 +162,7 @@ static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted
         }
         count++;
         if (used + 16 < sizeof numbers) {
-            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", %d", rank_of_member(lane, member));
+            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", %d", lane->leader.member_ranks[member]);
         } else if (used < sizeof numbers - 1) {
             used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", ...");
             used = sizeof numbers;

@@ -3,18 +3,18 @@
 
 #include "engine/engine.h"
 
+static struct hr_arena_block *block_of(const struct hr_engine *engine) {
+    return &engine->node->arena.blocks[engine->node->local_rank];
+}
+
 static void forget_announcement(const struct hr_request *request) {
     struct hr_lane *lane = request->lane;
-    if (request->pending_place == HR_NOT_ANNOUNCED) {
-        return;
-    }
     if (request->announced_id != 0) {
         struct hr_known *known = lane->announcer.known_slots[request->announced_id % lane->announcer.capacity];
         if (known != NULL && known->pending == request) {
             known->pending = NULL;
         }
     }
-    hr_arena_pending_remove(&lane->node->arena, request->pending_place);
 }
 
 /* It is no longer pending; the call behind it, if there is one, takes its place. */
@@ -33,6 +33,7 @@ static void remove_pending(struct hr_engine *engine, const struct hr_request *re
         if (next != NULL) { /* into the place that has just become free */
             (void)hr_map_insert(&lane->in_flight, next->name_hash, next->call.name, next->name_bytes, next);
             next->is_behind = 0;
+            atomic_store_explicit(&block_of(engine)->behind, 0, memory_order_relaxed);
             if (next->is_queued) {
                 hr_engine_queue(engine, next);
             }
@@ -53,7 +54,8 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
     }
-    atomic_fetch_sub(&engine->submission.pending, 1);
+    const uint32_t left = atomic_fetch_sub(&engine->submission.pending, 1) - 1;
+    atomic_store_explicit(&block_of(engine)->pending, left, memory_order_relaxed);
     if (request->refused != 0) { /* nobody waits for it */
         engine->submission.passed++;
         hr_request_destroy(request);

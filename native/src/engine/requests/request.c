@@ -166,7 +166,6 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_bytes + 1,
         .byte_count = byte_count,
-        .pending_place = HR_NOT_ANNOUNCED,
         .team_added = -1,
     };
     for (size_t i = 0; i < count; i++) {

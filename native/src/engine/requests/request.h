@@ -9,9 +9,7 @@
 #include "horo_gpu.h"
 #include "wire/wire.h"
 
-#define HR_NOT_ANNOUNCED UINT32_MAX
-
-/* Of a name in a team. Never 0, which is a free place in the arena's table and stands for all names in a report. */
+/* Of a name in a team. Never 0, which stands for all names in a report. */
 static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team) {
     const uint64_t hash = name_hash ^ ((uint64_t)team << 32 | (uint64_t)team);
     return hash + (hash == 0);
@@ -41,7 +39,7 @@ struct hr_request {
     size_t byte_count;
     struct hr_wire_rows rows;     /* allgather, alltoall: what this rank tells; in this allocation, too */
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
-    uint32_t pending_place;       /* driver: in the arena's table, HR_NOT_ANNOUNCED while in the queue */
+    int is_announced;             /* driver: it has left the queue */
     struct hr_gathered *gathered; /* allgather, alltoall: [tensor_count] */
     int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
     int refused;                  /* a refusal, see submit.c: the status; its reason is error_text */
