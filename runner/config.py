@@ -10,12 +10,14 @@ from horo.runner.hosts import HostSpec
 __all__ = [
     "BATCH_GRACE_S",
     "BINDINGS",
+    "EXIT_ELASTIC_TIMEOUT",
     "EXIT_INTERNAL",
     "EXIT_SETUP",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
     "GRACE_S",
     "LAUNCHERS",
+    "Elastic",
     "Job",
     "JobError",
     "Mpi",
@@ -38,6 +40,8 @@ EXIT_UNREACHABLE = 69
 """A host cannot be reached, or was lost."""
 EXIT_INTERNAL = 70
 """The agent or hororun itself failed."""
+EXIT_ELASTIC_TIMEOUT = 75
+"""An elastic job has not got enough ranks in time."""
 EXIT_SETUP = 78
 """A host was reached but lacks Python, horo, this version of it, or the directory."""
 
@@ -119,6 +123,29 @@ class TimelineMerge:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """The limits of an elastic job.
+
+    Attributes:
+        size: the number of ranks to begin with.
+        min_size: fewer ranks do not train.
+        max_size: more ranks are not started.
+        reset_limit: how often ranks may be placed anew; None: any number.
+        elastic_timeout_s: how long to wait for ``min_size`` ranks.
+        start_timeout_s: how long a rank may be in ``init()``, and the first ones may take until they call it.
+        gather_timeout_s: how long ranks may take to leave a generation after the first one has.
+    """
+
+    size: int
+    min_size: int
+    max_size: int
+    reset_limit: int | None = None
+    elastic_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    gather_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
 class Job:
     """One run of hororun.
 
@@ -152,6 +179,7 @@ class Job:
         mpi: options for mpirun.
         output: form and place of the output.
         timelines: the merge of the ranks' timelines at the end; None: none.
+        elastic: the limits of an elastic job; None: a rank that fails ends the job.
     """
 
     size: int
@@ -183,6 +211,7 @@ class Job:
     mpi: Mpi = Mpi()
     output: OutputOptions = OutputOptions()
     timelines: TimelineMerge | None = None
+    elastic: Elastic | None = None
 
     @property
     def shares_evenly(self) -> bool:

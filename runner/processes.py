@@ -253,6 +253,23 @@ class Tree:
                 todo += children.get(pid, [])
         return {pid for pid in found if seen[pid].alive}
 
+    def find_left_by(self, session: int, variable: str) -> set[int]:
+        """Processes of the job that a rank which has ended has left behind, zombies left out.
+
+        Args:
+            session: that the rank has led.
+            variable: ``NAME=VALUE``, which only this rank has in its environment.
+        """
+        marks = f"{MARK_NAME}={self.mark}".encode(), variable.encode()
+        spared = self.spared | {os.getpid()}
+        return {
+            pid
+            for pid, process in _list_processes().items()
+            if process.alive
+            and pid not in spared
+            and (process.session == session or all(_has_mark(pid, mark) for mark in marks))
+        }
+
 
 @dataclass(frozen=True)
 class _Process:

@@ -25,7 +25,8 @@ from horo.errors import AbortedError, GroupError, HoroError, NotInitializedError
 __all__ = ["Change", "WorkerMembership", "membership"]
 
 _CONNECT_S = 60.0
-_LOOK_S = 60.0
+_LOOK_S = 10.0
+"""The time after which a worker that waits for a seat reports that again."""
 _COMMIT_INTERVAL_S = 1.0
 
 
@@ -60,7 +61,9 @@ class WorkerMembership:
         self._store: StoreClient | None = None
         self._changes_seen = 0
         self._change = Change()
-        self._commit = 0
+        self._commit: int | None = None
+        self._waits: dict[str, object] = {}
+        """The report of this worker, while it waits for a seat."""
         self._reported_s = float("-inf")
 
     def begin_with(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
@@ -69,7 +72,8 @@ class WorkerMembership:
 
     def ready(self) -> None:
         """Reports that this worker may be seated."""
-        self._reporter.elastic(ready=True)
+        self._waits["ready"] = True
+        self._reporter.elastic(**self._waits)
 
     def join(self) -> None:
         """Waits for a seat in the next generation, and enters it; again, if that generation fails.
@@ -123,7 +127,7 @@ class WorkerMembership:
         """Called at the end of the start of a rank: reports that this worker is in its generation."""
         if self._seat is None:
             raise UsageError("this worker of an elastic job has no seat")
-        self.has_joined = True
+        self.has_joined, self._waits = True, {}
         self._changes_seen, self._change = 0, Change()
         with contextlib.suppress(HoroError):  # hororun is gone, and the end of this process is near
             self._connected().post(change_key(self._job_id, self._seat.generation, 1))
@@ -148,7 +152,8 @@ class WorkerMembership:
             if isinstance(error, GroupError) and not isinstance(error, AbortedError):
                 named = culprit_of_chain(error, GroupError)
             culprit = None if named is None or named >= len(seat.workers) else seat.workers[named]
-            self._reporter.elastic(waits=seat.generation, culprit=culprit, commit=self._commit)
+            self._waits = {"waits": seat.generation, "culprit": culprit, "commit": self._commit}
+            self._reporter.elastic(**self._waits)
 
     def change(self) -> Change | None:
         """The change that the driver has asked for since this generation began; None: none. Does not block."""
@@ -164,7 +169,7 @@ class WorkerMembership:
 
         To be called after each commit, and after each sync with the number that the state then has.
         """
-        is_first = self._commit == 0
+        is_first = self._commit is None
         self._commit = number
         now_s = time.monotonic()
         if is_first or now_s - self._reported_s >= _COMMIT_INTERVAL_S:
@@ -178,7 +183,7 @@ class WorkerMembership:
             try:
                 return Seat.decode(self._connected().get(key, _LOOK_S))
             except StoreTimeoutError:  # hororun is there, and has no seat for it
-                continue
+                self.ready()
 
     def _connected(self) -> StoreClient:
         if self._store is None:

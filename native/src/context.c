@@ -137,11 +137,7 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 HORO_API void horo_after_fork(horo_context *context) {
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
-    /* else this child's own parent was forked too: the number is another file's by now */
-    if (context->engine.driver.kick_fd >= 0) {
-        (void)close(context->engine.driver.kick_fd);
-        context->engine.driver.kick_fd = -1;
-    }
+    hr_drive_close_fd(&context->engine.drive);
 }
 
 /* HORO_OK in the process that made the context. */
@@ -480,19 +476,19 @@ HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, 
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
-    struct hr_engine *engine = &context->engine;
+    const struct hr_node *node = &context->node;
     *counters = (horo_counters){
-        .requests = atomic_load(&engine->counts.requests),
-        .cache_hits = atomic_load(&engine->counts.cache_hits),
-        .counted = atomic_load(&engine->counts.counted),
-        .batches = atomic_load(&engine->counts.batches),
-        .tensors = atomic_load(&engine->counts.tensors),
-        .bytes = atomic_load(&engine->counts.bytes),
-        .messages_sent = atomic_load(&engine->counts.messages_sent),
-        .link_bytes = hr_engine_link_bytes(engine),
-        .sleeps = atomic_load(&context->node.sleeps),
-        .wakes = atomic_load(&context->node.wakes),
-        .moves = atomic_load(&context->node.core_choice.moves),
-        .mpi_stranded = atomic_load(&context->node.mpi.stranded),
+        .requests = atomic_load(&node->counts.requests),
+        .cache_hits = atomic_load(&node->counts.cache_hits),
+        .counted = atomic_load(&node->counts.counted),
+        .batches = atomic_load(&node->counts.batches),
+        .tensors = atomic_load(&node->counts.tensors),
+        .bytes = atomic_load(&node->counts.bytes),
+        .messages_sent = atomic_load(&node->counts.messages_sent),
+        .link_bytes = hr_engine_link_bytes(&context->engine),
+        .sleeps = atomic_load(&node->sleeps),
+        .wakes = atomic_load(&node->wakes),
+        .moves = atomic_load(&node->core_choice.moves),
+        .mpi_stranded = atomic_load(&node->mpi.stranded),
     };
 }

@@ -47,8 +47,9 @@ class NoteReader:
         self.note = Note()
         self._held = b""
 
-    def feed(self, data: bytes) -> None:
-        """``data`` came from the pipe."""
+    def feed(self, data: bytes) -> list[dict[str, object]]:
+        """``data`` came from the pipe; returns the reports to the driver of an elastic job that are in it."""
+        elastic: list[dict[str, object]] = []
         *lines, held = (self._held + data).split(b"\n")
         self._held = held[-_LINE_MAX_BYTES:]
         for line in lines:
@@ -58,6 +59,9 @@ class NoteReader:
                 continue
             if isinstance(values, dict):
                 self._take(values)
+                if isinstance(report := values.get("elastic"), dict):
+                    elastic.append(report)
+        return elastic
 
     def _take(self, values: dict[str, object]) -> None:
         timeline = values.get("timeline")

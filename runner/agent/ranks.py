@@ -115,9 +115,28 @@ class HostRanks:
 
     Calls in order: ``start``, perhaps ``interrupt``, ``terminate`` or ``kill``, until ``finished``: no rank runs, and
     no process that they have left behind, but those that SIGKILL does not end.
+
+    Args:
+        loop: calls back.
+        guard: ends all if this process dies.
+        tree: finds the processes.
+        grace_s: from SIGTERM to SIGKILL.
+        emit: gets the events.
+        each_has: the name of the variable that has the number of each rank; numbers are used once. Then others may
+            start after some have ended, until ``release``. The end of a rank that has failed is reported once the
+            processes are killed that it has left behind. Empty: all ranks start at once.
     """
 
-    def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        guard: Guard,
+        tree: Tree,
+        grace_s: float,
+        emit: Callable[[Event], None],
+        *,
+        each_has: str = "",
+    ) -> None:
         self._loop = loop
         self._guard = guard
         self._tree = tree
@@ -136,6 +155,9 @@ class HostRanks:
         self._notes: dict[int, NoteReader] = {}
         self._timelines: subprocess.Popen[bytes] | None = None
         self.finished = False
+        self._each_has = each_has
+        self._ending: dict[int, Exited] = {}
+        """By pid, ranks that have failed and have left processes behind, which are being ended."""
 
     def start(
         self,
@@ -203,8 +225,39 @@ class HostRanks:
         code = rank.process.returncode
         self._tree.sessions.discard(pid)  # the number is free for others now
         self._guard.tell(self._tree, self._grace_s)
-        self._emit(Exited(rank.rank, max(code, 0), max(-code, 0), self._asked, pid in self._overdue))
+        exited = Exited(rank.rank, max(code, 0), max(-code, 0), self._asked, pid in self._overdue)
+        if self._each_has and code != 0 and not self._asked:
+            self._ending[pid] = exited
+            self._end_left_by(pid, self._loop.now_s + _KILLED_S)
+        else:
+            self._emit(exited)
         self._end_remaining_processes()
+
+    def _end_left_by(self, pid: int, until_s: float) -> None:
+        """Kills what a rank has left behind, and reports its end when nothing is left of it."""
+        exited = self._ending.get(pid)
+        if exited is None:
+            return
+        found = self._tree.find_left_by(pid, f"{self._each_has}={exited.rank}")
+        refused = send_signal(found, signal.SIGKILL)
+        if found and found != refused and self._loop.now_s < until_s:
+            self._loop.call_later(_POLL_INTERVAL_S, lambda: self._end_left_by(pid, until_s))
+            return
+        if found:
+            self._emit(Remained(self._host, tuple(map(describe_process, sorted(found)))))
+        del self._ending[pid]
+        self._emit(exited)
+
+    def release(self) -> None:
+        """No rank will start any more."""
+        self._each_has = ""
+        self._end_remaining_processes()
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to one rank and its process group."""
+        for pid in [pid for pid, record in self._ranks.items() if record.rank == rank]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
     def terminate(self) -> None:
         """SIGTERM to every rank and its process group; SIGKILL after the grace time. Again: nothing new."""
@@ -327,6 +380,8 @@ class HostRanks:
         now_s = self._loop.now_s
         if self.finished or self._timelines is not None or (self._ranks and now_s < self._kill_at_s):
             return
+        if self._each_has and not self._asked:
+            return
         found = self._tree.find()
         if not found and not self._ranks:
             self._finish()
@@ -360,6 +415,9 @@ class HostRanks:
         """The end, once another process has made the timelines that ranks have left: that may take longer than a round
         of the loop. It starts in ``/``, as an agent: the user's folder may have modules of names that it imports."""
         self.close()
+        for exited in self._ending.values():
+            self._emit(exited)
+        self._ending.clear()
         noted = {path for reader in self._notes.values() for path in reader.note.timelines}
         left = sorted(path for path in noted if Path(rows_of(path)).exists())
         if not left or self._timelines is not None:

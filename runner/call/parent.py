@@ -235,6 +235,8 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
         job = None
     if job is None or job.dry_run or job.check_hosts:
         raise UsageError("horo.run: options= has one with which hororun starts no ranks")
+    if job.elastic is not None:
+        raise UnsupportedError("horo.run: options= asks for an elastic job, whose workers return no results")
     return job
 
 

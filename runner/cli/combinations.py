@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from horo.runner.config import JobError
+from horo.runner.hosts import HostSpec
+from horo.runner.network import is_local
 
-__all__ = ["check_combinations", "check_launcher", "check_one_host", "excluded_by", "useless_for_horovod"]
+__all__ = [
+    "check_combinations",
+    "check_elastic",
+    "check_launcher",
+    "check_one_host",
+    "excluded_by",
+    "useless_for_horovod",
+]
 
 _OWN = frozenset({"ssh", "slurm"})
 _BY_SSH = frozenset({"ssh", "mpi"})
@@ -21,6 +30,10 @@ _LAUNCHERS_OF = {
     "store_port": _OWN,
     "master_port": _OWN,
     "torch_env": _OWN,
+    "min_np": _OWN,
+    "max_np": _OWN,
+    "reset_limit": _OWN,
+    "elastic_timeout": _OWN,
     "check_hosts": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
@@ -59,6 +72,10 @@ _FOR_CHECK_HOSTS = frozenset(
 )
 _IDLE_IN_HOROVOD = ("mpi_args", "binding_args", "tcp", "ssh_port", "ssh_identity_file")
 """Options that Horovod takes in every job, whether they do something there or not."""
+_ELASTIC = ("max_np", "reset_limit", "elastic_timeout")
+"""Options that have a meaning beside ``--min-np`` only."""
+_NOT_ELASTIC = ("torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
+"""Options that an elastic job does not have: what they set is fixed at the start of a job."""
 _EXCLUDED = {
     "prefix_timestamp": "no_prefix",
     "stall_check_warning_time_seconds": "no_stall_check",
@@ -91,6 +108,29 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
     for name, other in excluded_by(given).items():
         if name in given and other in given:
             raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
+
+
+def check_elastic(given: Mapping[str, str], hosts: Sequence[HostSpec], *, for_horovod: bool) -> tuple[str, ...]:
+    """Checks the options of an elastic job, which ``--min-np`` asks for.
+
+    Returns:
+        Sentences about options that do nothing, as they may for Horovod's scripts.
+
+    Raises:
+        JobError: an option is for elastic jobs only, or for other jobs only, or there is more than this host.
+    """
+    if "min_np" not in given:
+        useless = [given[name] for name in _ELASTIC if name in given]
+        if useless and not for_horovod:
+            raise JobError(f"{useless[0]} is for an elastic job: add --min-np N, or leave it out")
+        return tuple(f"{option} does nothing here: a job without --min-np is not elastic" for option in useless)
+    for name in _NOT_ELASTIC:
+        if name in given:
+            raise JobError(f"{given[name]} is not for an elastic job, which --min-np asks for: leave out one of them")
+    if len(hosts) > 1 or not is_local(hosts[0]):
+        asked = ", ".join(given[name] for name in ("min_np", *_ELASTIC) if name in given)
+        raise JobError(f"an elastic job ({asked}) runs on this host only: leave other hosts out")
+    return ()
 
 
 def excluded_by(given: Collection[str]) -> dict[str, str]:

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo.horovod.environment import is_switched_on
-from horo.runner.cli.combinations import check_combinations, check_launcher, check_one_host, useless_for_horovod
+from horo.runner.cli.combinations import (
+    check_combinations,
+    check_elastic,
+    check_launcher,
+    check_one_host,
+    useless_for_horovod,
+)
 from horo.runner.cli.options import CommandLine, build_parser, check_known, split_command
-from horo.runner.config import BATCH_GRACE_S, GRACE_S, Job, JobError, Mpi, OutputOptions, Ssh
+from horo.runner.config import BATCH_GRACE_S, GRACE_S, Elastic, Job, JobError, Mpi, OutputOptions, Ssh
 from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
 from horo.runner.stdout import show
 from horo.runner.text import printable_lines
@@ -71,6 +77,10 @@ def _run(job: Job) -> int:
         return 0
     from horo.runner.job.supervise import run_job  # noqa: PLC0415 - --help does without
 
+    if job.elastic is not None:
+        from horo.runner.elastic.supervisor import ElasticSupervisor  # noqa: PLC0415 - --help does without
+
+        return run_job(job, os.environ, ElasticSupervisor)
     return run_job(job, os.environ)
 
 
@@ -108,10 +118,13 @@ def parse(
     if command or not given.check_hosts:
         _check_command(command)
     where = _where(given, line, environment)
+    without_effect = check_elastic(line.given, where.hosts, for_horovod=given.horovod)
+    timeout_s = start_timeout(given.start_timeout, environment)
+    elastic = _elastic(given, where.size, timeout_s)
     exports, useless = _exports(given, line, environment)
     timelines = timeline_merge(given, {**environment, **exports})
     return Job(
-        size=where.size,
+        size=where.size if elastic is None else elastic.size,
         command=tuple(command),
         hosts=where.hosts,
         hosts_from=where.source,
@@ -120,7 +133,7 @@ def parse(
         oversubscribe=given.oversubscribe or _fits_any_number(given, where, environment),
         grace_s=(BATCH_GRACE_S if where.in_batch else GRACE_S) if given.grace_seconds is None else given.grace_seconds,
         failure_s=given.failure_seconds,
-        start_timeout_s=start_timeout(given.start_timeout, environment),
+        start_timeout_s=timeout_s,
         host_timeout_s=given.host_timeout,
         interfaces=tuple(given.network_interfaces),
         ports=port_range({**environment, **exports}),
@@ -132,7 +145,7 @@ def parse(
         keep_memory=not given.no_keep_memory,
         exports=exports,
         sources=tuning_sources(given, line.from_file, given.config_file),
-        passed_over=(*passed_over, *where.passed_over, *useless),
+        passed_over=(*passed_over, *where.passed_over, *without_effect, *useless),
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
         python=given.remote_python or sys.executable,
@@ -150,7 +163,21 @@ def parse(
         ),
         output=_output(given, environment),
         timelines=timelines,
+        elastic=elastic,
     )
+
+
+def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> Elastic | None:
+    """The limits of an elastic job, None for another one. ``size``: of the job, by ``-np`` or by its slots."""
+    if given.min_np is None:
+        return None
+    size = size if given.num_proc is not None else min(size, given.max_np or size)
+    low, high = given.min_np, given.max_np or size
+    if not low <= size <= high:
+        what = f"-np {size}" if given.num_proc is not None else f"{size} ranks"
+        raise JobError(f"{what} must lie between --min-np {low} and --max-np {high}")
+    timeout_s = 600.0 if given.elastic_timeout is None else given.elastic_timeout
+    return Elastic(size, low, high, given.reset_limit, timeout_s, start_timeout_s)
 
 
 def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapping[str, str]) -> bool:

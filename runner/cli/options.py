@@ -40,15 +40,9 @@ _REFUSED = {
 }
 """Options of horovodrun that horo has no use for, with the number of values and the reason."""
 _REFUSED |= {
-    name: (values, "an elastic job, which is not in this version of horo: leave it out")
+    name: (values, "an elastic job on changing hosts, which is not in this version of horo: leave it out")
     for name, values in {
-        "--min-np": 1,
-        "--min-num-proc": 1,
-        "--max-np": 1,
-        "--max-num-proc": 1,
         "--slots-per-host": 1,
-        "--elastic-timeout": 1,
-        "--reset-limit": 1,
         "--blacklist-cooldown-range": 2,
         "--host-discovery-script": 1,
     }.items()
@@ -149,6 +143,7 @@ def build_parser() -> _Parser:
         add_help=False,
     )
     _add_where(parser.add_argument_group("ranks and hosts"))
+    _add_elastic(parser.add_argument_group("elastic jobs, on one host"))
     _add_launcher(parser.add_argument_group("how ranks are started"))
     _add_environment(parser.add_argument_group("environment"))
     _add_output(parser.add_argument_group("output"))
@@ -186,6 +181,23 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than slots (default slots: GPUs, else cores)"
     )
+
+
+def _add_elastic(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--min-np", "--min-num-proc", type=_at_least(1), metavar="N",
+        help="if ranks fail, at least N go on, in hvd.elastic.run, and others replace those that have failed",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-np", "--max-num-proc", type=_at_least(1), metavar="N", help="ranks to grow to; default: those of -np"
+    )
+    group.add_argument(
+        "--reset-limit", type=_at_least(0), metavar="N", help="how often ranks may be placed anew; default: any number"
+    )
+    group.add_argument(
+        "--elastic-timeout", type=_positive_seconds, metavar="S",
+        help="wait for so long while fewer than --min-np ranks are there; default: 600",
+    )  # fmt: skip
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
@@ -443,6 +455,15 @@ def _integer(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if _integer(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return int(text)
+
+    return convert
 
 
 def _port(text: str) -> int:

@@ -46,12 +46,17 @@ class Console:
     def place(self, hosts: Sequence[str]) -> None:
         """Opens the files of the ranks, of which it takes the output from now on; ``hosts``: of each rank.
 
+        Called again with more of them, opens those of the new ones.
+
         Raises:
             JobError: a file cannot be made.
         """
         self._printer.place(hosts, named=self._options.host)
         if self._options.directory is not None:
             with explained(self._options.directory):
+                if self._files is not None:
+                    self._files.add(hosts)
+                    return
                 self._files = RankFiles(self._options.directory, hosts, named=self._options.host)
 
     @property

@@ -55,15 +55,24 @@ class RankFiles:
         hosts: of each rank; with ``named``, the folders are ``rank.N.HOST``.
 
     Raises:
-        OSError: one cannot be made, or what has its name is not the user's own; its ``filename`` says which one.
+        OSError: as ``add``.
     """
 
     def __init__(self, directory: str, hosts: Sequence[str], *, named: bool) -> None:
         self._fds: dict[tuple[int, int], int] = {}
-        width = len(str(len(hosts) - 1))
+        self._directory, self._named = directory, named
+        self._width = len(str(len(hosts) - 1))
         Path(directory).mkdir(parents=True, exist_ok=True)
-        for rank, host in enumerate(hosts):
-            path = Path(directory, f"rank.{rank:0{width}}{f'.{host}' if named else ''}")
+        self.add(hosts)
+
+    def add(self, hosts: Sequence[str]) -> None:
+        """Opens the files of the ranks that have none yet; ``hosts``: of each rank.
+
+        Raises:
+            OSError: one cannot be made, or what has its name is not the user's own; its ``filename`` says which one.
+        """
+        for rank in range(len(self._fds) // 2, len(hosts)):
+            path = Path(self._directory, f"rank.{rank:0{self._width}}{f'.{hosts[rank]}' if self._named else ''}")
             folder = _own_folder(path)
             try:
                 for stream, name in ((1, "stdout"), (2, "stderr")):

@@ -6,14 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from horo.runner.agent import checks
+from horo.runner.agent.machine import Binding
 from horo.runner.agent.protocol import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
-from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, JobError
+from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import HostSpec
+from horo.runner.job.forwarded_variables import forwarded
 from horo.runner.loop import Loop, Timer
 from horo.runner.processes import describe_process, read_what_is_there, spawn
 from horo.runner.start.remote_launcher import RemoteLauncher, lines_of
@@ -107,12 +111,42 @@ class RemoteHost:
         self._send_ping()
         return command
 
-    def send_job(self, job: dict[str, Any]) -> None:
-        """Gives the agent the ranks to run."""
+    def send_job(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        ranks: Mapping[int, Mapping[str, str]],
+        *,
+        mark: str,
+        binding: Binding,
+    ) -> None:
+        """Gives the agent the ranks to run.
+
+        Args:
+            job: that they belong to.
+            environment: of hororun.
+            ranks: the variables of each.
+            mark: of their processes.
+            binding: the cores and GPUs that they are bound to.
+        """
         self.job_sent = True
-        self._ranks = frozenset(map(int, job["ranks"]))
+        self._ranks = frozenset(ranks)
         self._to_start, self._to_end = set(self._ranks), set(self._ranks)
-        self._send(encode_json(Kind.JOB, job))
+        exported = {**forwarded(environment), **self._launcher.extra_variables(environment), **job.exports}
+        message = {
+            "host": self.host.name,
+            "mark": mark,
+            "cwd": str(Path.cwd()),
+            "command": list(job.command),
+            "environment": exported,
+            "unset": list(self._launcher.unset),
+            "ranks": {str(rank): own for rank, own in ranks.items()},
+            "grace_s": job.grace_s,
+            "silence_s": job.host_timeout_s,
+            "master_port": job.master_port if 0 in ranks else 0,
+            "binding": asdict(binding),
+        }
+        self._send(encode_json(Kind.JOB, message))
 
     def ask(self, kind: Kind, value: dict[str, Any]) -> None:
         """Asks the agent a question that is no job; its answer comes into ``answers``."""

@@ -118,11 +118,11 @@ def exit_code(cause: Ending) -> int:
     return 128 + cause.signal if cause.signal else cause.code
 
 
-def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
+def report(cause: Ending, endings: Iterable[Ending], word: str = "rank") -> bytes:
     """The cause and one line on how the others ended.
 
     The cause is the exception and its line in the script, if the rank has said it: its traceback stands above. Else
-    the last lines on its stderr follow.
+    the last lines on its stderr follow. ``word``: what their numbers are called.
     """
     note = cause.note
     endings = list(endings)
@@ -136,14 +136,14 @@ def report(cause: Ending, endings: Iterable[Ending]) -> bytes:
     else:
         words, how = "", f"ended with {note.error} {place}"
     reason = f"{words}; so " if left and words else ""
-    text = printable(f"hororun: {reason}rank {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
+    text = printable(f"hororun: {reason}{word} {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
     if not note.error:
         text += _last_lines(cause)
     groups: dict[str, list[int]] = {}
     for ending in sorted(endings, key=lambda each: each.rank):
         if ending.rank != cause.rank:
             groups.setdefault(how_it_ended(ending), []).append(ending.rank)
-    others = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
+    others = [f"{word}{'s' if len(ranks) > 1 else ''} {ranges(ranks)} {how}" for how, ranks in groups.items()]
     return text + (printable(f"hororun: the others: {'; '.join(others)}").encode() + b"\n" if others else b"")
 
 

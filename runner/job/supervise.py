@@ -8,9 +8,8 @@ import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horo.config.hosts import ranges
 from horo.config.sources import encode_sources
@@ -25,7 +24,6 @@ from horo.runner.job.console import Console
 from horo.runner.job.forwarded_variables import (
     common_variables,
     default_variables,
-    forwarded,
     inherited,
     outer_rank,
     rank_variables,
@@ -61,7 +59,7 @@ from horo.runner.stdout import explain_stdout
 if TYPE_CHECKING:
     from horo.bootstrap.store.server import StoreServer
 
-__all__ = ["run_job"]
+__all__ = ["Supervisor", "run_job"]
 
 _STDERR_TAIL_BYTES = 16384
 _REMOTE_ANSWER_TIMEOUT_S = 8.0  # longer than an agent waits behind SIGKILL
@@ -71,8 +69,13 @@ _CAUSE_S = 2.0
 """The time for which to wait for the end of the rank that the first failure points at."""
 
 
-def run_job(job: Job, environment: Mapping[str, str]) -> int:
+def run_job(job: Job, environment: Mapping[str, str], kind: type[Supervisor] | None = None) -> int:
     """Runs the job to its end, in the main thread.
+
+    Args:
+        job: what to run.
+        environment: of hororun.
+        kind: what decides about it; None: a rank that fails ends the job.
 
     Returns:
         hororun's exit code: 0, the code of the rank that failed first (128 + n for a signal), or what was wrong
@@ -94,13 +97,20 @@ def run_job(job: Job, environment: Mapping[str, str]) -> int:
     become_subreaper()
     raise_descriptor_limit()
     with closing(Loop()) as loop:
-        code = _Supervisor(job, hosts, launcher, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
+        kind = kind or Supervisor
+        code = kind(job, hosts, launcher, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
     guard.dismiss()  # not when something went wrong in here: then it has work to do
     return code
 
 
-class _Supervisor:
-    """State of one job. ``run`` goes through it top down; everything else is called back by the loop."""
+class Supervisor:
+    """State of one job. ``run`` goes through it top down; everything else is called back by the loop.
+
+    Another kind of job replaces ``_start_ranks``, ``_on_note``, ``_on_ending`` and ``_conclude``.
+    """
+
+    process_word = "rank"
+    """The name for a process and its number in messages."""
 
     def __init__(
         self,
@@ -126,6 +136,9 @@ class _Supervisor:
         self._local: HostRanks | None = None
         self._remotes: dict[int, RemoteHost] = {}  # by index of the host
         self._store: StoreServer | None = None
+        self._stores: dict[int, str] = {}  # its addresses for each host
+        self._secret = b""
+        self._master: tuple[str, int] | None = None
         self._arrivals: Arrivals | None = None
         self._host_of_rank: dict[int, int] = {}
         self._names: dict[int, str] = {}
@@ -230,12 +243,18 @@ class _Supervisor:
         idle = explain_idle_hosts(self._job, self._names.values())
         if idle:
             self._console.say(idle)
-        variables = self._variables(hosts, placements, routes)
+        addresses = self._open_store(routes)
+        if self._job.torch_env:
+            first = placements[0].host
+            route = routes[first]
+            self._master = (addresses[first] if route is None else route.host), self._master_port(first)
+        variables = {placement.rank: self._variables_of(placement) for placement in placements}
         self._running = set(variables)
         for index in sorted(used):
             ranks = {rank: own for rank, own in variables.items() if self._host_of_rank[rank] == index}
             if index in self._remotes:
-                self._remotes[index].send_job(self._remote_job(hosts[index].name, index, ranks))
+                mark, binding = self._mark(index), self._binding
+                self._remotes[index].send_job(self._job, self._environment, ranks, mark=mark, binding=binding)
             else:
                 self._start_local(hosts[index].name, ranks)
 
@@ -243,42 +262,36 @@ class _Supervisor:
         host_info = {} if host.slots is not None else self._remotes[index].host_info or {}
         return slots_of(host, self._job.size, int(host_info.get("cores", 0)), int(host_info.get("gpus", 0)))
 
-    def _variables(
-        self, hosts: Sequence[HostSpec], placements: Sequence[Placement], routes: Mapping[int, HostAddresses | None]
-    ) -> dict[int, dict[str, str]]:
-        """Opens the key-value server and computes the variables of every rank."""
+    def _open_store(self, routes: Mapping[int, HostAddresses | None]) -> dict[int, str]:
+        """Opens the key-value server for the ranks of hosts, which reach it by ``routes``; returns its addresses."""
         from horo.bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
 
         addresses, by_host = store_addresses(list(routes.values()))
-        secret = secrets.token_bytes(SECRET_BYTES)
-        self._store = open_store(self._job, addresses, secret, self._console.say)
-        self._arrivals = Arrivals(self._store, secret, self._id)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._store = open_store(self._job, addresses, self._secret, self._console.say)
+        self._arrivals = Arrivals(self._store, self._secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
-        stores = {
-            index: ",".join(endpoints[address] for address in mine) for index, mine in zip(routes, by_host, strict=True)
-        }
-        common = {
+        for index, mine in zip(routes, by_host, strict=True):
+            self._stores[index] = ",".join(endpoints[address] for address in mine)
+        return {index: mine[0] for index, mine in zip(routes, by_host, strict=True)}
+
+    def _variables_of(self, placement: Placement) -> dict[str, str]:
+        """The variables of a rank."""
+        remote = self._remotes.get(placement.host)
+        return {
             **default_variables(self._environment, keep_memory=self._job.keep_memory),
-            **common_variables(self._id, secret.hex()),
-        }
-        first = placements[0].host
-        port = self._master_port(first) if self._job.torch_env else 0
-        first_route = routes[first]
-        told = {}
-        for placement in placements:
-            remote = self._remotes.get(placement.host)
-            master = by_host[list(routes).index(placement.host)][0] if first_route is None else first_route.host
-            told[placement.rank] = common | rank_variables(
+            **common_variables(self._id, self._secret.hex()),
+            **rank_variables(
                 placement,
-                host=hosts[placement.host].name,
+                host=self._hosts[placement.host].name,
                 mark=self._mark(placement.host),
-                store=stores[placement.host],
-                master=(master, port) if self._job.torch_env else None,
+                store=self._stores[placement.host],
+                master=self._master,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._binding.threads_set,
-            )
-        return told
+            ),
+        }
 
     def _master_port(self, first_host: int) -> int:
         remote = self._remotes.get(first_host)
@@ -293,23 +306,6 @@ class _Supervisor:
 
     def _mark(self, host: int) -> str:
         return f"{self._id}.{host}" if host in self._remotes else self._tree.mark
-
-    def _remote_job(self, name: str, index: int, ranks: Mapping[int, Mapping[str, str]]) -> dict[str, Any]:
-        carried = self._launcher.extra_variables(self._environment)
-        exported = {**forwarded(self._environment), **carried, **self._job.exports}
-        return {
-            "host": name,
-            "mark": self._mark(index),
-            "cwd": str(Path.cwd()),
-            "command": list(self._job.command),
-            "environment": exported,
-            "unset": list(self._launcher.unset),
-            "ranks": {str(rank): own for rank, own in ranks.items()},
-            "grace_s": self._job.grace_s,
-            "silence_s": self._job.host_timeout_s,
-            "master_port": self._job.master_port if 0 in ranks else 0,
-            "binding": asdict(self._binding),
-        }
 
     def _start_local(self, name: str, ranks: Mapping[int, Mapping[str, str]]) -> None:
         if self._local is None:
@@ -331,8 +327,8 @@ class _Supervisor:
         elif isinstance(event, Remained):
             self._console.say(event.sentence)
         else:
-            bound = f", bound to {event.bound}" if event.bound else ""
-            self._console.explain(f"rank {event.rank} on {self._names[event.rank]} runs as process {event.pid}{bound}")
+            who = f"{self.process_word} {event.rank} on {self._names[event.rank]}"
+            self._console.explain(f"{who} runs as process {event.pid}{event.bound and f', bound to {event.bound}'}")
 
     def _on_note(self, event: Noted) -> None:
         reader = self._notes.setdefault(event.rank, NoteReader())
@@ -365,9 +361,12 @@ class _Supervisor:
         passed_on = signal in self._signals.came
         ending = Ending(rank, self._names[rank], code, signal, asked, lost, tail, note, overdue, passed_on)
         self._endings.append(ending)
+        self._on_ending(ending)
+
+    def _on_ending(self, ending: Ending) -> None:
         if self._arrivals is not None:
             self._arrivals.on_end(ending)
-        if ending.failed and not asked:
+        if ending.failed and not ending.asked:
             self._fail()
         self._stop_if_clear()
 
@@ -495,5 +494,5 @@ class _Supervisor:
             if remark:
                 self._console.say(remark)
             return 0
-        self._console.say_lines(report(cause, self._endings))
+        self._console.say_lines(report(cause, self._endings, self.process_word))
         return exit_code(cause)

@@ -16,10 +16,11 @@ from jobs import Hororun, make_remote_shell
 
 from horo import __version__
 from horo.runner.agent import checks
+from horo.runner.agent.machine import Binding
 from horo.runner.agent.protocol import MAGIC, Kind, Message, MessageError, encode, encode_json
 from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.agent.ranks import Exited, Started
-from horo.runner.config import JobError
+from horo.runner.config import Job, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.output import LineSplitter, Writer
 from horo.runner.job.remote import RemoteHost
@@ -110,6 +111,9 @@ class Launcher:
     ends_on_sigterm = False
     unset = ()
 
+    def extra_variables(self, _environment: dict[str, str]) -> dict[str, str]:
+        return {}
+
     def __init__(self, said: Path) -> None:
         self._said = said
 
@@ -160,7 +164,7 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
         late: list[bool] = []
         loop.call_later(30, lambda: late.append(True))
         remote.connect(Launcher(tmp_path / "said"), host_timeout_s=60)
-        remote.send_job({"ranks": {"0": {}}})
+        remote.send_job(Job(1, ("true",)), {}, {0: {}}, mark="m", binding=Binding())
         loop.run_until(lambda: remote.finished or bool(late))
     finally:
         loop.close()

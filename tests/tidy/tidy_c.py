@@ -37,16 +37,16 @@ MAY_INCLUDE: dict[str, set[str]] = {
 
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "drive": ("engine.h", "gpu"),
+        "drive": (),
         "requests": ("drive", "engine.h", "gpu"),
         "agree": (),
-        "announce": ("drive",),
-        "round": ("engine.h", "execute"),
-        "lead": ("engine.h",),
+        "announce": ("requests",),
+        "round": ("drive", "requests"),
+        "lead": ("drive", "agree", "announce", "round"),
         "execute": ("engine.h", "group", "requests", "gpu"),
-        "group": ("agree", "round", "report", "engine.h", "drive", "requests"),
+        "group": ("drive", "requests", "announce", "round", "lead", "execute", "engine.h"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
-        "report": ("engine.h", "drive", "requests"),
+        "report": ("engine.h", "gpu"),
         "gpu": ("engine.h", "drive", "requests"),
     }
 }

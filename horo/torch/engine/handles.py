@@ -53,7 +53,7 @@ def poll(handle: int) -> bool:
     Returns at once; never blocks. Once it has returned True, another operation may have the name of this one.
 
     Args:
-        handle: What an asynchronous operation has returned.
+        handle: Of an asynchronous operation.
 
     Raises:
         UsageError: The handle is unknown or was synchronized already.
@@ -82,7 +82,7 @@ def synchronize(handle: int) -> Any:
     at once get the same result or error, but of a tensor on a GPU only one gets the result.
 
     Args:
-        handle: What an asynchronous operation has returned.
+        handle: Of an asynchronous operation.
 
     Returns:
         The tensor, or for the grouped forms the tuple of tensors.

@@ -17,8 +17,8 @@ __all__ = ["MetricAverage"]
 class MetricAverage:
     """Weighted means of metrics over all ranks: adds up on each rank, and exchanges a few numbers when they are asked.
 
-    The weight of a value is usually the number of samples that it is the mean of. Then the results are the means over
-    all samples, also where ranks have different numbers of samples or batches, or none.
+    The weight of a value is usually the number of its samples. Then the results are the means over all samples, even if
+    ranks have different numbers of samples or batches, or none.
 
     Args:
         names: Of the metrics, equal on all ranks and in the same order.

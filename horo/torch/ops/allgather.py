@@ -66,7 +66,7 @@ def allgather_async(
 
     Args:
         tensor: As for ``allgather``. It must not be changed before ``synchronize``.
-        name: As for ``allgather``. A name can be in use once at a time.
+        name: As for ``allgather``.
         process_set: The ranks that take part; others do not call it.
 
     Returns:

@@ -80,7 +80,7 @@ def allreduce(
             ranks.
         average: Deprecated; True is ``op=Average``, False is ``op=Sum``.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
+        compression: The format in which the tensor is sent, e.g. ``Compression.bf16``.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product``, or ``Adasum`` of floats.
         prescale_factor: Multiplied in before the reduction.
         postscale_factor: Multiplied in after it.

@@ -78,7 +78,7 @@ def alltoall_async(
     Args:
         tensor: As for ``alltoall``. It must not be changed before ``synchronize``.
         splits: As for ``alltoall``.
-        name: As for ``alltoall``. A name can be in use once at a time.
+        name: As for ``alltoall``.
         process_set: As for ``alltoall``.
 
     Returns:

@@ -1,16 +1,16 @@
 """Collectives that autograd can follow.
 
 Every rank has a loss of its own. In the backward pass all ranks communicate again, so all run it, for the same results
-in the same order. A rank's input gets, as in Horovod, of the gradients that the ranks have for their results:
+in the same order. The gradient of a rank's input is made of the gradients of all ranks' results, as in Horovod:
 
-- ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean; with ``Min`` and ``Max`` their sum where this rank
-  holds the value, in equal parts if several do; with ``Product`` their sum times the other ranks' values. ``alltoall``:
-  for each row, that of the rank that it went to. All this is the gradient of the sum of the ranks' losses; after
-  ``DistributedOptimizer`` has averaged parameters' gradients, that of the mean loss.
+- ``allreduce``: with ``Sum`` their sum, with ``Average`` their mean. With ``Min`` and ``Max`` their sum on the rank
+  that holds the value, in equal parts if several do. With ``Product`` their sum times the other ranks' values.
+- ``alltoall``: for each row, the gradient on the rank that got it. This and those of ``allreduce`` are gradients of the
+  sum of the ranks' losses. ``DistributedOptimizer`` makes them gradients of the mean loss.
 - ``allgather``: for this rank's rows, the *mean* over ranks. ``broadcast``: at the root the mean, else zeros. That is
   1/N of the gradient of the summed losses. ``result.register_hook(lambda gradient: gradient * hvd.size())`` corrects
   it.
-- ``reducescatter``: the gradients of all ranks for their rows, for all but ``Average`` times N. That is N times the
+- ``reducescatter``: the gradients of all ranks for their rows, times N except for ``Average``. That is N times the
   gradient of the summed losses, and right together with ``allgather``. Alone, it needs ``gradient / hvd.size()`` in
   such a hook.
 

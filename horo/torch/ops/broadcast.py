@@ -91,7 +91,7 @@ def broadcast_async(
     Args:
         tensor: As for ``broadcast``. It must not be changed before ``synchronize``.
         root_rank: As for ``broadcast``.
-        name: As for ``broadcast``. A name can be in use once at a time.
+        name: As for ``broadcast``.
         process_set: The ranks that take part; others do not call it.
 
     Returns:

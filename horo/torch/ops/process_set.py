@@ -259,7 +259,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: The set.
 
     Returns:
-        False, and nothing is done, where it is ``global_process_set`` or not registered.
+        False if it is ``global_process_set`` or not registered; nothing is done then.
 
     Raises:
         NotInitializedError: Before ``init()``.

@@ -40,10 +40,9 @@ def reducescatter(
 
     Args:
         tensor: ``[rows, ...]`` on CPU or GPU, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all
-            ranks. The rows are cut among the ranks in their order; where they do not divide evenly, the first ranks
-            get one more.
+            ranks. The ranks get equally many rows in their order, the first ranks one more if there is a rest.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        compression: What is sent instead of the tensor, e.g. ``Compression.bf16``.
+        compression: The format in which the tensor is sent, e.g. ``Compression.bf16``.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         process_set: The ranks that take part; others do not call it.
         prescale_factor: Multiplied in before the reduction.
@@ -90,7 +89,7 @@ def reducescatter_async(
 
     Args:
         tensor: As for ``reducescatter``. It must not be changed before ``synchronize``.
-        name: As for ``reducescatter``. A name can be in use once at a time.
+        name: As for ``reducescatter``.
         op, process_set, prescale_factor, postscale_factor: As for ``reducescatter``.
 
     Returns:

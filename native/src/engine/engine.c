@@ -1,73 +1,48 @@
 /* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h>
 
-#include "base/descriptor.h"
-#include "base/thread.h"
 #include "node/node_setup.h"
 
-enum {
-    THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
+/* The handlers of messages that are none of a leader's own. */
+static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
+    [HR_WIRE_JOINED] = hr_join_handle,
+    [HR_WIRE_BLOCKED] = hr_blocked_handle,
+    [HR_WIRE_QUERY] = hr_blocked_handle_query,
+    [HR_WIRE_ASK] = hr_stall_handle_question,
 };
 
 static void free_parts(struct hr_engine *engine) {
     for (int i = engine->lane_count - 1; i >= 0; i--) {
+        hr_lane_free_stand_ins(engine->lanes[i]);
         hr_lane_destroy(engine->lanes[i]);
     }
+    hr_deadlock_fini(&engine->judge);
     hr_map_fini(&engine->submission.handles);
-    free(engine->driver.sleep.fds);
-    if (engine->driver.kick_fd >= 0) {
-        (void)close(engine->driver.kick_fd);
-    }
-    (void)pthread_cond_destroy(&engine->submission.done);
-    (void)pthread_mutex_destroy(&engine->driver.leave_lock);
     (void)pthread_mutex_destroy(&engine->staging_lock);
-    (void)pthread_mutex_destroy(&engine->submission.lock);
-}
-
-static void init_sync(struct hr_engine *engine) {
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&engine->submission.done, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
-    (void)pthread_mutex_init(&engine->submission.lock, NULL);
-    (void)pthread_mutex_init(&engine->staging_lock, NULL);
-    (void)pthread_mutex_init(&engine->driver.leave_lock, NULL);
+    hr_drive_fini(&engine->drive);
 }
 
 static void add_parts(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    hr_drive_add(engine, &driver->end, &hr_part_end, engine);
-    hr_drive_add(engine, &driver->submissions, &hr_part_submissions, engine);
-    hr_drive_add(engine, &driver->gpu, &hr_part_gpu, engine);
-    hr_drive_add(engine, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
-    hr_drive_add(engine, &driver->links, &hr_part_links, engine);
-    hr_drive_add(engine, &driver->stall, &hr_part_stall, engine);
-    hr_drive_add(engine, &driver->deadlock, &hr_part_deadlock, engine);
+    struct hr_drive *drive = &engine->drive;
+    hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
+    hr_drive_add(drive, &engine->submissions, &hr_part_submissions, engine);
+    hr_drive_add(drive, &engine->gpu, &hr_part_gpu, engine);
+    hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
+    hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
 }
 
-static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                      const horo_setup *setup, struct hr_error *error) {
-    engine->driver.kick_fd = -1;
-    int status = hr_descriptor_event(&engine->driver.kick_fd, error);
-    if (status == HORO_OK && hr_sleep_reserve(&engine->driver.sleep, (size_t)engine->node->local_size + 2) != HORO_OK) {
-        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
-    }
-    if (status != HORO_OK) {
-        hr_backend_destroy(backend);
-        hr_team_destroy(world);
-        return status;
-    }
-    HR_TRY(hr_lane_create(engine, world, backend, &engine->lanes[0], error));
+static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                            const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
     for (int number = 0; number < HR_TEAMS_MAX; number++) {
         engine->teams[number].id = number;
     }
@@ -75,24 +50,35 @@ static int init_parts(struct hr_engine *engine, struct hr_team *world, struct hr
     engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
     engine->lane_count = 1;
     HR_TRY(hr_engine_init_tuning(engine, setup, error));
-    return hr_thread_start(&engine->driver.thread, hr_engine_main, engine, "the background thread", error);
+    return hr_drive_start(&engine->drive, error);
 }
 
-int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
-                   struct hr_error *error) {
+hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                         const horo_setup *setup, struct hr_error *error) {
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .fusion_bytes = setup->fusion_bytes,
-        .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
-        .cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-        .driver.serves_hosts = world->local_rank == 0 && world->transport != NULL,
-        .driver.caller_spin_ns = (int64_t)setup->spin_us * 1000,
-        .driver.thread_spin_ns = (int64_t)setup->spin_us * 1000 / THREAD_SPIN_DIVISOR,
+        .lane_setup =
+            {
+                .leader.drive = &engine->drive,
+                .leader.handlers = on_message,
+                .leader.fusion_bytes = setup->fusion_bytes,
+                .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+                .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+                .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
+            },
     };
     engine->submission.queue_tail = &engine->submission.queue_head;
-    init_sync(engine);
-    const int status = init_parts(engine, world, backend, setup, error);
+    hr_status status = hr_drive_init(&engine->drive, node, (int64_t)setup->spin_us * 1000, error);
+    if (status != HORO_OK) {
+        hr_backend_destroy(backend);
+        hr_team_destroy(world);
+        hr_node_close_fds(node);
+        return status;
+    }
+    atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
+    (void)pthread_mutex_init(&engine->staging_lock, NULL);
+    status = init_parts(engine, world, backend, setup, error);
     if (status != HORO_OK) {
         hr_node_close_fds(node);
         free_parts(engine);
@@ -113,29 +99,24 @@ void hr_engine_close_links(struct hr_engine *engine) {
 }
 
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
-    struct hr_driver *driver = &engine->driver;
-    (void)pthread_mutex_lock(&driver->leave_lock);
-    if (!driver->has_joined) {
-        (void)pthread_mutex_lock(&engine->submission.lock);
-        driver->leave_status = status;
-        (void)snprintf(driver->leave_words, sizeof driver->leave_words, "%s", words);
-        atomic_store(&driver->stop, 1);
-        hr_engine_kick(engine);
-        (void)pthread_mutex_unlock(&engine->submission.lock);
-        hr_node_wake(engine->node, engine->node->local_rank);
-        (void)pthread_join(driver->thread, NULL);
-        driver->has_joined = 1;
+    hr_drive_lock(&engine->drive);
+    if (!atomic_load(&engine->drive.stop)) {
+        engine->leaving.status = status;
+        (void)snprintf(engine->leaving.words, sizeof engine->leaving.words, "%s", words);
+        atomic_store(&engine->drive.stop, 1);
+        hr_drive_kick(&engine->drive);
     }
-    (void)pthread_mutex_unlock(&driver->leave_lock);
+    hr_drive_unlock(&engine->drive);
+    hr_drive_end_thread(&engine->drive);
 }
 
 void hr_engine_fini(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     while (engine->submission.calls > 0) { /* which end now, for all that they wait for has ended */
-        hr_token_wait(engine, INT64_MAX);
+        hr_drive_wait(&engine->drive, INT64_MAX);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
@@ -160,28 +141,28 @@ struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t
 
 /* With the lock held, for a request that is not done: it may have been submitted for a wait that has not come. */
 static void kick_if_idle(struct hr_engine *engine) {
-    if (hr_token_is_free(&engine->driver)) {
-        hr_engine_kick(engine);
+    if (hr_drive_is_free(&engine->drive)) {
+        hr_drive_kick(&engine->drive);
     }
 }
 
 int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int status = request == NULL ? HORO_ERR_HANDLE : atomic_load(&request->status);
     if (status == HORO_IN_PROGRESS) {
         kick_if_idle(engine);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return status;
 }
 
 /* With the lock held, where the thread drives: it saves a switch of threads in this call, and in those that follow. */
 static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request) {
     const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
-    const int is_alone = atomic_load(&engine->submission.pending) == 1;
-    if (sync && is_alone && atomic_load(&engine->driver.serves_hosts)) {
-        atomic_store(&engine->driver.wanted, 1);
+    const int is_alone = atomic_load(&engine->drive.pending) == 1;
+    if (sync && is_alone && atomic_load(&engine->drive.serves_hosts)) {
+        atomic_store(&engine->drive.wanted, 1);
     }
 }
 
@@ -196,13 +177,13 @@ static int wait_for_request(struct hr_engine *engine, const struct hr_request *r
             kick_if_idle(engine);
             break;
         }
-        if (hr_token_is_free(&engine->driver)) {
-            hr_token_drive(engine, request, now_ns, deadline_ns);
+        if (hr_drive_is_free(&engine->drive)) {
+            hr_drive_until(&engine->drive, &request->status, HORO_IN_PROGRESS, now_ns, deadline_ns);
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
         }
         ask_to_drive(engine, request);
-        hr_token_wait(engine, deadline_ns);
+        hr_drive_wait(&engine->drive, deadline_ns);
     }
     return status;
 }
@@ -258,22 +239,22 @@ static void free_request(struct hr_engine *engine, struct hr_request *request) {
 /* With the lock held, which it lets go: a call ends, for which `unowned` is left (NULL: nothing is). */
 static void end_call(struct hr_engine *engine, struct hr_request *unowned) {
     if (unowned != NULL) {
-        (void)pthread_mutex_unlock(&engine->submission.lock);
+        hr_drive_unlock(&engine->drive);
         free_request(engine, unowned);
-        (void)pthread_mutex_lock(&engine->submission.lock);
+        hr_drive_lock(&engine->drive);
     }
-    if (--engine->submission.calls == 0 && atomic_load(&engine->driver.stop)) {
-        (void)pthread_cond_broadcast(&engine->submission.done); /* hr_engine_fini waits for this */
+    if (--engine->submission.calls == 0 && atomic_load(&engine->drive.stop)) {
+        hr_drive_wake_waiters(&engine->drive); /* hr_engine_fini is one */
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_wait(struct hr_engine *engine, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *text,
                    size_t text_bytes) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *request = hr_engine_find_handle(engine, *handle);
     if (request == NULL) {
-        (void)pthread_mutex_unlock(&engine->submission.lock);
+        hr_drive_unlock(&engine->drive);
         return write_unknown(*handle, text, text_bytes);
     }
     hr_engine_note_caller(engine);
@@ -306,13 +287,13 @@ static int is_any_done(const struct hr_engine *engine, const int64_t *handles, i
 /* The background thread drives meanwhile: a caller would drive for one request, and sleep while another is done. */
 int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms) {
     const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     hr_engine_note_caller(engine);
     engine->submission.calls++;
     int done;
     while (!(done = is_any_done(engine, handles, count)) && hr_now_ns() < deadline_ns) {
         kick_if_idle(engine);
-        hr_token_wait(engine, deadline_ns);
+        hr_drive_wait(&engine->drive, deadline_ns);
     }
     end_call(engine, NULL);
     return done ? HORO_OK : HORO_IN_PROGRESS;
@@ -320,20 +301,20 @@ int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t
 
 int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
     int status = HORO_OK;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request == NULL) {
         status = write_unknown(handle, text, text_bytes);
     } else {
         write_error(request, text, text_bytes);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return status;
 }
 
 int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
                    int64_t *first_dims) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     int status = HORO_ERR_USAGE;
     if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
@@ -346,12 +327,12 @@ int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void
         result->data = result->is_given ? result->data : NULL;
         status = HORO_OK;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return status;
 }
 
 int hr_engine_release(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     struct hr_request *unowned = NULL;
     int status = HORO_ERR_HANDLE;
@@ -362,7 +343,7 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
         forget_handle(engine, request);
         unowned = request->owners == 0 ? request : NULL;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     if (unowned != NULL) {
         free_request(engine, unowned);
     }
@@ -370,13 +351,13 @@ int hr_engine_release(struct hr_engine *engine, int64_t handle) {
 }
 
 uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     uint64_t bytes = engine->gone_link_bytes;
     for (int i = 0; i < engine->lane_count; i++) {
         const struct hr_transport *transport = engine->lanes[i]->team->transport;
         bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return bytes;
 }
 

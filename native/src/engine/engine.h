@@ -38,7 +38,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "engine/drive/drive.h"
 #include "engine/group/lane.h"
+#include "engine/report/deadlock.h"
 
 /* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
 
@@ -67,9 +69,6 @@ struct hr_blocked {
 };
 
 struct hr_submission {
-    pthread_mutex_t lock;
-    pthread_cond_t done; /* a request has finished, or the driver has let go */
-    int waiters;
     int calls; /* that wait for requests, in whatever way; each holds up hr_engine_fini */
     struct hr_request *queue_head, **queue_tail;
     struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
@@ -78,50 +77,19 @@ struct hr_submission {
     uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
     _Atomic uint32_t queued;  /* requests in the queue */
-    _Atomic uint32_t pending; /* requests submitted and not done */
     struct hr_blocked blocked;
     struct hr_callers callers;
 };
 
-/* ---- Driver: who runs the loop. Under the lock of submission, but for atomics and what is the driver's. ---- */
-
-/* The owner of the right to turn the parts; see token.c. */
-enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };
-
-enum hr_engine_stage { HR_ENGINE_RUNNING, HR_ENGINE_CLOSING, HR_ENGINE_ENDING, HR_ENGINE_ENDED };
-
-struct hr_driver {
-    enum hr_token owner;
-    int64_t since_ns; /* several hosts: when it last changed; CALLER: when that call began to wait */
-    int is_kicked;    /* the thread, which is to look whether it must drive */
-    int looks_soon;   /* the thread sleeps for a while at most */
-    _Atomic int wanted;       /* several hosts: a caller that waits for the only request would drive itself */
-    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
-    pthread_t thread;
-    struct hr_sleep sleep; /* the thread's */
-    int kick_fd;
-    _Atomic int stop;
-    int leave_status; /* for others, as the words; written before `stop` */
-    char leave_words[HR_LAST_WORDS_MAX + 1];
-    pthread_mutex_t leave_lock; /* of the one that joins the thread */
-    int has_joined;
-    int64_t caller_spin_ns, thread_spin_ns;
-
-    /* The driver's own. */
-    struct hr_part *parts; /* all of these, and those of the lanes, in their order; changed under the lock */
-    struct hr_part end, submissions, gpu, links, stall, deadlock;
-    enum hr_engine_stage stage;
-    int64_t flush_ns;     /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
-    uint64_t lane_moves;  /* moves of lanes that are no longer there */
-    /* leaving, see leave.c: when it stops to wait, unless something moves, and the moves then; 0: not leaving */
-    int64_t leave_ns;
-    uint64_t leave_moves;
+/* Leaving, and the end of the group; see leave.c. The driver's, but for what a caller writes before it sets `stop`. */
+struct hr_leaving {
+    struct hr_part part;
+    int status; /* for others, as the words; under the lock */
+    char words[HR_LAST_WORDS_MAX + 1];
+    int64_t flush_ns; /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
+    int64_t grace_ns; /* when it stops to wait, unless something moves; 0: it does not leave */
+    uint64_t moves;   /* when the grace began */
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
-    int expects_others; /* something is under way that a peer may hold up, as the last wait has found */
-};
-
-struct hr_counts {
-    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
 };
 
 /* The knowledge of a rank of each team, also of those that it is no member of. */
@@ -143,17 +111,18 @@ struct hr_tuned {
 
 struct hr_engine {
     struct hr_node *node;
-    uint64_t fusion_bytes;
-    uint32_t cache_capacity;
-    int64_t cycle_ns;
+    struct hr_lane_setup lane_setup;
+    struct hr_deadlock judge; /* the root of all ranks; the driver's */
+    int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_submission submission;
-    struct hr_driver driver;
+    struct hr_drive drive;
+    struct hr_leaving leaving;
+    struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */
     struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
     /* [lane_count] all of teams[].lane, that of all ranks first; written likewise */
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
-    struct hr_counts counts;
     const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
@@ -228,17 +197,19 @@ int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t c
 
 /* ---- Between the files of the engine ---- */
 
+extern const struct hr_part_ops hr_part_end;         /* leave.c */
+extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
+extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
+extern const struct hr_part_ops hr_part_lane;        /* lane.c */
+extern const struct hr_part_ops hr_part_stall;       /* stall.c */
+extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
+
 /* blocked.c */
 /* The calling thread has submitted something, or waits; with the lock held. */
 void hr_engine_note_caller(struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 
-/* token.c: wakes whoever must notice a change made under the lock. Call with the lock held. */
-void hr_engine_kick(struct hr_engine *engine);
-
-/* announce.c: takes the queue and announces it in the lanes. HR_STILL, HR_MOVED or a status. */
-int hr_engine_announce(struct hr_engine *engine);
 
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
 int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,

@@ -117,14 +117,14 @@ static void append_pending(struct hr_engine *engine, char *text, size_t text_byt
 }
 
 int hr_engine_fail_all(struct hr_engine *engine) {
-    if (atomic_load(&engine->submission.pending) == 0) {
+    if (atomic_load(&engine->drive.pending) == 0) {
         return 0;
     }
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_engine_end(engine);
     hr_engine_describe_end(engine, end, text, sizeof text);
     hr_engine_show_end(engine);
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     if (end.code != HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
         append_pending(engine, text, sizeof text);
     }
@@ -134,9 +134,7 @@ int hr_engine_fail_all(struct hr_engine *engine) {
     engine->submission.queue_head = NULL;
     engine->submission.queue_tail = &engine->submission.queue_head;
     atomic_store(&engine->submission.queued, 0);
-    if (engine->submission.waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->submission.done);
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_wake_waiters(&engine->drive);
+    hr_drive_unlock(&engine->drive);
     return 1;
 }

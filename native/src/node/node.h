@@ -32,6 +32,11 @@
 /* The number of looks of whoever spins before it offers its core to others. */
 enum { HR_LOOKS_PER_YIELD = 2 };
 
+/* Counters of horo_read_counters. */
+struct hr_counts {
+    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
+};
+
 struct hr_node {
     int rank, size, host_count; /* of the job */
     int local_rank, local_size; /* local index and ranks of this host */
@@ -65,7 +70,8 @@ struct hr_node {
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;
-    _Atomic uint64_t sleeps, wakes; /* counters */
+    struct hr_counts counts;
+    _Atomic uint64_t sleeps, wakes; /* counters, too */
 };
 
 /* Whether nobody here yields now, since other programs want the cores. Any thread. */

@@ -124,6 +124,14 @@ const char *hr_team_name(const struct hr_team *team, char *text);
 /* The member that has this rank in the job; -1: none has. */
 int hr_team_member(const struct hr_team *team, int job_rank);
 
+/*
+ * Whether a rank has left the job, in whose record the log of the world ends: this other team ends with it, and that a
+ * member of it is gone is no loss.
+ */
+static inline int hr_team_is_left(const struct hr_team *team) {
+    return team->number != 0 && atomic_load(&team->node->arena.header->leave_at) != 0;
+}
+
 /* Slot `which` (0 or 1) of a member on this host. */
 static inline char *hr_team_slot(const struct hr_team *team, int local_rank, unsigned which) {
     return hr_partition_slot(&team->partition, team->index_of_local[local_rank], which);

@@ -169,6 +169,16 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
     return finish(out, at);
 }
 
+int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room) {
+    uint8_t *at = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *at++ = HR_WIRE_DATA;
+    *room = hr_store_u32(hr_store_u32(at, id), (uint32_t)bytes);
+    return finish(out, *room + bytes);
+}
+
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
     uint8_t *at = count == 0 || count > HR_WIRE_KNOBS_MAX ? NULL : begin(out, 1 + 1 + 4 + 8 * (size_t)count);
     if (at == NULL) {

@@ -1,7 +1,6 @@
 #include "wire/frame.h"
 
 #include "base/little_endian.h"
-#include "wire/wire.h"
 
 int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
     const uint8_t length[4] = {0};
@@ -12,6 +11,14 @@ int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
 
 void hr_frame_end(struct hr_buffer *out, size_t mark) {
     (void)hr_store_u32(out->data + out->begin + mark - 4, (uint32_t)(hr_buffer_size(out) - mark));
+}
+
+int hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put(out, message));
+    hr_frame_end(out, mark);
+    return HORO_OK;
 }
 
 int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes) {

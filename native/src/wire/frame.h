@@ -5,8 +5,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/buffer.h"
+#include "wire/wire.h"
 
+/* Appends one message, whole. HORO_OK or a status. */
+int hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
 /* begin gives the position that end takes; what is appended in between is the message. */
 int hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);

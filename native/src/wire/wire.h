@@ -78,6 +78,7 @@ enum hr_wire_type {
 };
 
 enum {
+    HR_WIRE_TYPES = HR_WIRE_TUNE + 1, /* room for them all */
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
@@ -197,6 +198,8 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
+/* A DATA message, whose values the caller writes to *room, until something else is appended. */
+int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
 /* At most HR_WIRE_KNOBS_MAX values. */
 int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 /*

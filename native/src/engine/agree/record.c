@@ -18,45 +18,29 @@ static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
 }
 
 static int put_fail(struct hr_buffer *out, const struct hr_agree_entry *entry) {
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
     const struct hr_wire_text text = {entry->failure_text, strlen(entry->failure_text)};
-    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){
-                                .type = HR_WIRE_FAIL, .status = entry->failure, .name = name_of(entry), .text = text}));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_frame_put(out, &(struct hr_wire_message){
+                                 .type = HR_WIRE_FAIL, .status = entry->failure, .name = name_of(entry), .text = text});
 }
 
 static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
     const struct hr_agree_copy *request = hr_agree_request(entry);
-    struct hr_wire_text text = {NULL, 0};
-    struct hr_wire_rows rows = {0};
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
+                                      .rank = request->rank,
+                                      .status = entry->failure,
+                                      .request = {.bytes = request->bytes, .byte_count = request->count}};
     if (entry->failure != 0) {
-        text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+        message.text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
     } else {
-        HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
+        HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     }
-    HR_TRY(hr_wire_put(out,
-                       &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                                 .rank = request->rank,
-                                                 .status = entry->failure,
-                                                 .text = text,
-                                                 .rows = rows,
-                                                 .request = {.bytes = request->bytes, .byte_count = request->count}}));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_frame_put(out, &message);
 }
 
 static int put_rows(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
-    size_t mark;
-    struct hr_wire_rows rows;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_agree_merge_rows(agree, entry, &rows));
-    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    struct hr_wire_message message = {.type = HR_WIRE_ROWS, .id = entry->id};
+    HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
+    return hr_frame_put(out, &message);
 }
 
 static int put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count, uint32_t *frames) {
@@ -215,17 +199,13 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->joined.is_known && entry != NULL; entry = entry->next) {
-        size_t mark;
-        if (entry == agree->joined.entry || is_known_by_id(entry)) {
-            continue;
-        }
         const struct hr_agree_copy *request = hr_agree_request(entry);
-        HR_TRY(hr_frame_begin(out, &mark));
-        HR_TRY(hr_wire_put(
-            out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                           .rank = request->rank,
-                                           .request = {.bytes = request->bytes, .byte_count = request->count}}));
-        hr_frame_end(out, mark);
+        if (entry != agree->joined.entry && !is_known_by_id(entry)) {
+            HR_TRY(hr_frame_put(
+                out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
+                                               .rank = request->rank,
+                                               .request = {.bytes = request->bytes, .byte_count = request->count}}));
+        }
     }
     return HORO_OK;
 }

@@ -1,53 +1,102 @@
-/* The loop that turns the parts of the engine, and the end of the group, which is its first part. */
-#ifndef HR_ENGINE_DRIVE_H
-#define HR_ENGINE_DRIVE_H
-
-#include "engine/engine.h"
-#include "engine/gpu/gpu.h"
-
-/* A number that changes whenever something has moved here, in any lane. */
-static inline uint64_t hr_drive_moves(const struct hr_engine *engine) {
-    uint64_t moves = engine->driver.lane_moves;
-    for (int i = 0; i < engine->lane_count; i++) {
-        moves += hr_lane_moves(engine->lanes[i]);
-    }
-    return moves;
-}
-
-/* token.c: the background thread */
-void *hr_engine_main(void *engine);
-/* With the lock held: whether a caller may take the token. */
-static inline int hr_token_is_free(const struct hr_driver *driver) {
-    return driver->owner == HR_TOKEN_FREE || driver->owner == HR_TOKEN_WATCH;
-}
-/* With the lock held, which it lets go meanwhile: takes it at now_ns, and drives as hr_engine_drive. */
-void hr_token_drive(struct hr_engine *engine, const struct hr_request *request, int64_t now_ns, int64_t deadline_ns);
-/* Likewise: until the token is free, requests are done, or the deadline. */
-void hr_token_wait(struct hr_engine *engine, int64_t deadline_ns);
-
 /*
- * loop.c, for the owner of the token: drives until `until` is done, the deadline has passed, or a signal came. The
- * background thread, whose `until` is NULL: until no part needs it; where it serves other hosts, until there is nothing
- * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
+ * Drive: one loop over the parts of a rank (part.h), on whichever thread has the token (token.c, loop.c), and the lock
+ * that all rooms share. Nothing here knows what the parts are.
+ *
+ * The lock is the rank's one lock. "The driver" is whoever has the token; it has the lock only where a line says so.
  */
-int hr_engine_drive(struct hr_engine *engine, const struct hr_request *until, int64_t deadline_ns);
+#ifndef HR_ENGINE_DRIVE_DRIVE_H
+#define HR_ENGINE_DRIVE_DRIVE_H
 
-/* The part is turned from now on, or no longer. The driver, with the lock held. */
-void hr_drive_add(struct hr_engine *engine, struct hr_part *part, const struct hr_part_ops *ops, void *owner);
-void hr_drive_remove(struct hr_engine *engine, const struct hr_part *part);
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "engine/drive/part.h"
+#include "node/node.h"
+
+/* The owner of the right to turn the parts; see token.c. */
+enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };
+
+/* From the beginning to the end of the group; the first part has them one after another, see engine.h. */
+enum hr_stage { HR_STAGE_RUNNING, HR_STAGE_CLOSING, HR_STAGE_ENDING, HR_STAGE_ENDED };
+
+struct hr_drive {
+    struct hr_node *node;
+    pthread_mutex_t lock;
+
+    /* Under the lock, but for atomics. */
+    pthread_cond_t done; /* something that is waited for is done, or the token is free */
+    int waiters;
+    _Atomic uint32_t pending; /* requests that are not done: somebody drives for them */
+    enum hr_token owner;
+    int64_t since_ns; /* several hosts: when it last changed; CALLER: when that call began to wait */
+    int is_kicked;    /* the thread, which is to look whether it must drive */
+    int looks_soon;   /* the thread sleeps for a while at most */
+    _Atomic int wanted;       /* several hosts: a caller that waits for the only request would drive itself */
+    _Atomic int serves_hosts; /* leads a team on several hosts, until their leaders have been told of the end */
+    _Atomic int stop;         /* this rank shuts down */
+    pthread_t thread;
+    struct hr_sleep sleep; /* the thread's */
+    int kick_fd;
+    pthread_mutex_t end_lock; /* of whoever ends the thread */
+    int has_ended;
+    int64_t caller_spin_ns, thread_spin_ns;
+
+    /* The driver's own. */
+    struct hr_part *parts; /* in their order; changed under the lock */
+    struct hr_part links;
+    enum hr_stage stage;
+    uint64_t gone_moves; /* of parts that are no longer there */
+    int expects_others; /* something is under way that a peer may hold up, as the last wait has found */
+};
+
+/* HORO_OK, or a status with *error set and nothing left behind; its thread is not there before start. */
+hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error);
+hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error);
+/* After `stop` has been set and kicked: until the thread has ended, which is at the end of the group. */
+void hr_drive_end_thread(struct hr_drive *drive);
+/* In a forked child: the descriptor is the parent's. */
+void hr_drive_close_fd(struct hr_drive *drive);
+void hr_drive_fini(struct hr_drive *drive);
+
+static inline void hr_drive_lock(struct hr_drive *drive) {
+    (void)pthread_mutex_lock(&drive->lock);
+}
+static inline void hr_drive_unlock(struct hr_drive *drive) {
+    (void)pthread_mutex_unlock(&drive->lock);
+}
+
+/* ---- With the lock held ---- */
+
+/* Wakes whoever must notice a change made under the lock. */
+void hr_drive_kick(struct hr_drive *drive);
+/* Something that is waited for is done. */
+static inline void hr_drive_wake_waiters(struct hr_drive *drive) {
+    if (drive->waiters > 0) {
+        (void)pthread_cond_broadcast(&drive->done);
+    }
+}
+/* Whether a caller may take the token. */
+static inline int hr_drive_is_free(const struct hr_drive *drive) {
+    return drive->owner == HR_TOKEN_FREE || drive->owner == HR_TOKEN_WATCH;
+}
+/*
+ * Lets the lock go meanwhile: takes the token, which is free, at now_ns, and drives until the word has another value,
+ * the deadline has passed, or a signal came.
+ */
+void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, int64_t now_ns, int64_t deadline_ns);
+/* Likewise: until the token is free, something is done, or the deadline. */
+void hr_drive_wait(struct hr_drive *drive, int64_t deadline_ns);
+
+/* ---- Parts ---- */
+
+/* The part is turned from now on, or no longer. The driver, with the lock held; or nobody drives yet. */
+void hr_drive_add(struct hr_drive *drive, struct hr_part *part, const struct hr_part_ops *ops, void *owner);
+void hr_drive_remove(struct hr_drive *drive, const struct hr_part *part);
 /* Whether somebody must drive, by the driver or with the lock held while nobody drives. */
-int hr_drive_needs(const struct hr_engine *engine);
-
-/* stall.c: the time of the next look while others are waited for, and when questions should have been answered. */
-int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns);
-int64_t hr_stall_answers_ns(const struct hr_engine *engine);
-
-extern const struct hr_part_ops hr_part_end;         /* leave.c */
-extern const struct hr_part_ops hr_part_submissions; /* announce.c */
-extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
-extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-extern const struct hr_part_ops hr_part_links;       /* loop.c */
-extern const struct hr_part_ops hr_part_stall;       /* stall.c */
-extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
+int hr_drive_needs(const struct hr_drive *drive);
+/* A number that changes whenever something has moved here, in any part. The driver. */
+uint64_t hr_drive_moves(const struct hr_drive *drive);
+/* The driver, from the first part: the group ends, and no part begins anything more. */
+void hr_drive_end_parts(struct hr_drive *drive, int has_failed);
 
 #endif

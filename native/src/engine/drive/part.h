@@ -15,10 +15,10 @@
 /* The order in which the loop turns them. */
 enum hr_part_rank {
     HR_PART_END,         /* leave.c: leaving, and the end of the group */
-    HR_PART_SUBMISSIONS, /* announce.c: what callers have submitted, and their reports */
+    HR_PART_SUBMISSIONS, /* submissions.c: what callers have submitted, and their reports */
     HR_PART_GPU,         /* nccl.c */
-    HR_PART_LANE,        /* lane.c: one for each team, the world first */
-    HR_PART_LINKS,       /* loop.c: the supervision of links */
+    HR_PART_LANE,        /* group/lane.c: one for each team, the world first */
+    HR_PART_LINKS,       /* the loop's own: the supervision of links */
     HR_PART_STALL,       /* stall.c */
     HR_PART_DEADLOCK,    /* blocked.c */
 };
@@ -36,13 +36,20 @@ struct hr_part_ops {
     int64_t (*due)(struct hr_part *part, int64_t now_ns);
     /* Whether somebody must drive for it, by the driver or with the lock held while nobody drives. NULL: never. */
     int (*needs)(const struct hr_part *part);
+    int is_called; /* by other ranks of the host, with hr_node_call: then the thread looks at `needs`, unkicked too */
+    /* Whether something is under way there that a peer may hold up, besides requests that are pending. NULL: never. */
+    int (*expects)(const struct hr_part *part);
+    /* From now_ns on something is under way that a peer may hold up; 0: nothing is any more. NULL: all the same. */
+    void (*await)(struct hr_part *part, int64_t now_ns);
+    /* A number that changes whenever something has moved there. NULL: nothing that counts does. */
+    uint64_t (*moves)(const struct hr_part *part);
     /* The group ends, in order or not: it begins nothing more. NULL: there is nothing to be given up. */
     void (*end)(struct hr_part *part, int has_failed);
 };
 
 struct hr_part {
     const struct hr_part_ops *ops;
-    void *owner; /* the engine, or the lane */
+    void *owner;
     struct hr_part *next;
     int64_t next_ns; /* when a wait must end for it, and `due` is called */
     int is_quiet;    /* nothing is under way: it is turned in one of so many turns, and before a sleep */

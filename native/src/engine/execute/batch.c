@@ -137,16 +137,11 @@ struct hr_wire_message hr_batch_record(const struct hr_request *request, uint8_t
     return (struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = item};
 }
 
-/* Its id stands for the request again. */
-static void put_back(struct hr_lane *lane, struct hr_request *request) {
-    lane->announcer.known_slots[request->announced_id % lane->announcer.capacity]->pending = request;
-}
-
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
     uint8_t item[HR_BATCH_ITEM_BYTES];
     const struct hr_wire_message record = hr_batch_record(request, item);
     if (hr_batch_load(lane, &record) != HORO_OK) {
-        put_back(lane, request);
+        hr_announcer_put_back(&lane->announcer, request);
         return 0;
     }
     lane->executor.batch->segment_before = lane->team->segment;
@@ -160,5 +155,5 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
 void hr_batch_take_back(struct hr_lane *lane, struct hr_request *request) {
     lane->backend->ops->cancel(lane->backend);
     lane->team->segment = lane->executor.batch->segment_before;
-    put_back(lane, request);
+    hr_announcer_put_back(&lane->announcer, request);
 }

@@ -28,7 +28,7 @@ static void end_record(struct hr_lane *lane) {
 }
 
 static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) {
-    struct hr_counts *counts = &lane->engine->counts;
+    struct hr_counts *counts = &lane->node->counts;
     atomic_fetch_add_explicit(&counts->batches, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&counts->tensors, tensors, memory_order_relaxed);
     atomic_fetch_add_explicit(&counts->bytes, bytes, memory_order_relaxed);
@@ -64,7 +64,7 @@ static int suspect(struct hr_lane *lane) {
 
 static int confirm(struct hr_lane *lane) {
     const struct hr_abort who = lane->team->suspect;
-    if (hr_lane_is_left(lane)) {
+    if (hr_team_is_left(lane->team)) {
         return HR_STILL;
     }
     if (hr_now_ns() < lane->executor.confirm_ns) {
@@ -205,15 +205,15 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
 /* One that ends no request of this rank: what it has said of itself before, and of how far it is, holds no more. */
 static void pass_record(struct hr_lane *lane) {
     end_record(lane);
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     lane->engine->submission.passed++;
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
-        if (!lane->announcer.join.has_joined) {
+        if (!lane->join.has_joined) {
             return HORO_ERR_INTERNAL;
         }
         pass_record(lane);
@@ -224,6 +224,7 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     memcpy(text, record->text.data, bytes);
     text[bytes] = '\0';
     hr_engine_expect_no_removal(lane->engine, request);
+    hr_announcer_drop(&lane->announcer, request);
     end_record(lane);
     hr_engine_complete(lane->engine, &request, 1, record->status, text);
     return HORO_OK;
@@ -300,9 +301,6 @@ int hr_lane_execute(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_CHANGING) {
         return change_teams(lane);
     }
-    if (lane->lone.request != NULL) {
-        return hr_lone_go_on(lane);
-    }
     HR_TRY(take_log(lane));
     const uint8_t *data;
     size_t bytes;
@@ -319,12 +317,11 @@ int hr_lane_execute(struct hr_lane *lane) {
     return HR_MOVED;
 }
 
-void hr_lane_cancel(struct hr_lane *lane) {
+void hr_executor_cancel(struct hr_lane *lane) {
     if (lane->executor.state == HR_EXECUTION_RUNNING) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
-    hr_lone_drop(lane);
 }
 
 int hr_lane_is_ending_batch(const struct hr_lane *lane) {

@@ -4,7 +4,7 @@
 
 #include "backend/nccl_backend.h"
 #include "device/mark.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 
 enum {

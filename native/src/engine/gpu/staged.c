@@ -18,12 +18,12 @@ enum { CLOSE_MS = 2500 }; /* for what runs on a GPU; then the stager frees what 
 static void on_ready(void *owner, void *launched) {
     struct hr_engine *engine = owner;
     struct hr_request *request = launched;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
         hr_engine_queue(engine, request);
-        hr_engine_kick(engine);
+        hr_drive_kick(&engine->drive);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 static void end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
@@ -43,20 +43,20 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     hr_engine_complete_locked(engine, request, status, text);
     /* before anybody can submit the name again */
     const int is_told = hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text) == 1;
-    if (!is_told && !atomic_load(&engine->driver.stop)) {
+    if (!is_told && !atomic_load(&engine->drive.stop)) {
         end_for_copy(engine, &request->call, text);
     }
-    hr_engine_kick(engine); /* a caller that waits for it may drive meanwhile */
-    (void)pthread_cond_broadcast(&engine->submission.done);
+    hr_drive_kick(&engine->drive); /* a caller that waits for it may drive meanwhile */
+    hr_drive_wake_waiters(&engine->drive);
 }
 
 /* From the stager's watchdog. */
 static void on_failed(void *owner, void *launched, const char *text) {
     struct hr_engine *engine = owner;
     struct hr_request *request = launched;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     fail_locked(engine, request, HORO_ERR_RESOURCE, text);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
@@ -154,12 +154,12 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
     if (hr_staging_launch(request->staging, request, &error) == HORO_OK) {
         return;
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *refused = hr_engine_find_handle(engine, handle); /* it may have been released meanwhile */
     if (refused != NULL) {
         fail_locked(engine, refused, error.code, error.text);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 static void drop(void *staging) {
@@ -226,20 +226,20 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
 
 /* The results are not on their way after all: another call may begin that. */
 static void take_back_return(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_request *request = hr_engine_find_handle(engine, handle);
     if (request != NULL) {
         request->is_returned = 0;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 /* With staging_lock held. */
 static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
     struct returning returning = {0};
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     int status = begin_return(hr_engine_find_handle(engine, handle), handle, &returning, error);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     HR_TRY(status);
     if (returning.mark != NULL) {
         status = hr_mark_await(returning.mark, stream, error);

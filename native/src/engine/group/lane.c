@@ -2,18 +2,19 @@
 
 #include <stdlib.h>
 
-#include "engine/drive/drive.h"
+#include "backend/carried.h"
+#include "base/op.h"
+#include "engine/engine.h"
+#include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {
     hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
     if (lane->is_leader) {
-        hr_lane_fini_leader(lane);
+        hr_leader_fini(&lane->leader);
     }
-    hr_lane_free_known(lane);
-    hr_lone_fini(lane);
+    hr_announcer_fini(&lane->announcer);
+    hr_round_fini(&lane->round);
     hr_lane_free_batch(lane);
-    hr_lane_free_stand_ins(lane);
-    hr_buffer_fini(&lane->announcer.request_out);
     hr_buffer_fini(&lane->executor.log_in);
     hr_map_fini(&lane->in_flight);
     hr_backend_destroy(lane->backend);
@@ -21,8 +22,8 @@ static void free_parts(struct hr_lane *lane) {
     free(lane);
 }
 
-int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_backend *backend, struct hr_lane **lane,
-                   struct hr_error *error) {
+int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
+                   struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error) {
     struct hr_lane *created = calloc(1, sizeof *created);
     if (created == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a process set of %d ranks", team->size);
@@ -31,20 +32,18 @@ int hr_lane_create(struct hr_engine *engine, struct hr_team *team, struct hr_bac
         return HORO_ERR_RESOURCE;
     }
     created->engine = engine;
-    created->node = engine->node;
+    created->node = team->node;
     created->team = team;
     created->backend = backend;
     created->is_leader = team->local_rank == 0;
     created->is_root = team->rank == 0;
-    created->announcer.capacity = engine->cache_capacity;
-    created->announcer.known_slots = calloc(engine->cache_capacity + 1, sizeof *created->announcer.known_slots);
-    created->leader.cycle_ns = engine->cycle_ns;
-    created->leader.batch_due_ns = HR_NEVER;
-    int status = created->announcer.known_slots == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
+    created->round.team = team;
+    int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
     if (status != HORO_OK) {
-        (void)hr_fail(error, status, "out of memory for a cache of %u tensors", engine->cache_capacity);
+        (void)hr_fail(error, status, "out of memory for a cache of %u tensors", setup->cache_capacity);
     } else if (created->is_leader) {
-        status = hr_lane_init_leader(created, engine->fusion_bytes, error);
+        status = hr_leader_init(&created->leader, &setup->leader, &created->announcer, &created->round, created, error);
     }
     if (status != HORO_OK) {
         free_parts(created);
@@ -85,6 +84,112 @@ void hr_lane_destroy(struct hr_lane *lane) {
     free_parts(lane);
 }
 
+/* ---- Announcing, and rounds ---- */
+
+/* From how many bytes on what is announced goes to the leader before all of it is. */
+enum { FLUSH_BYTES = 1024 };
+
+/* All of the log has been executed, and nothing but the request has been announced and not been agreed on. */
+static int is_idle(const struct hr_lane *lane) {
+    const struct hr_executor *executor = &lane->executor;
+    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1 && executor->state == HR_EXECUTION_IDLE &&
+           hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
+           hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->join.has_joined &&
+           lane->join.held == NULL && (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
+           /* partner: hr_ring_write */
+           atomic_load(&lane->team->partition.header->log.written) == executor->log_executed;
+}
+
+static int may_count(const struct hr_lane *lane, const struct hr_request *request) {
+    const horo_request *call = &request->call;
+    return lane->may_count && (call->flags & HORO_SUBMIT_SYNC) != 0 &&
+           (hr_op_has_tensors(call->op) || call->op == HORO_BARRIER) && call->reduce_op != HORO_ADASUM &&
+           call->device == 0 && !hr_recorder_is_traced(&lane->node->recorder) && is_idle(lane) &&
+           !hr_node_is_contended(lane->node, request->submit_ns) &&
+           hr_round_may_enter(&lane->round, lane->executor.log_executed, request->announced_id);
+}
+
+/* Puts what the other ranks read in the round where they do: 1, or 0 where that is not possible. */
+static int prepare(struct hr_lane *lane, struct hr_request *request) {
+    if (hr_op_tells_rows(request->call.op)) {
+        return hr_round_show_rows(&lane->round, request);
+    }
+    return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
+}
+
+static void take_back(struct hr_lane *lane, struct hr_request *request) {
+    if (hr_batch_is_begun_ahead(request->call.op)) {
+        hr_batch_take_back(lane, request);
+    }
+}
+
+/* Counts this rank in: 1, or 0 where the request is to be announced. */
+static int count_in(struct hr_lane *lane, struct hr_request *request) {
+    if (!may_count(lane, request) || !prepare(lane, request)) {
+        return 0;
+    }
+    if (!hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
+        take_back(lane, request);
+        return 0;
+    }
+    hr_part_expect(&lane->part, request->submit_ns + HR_ROUND_LIMIT_NS);
+    return 1;
+}
+
+/* Small data goes with it where the request is alone. */
+static int announce_id(struct hr_lane *lane, const struct hr_request *request) {
+    const int is_alone = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1;
+    const size_t bytes = is_alone ? hr_carried_bytes(lane->team, &request->call) : 0;
+    return hr_announcer_put_id(&lane->announcer, request, hr_carried_pays(lane->team, bytes) ? bytes : 0);
+}
+
+int hr_lane_announce(struct hr_lane *lane, struct hr_request *request) {
+    if (!hr_announcer_knows(&lane->announcer, request)) {
+        HR_TRY(hr_announcer_put_full(&lane->announcer, request));
+    } else {
+        atomic_fetch_add_explicit(&lane->node->counts.cache_hits, 1, memory_order_relaxed);
+        HR_TRY(count_in(lane, request) ? HORO_OK : announce_id(lane, request));
+    }
+    if (lane->is_leader || hr_buffer_size(&lane->announcer.out) < FLUSH_BYTES) {
+        return HORO_OK;
+    }
+    const int flushed = hr_announcer_flush(&lane->announcer);
+    return flushed < 0 ? flushed : HORO_OK;
+}
+
+/* The round has been closed, so its request is announced. */
+static int announce_counted(struct hr_lane *lane) {
+    struct hr_request *request = hr_round_leave(&lane->round, 0);
+    take_back(lane, request);
+    return announce_id(lane, request);
+}
+
+int hr_lane_end_round(struct hr_lane *lane) {
+    const int is_closed = lane->round.request != NULL && hr_round_close_mine(&lane->round) == HR_ROUND_CLOSED;
+    return is_closed ? announce_counted(lane) : HORO_OK;
+}
+
+/* All are counted in, and execute the batch. */
+static int execute_counted(struct hr_lane *lane) {
+    struct hr_wire_rows rows = {0};
+    HR_TRY(hr_op_tells_rows(lane->round.request->call.op) ? hr_round_collect_rows(&lane->round, &rows) : HORO_OK);
+    struct hr_request *request = hr_round_leave(&lane->round, 1);
+    atomic_fetch_add_explicit(&lane->node->counts.counted, 1, memory_order_relaxed);
+    if (lane->is_leader) {
+        hr_agree_note_use(&lane->leader.agree, request->announced_id);
+    }
+    return hr_lane_execute_lone(lane, request, rows);
+}
+
+static int turn_round(struct hr_lane *lane) {
+    const enum hr_round_end end = hr_round_look(&lane->round);
+    if (end == HR_ROUND_OPEN) {
+        return HR_STILL;
+    }
+    HR_TRY(end == HR_ROUND_COMPLETE ? execute_counted(lane) : announce_counted(lane));
+    return HR_MOVED;
+}
+
 /* ---- The lane as a part ---- */
 
 enum {
@@ -100,7 +205,7 @@ static int execute(struct hr_lane *lane) {
     int moved = HR_STILL;
     int looks = lane->team->transport == NULL ? LOOKS_PER_TURN : 1;
     for (int stages = 0; stages < STAGES_PER_TURN && looks > 0;) {
-        const int executed = hr_lane_execute(lane);
+        const int executed = lane->round.request != NULL ? turn_round(lane) : hr_lane_execute(lane);
         HR_TRY(executed);
         if (executed == HR_STILL) {
             looks = moved || !is_at_task(lane->executor.state) ? 0 : looks - 1;
@@ -119,8 +224,8 @@ static int execute(struct hr_lane *lane) {
 /* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
 static int is_quiet(const struct hr_lane *lane) {
     return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
-           lane->executor.state == HR_EXECUTION_IDLE && hr_buffer_size(&lane->announcer.request_out) == 0 &&
-           (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(lane)));
+           lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
+           (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
 }
 
 static void note_quiet(struct hr_lane *lane) {
@@ -131,25 +236,51 @@ static void note_quiet(struct hr_lane *lane) {
     }
 }
 
+/* The bytes of the record whose batch has posted all that it sends to other hosts; 0: there is none. */
+static uint64_t ending_bytes(const struct hr_lane *lane) {
+    return lane->team->host_count > 1 && hr_lane_is_ending_batch(lane) ? lane->executor.record_bytes : 0;
+}
+
+/*
+ * A batch that all are counted in for comes before any record, and so is executed before the leader agrees on anything.
+ */
+static int lead(struct hr_lane *lane) {
+    struct hr_leader *leader = &lane->leader;
+    const int collected = hr_leader_collect(leader);
+    HR_TRY(collected);
+    if (!hr_leader_has_news(leader)) {
+        return collected;
+    }
+    if (lane->team->host_count == 1 && !hr_leader_is_idle(leader)) {
+        HR_TRY(hr_lane_end_round(lane));
+        if (lane->round.request != NULL) {
+            return collected;
+        }
+        hr_round_close(&lane->round);
+    }
+    const int agreed = hr_leader_agree(leader, hr_lane_place(lane), ending_bytes(lane));
+    HR_TRY(agreed);
+    if (leader->batch_due_ns != HR_NEVER) {
+        hr_part_expect(&lane->part, leader->batch_due_ns);
+    }
+    return collected | agreed;
+}
+
 static int turn(struct hr_part *part) {
     struct hr_lane *lane = part->owner;
-    const int joined = lane->announcer.join.held != NULL ? hr_lane_go_on_joining(lane) : HR_STILL;
-    HR_TRY(joined);
-    const int flushed = hr_lane_flush_requests(lane);
-    HR_TRY(flushed);
-    const int led = lane->is_leader ? hr_lane_lead(lane) : HR_STILL;
+    const int led = lane->is_leader ? lead(lane) : hr_announcer_flush(&lane->announcer);
     HR_TRY(led);
     const int executed = execute(lane);
     HR_TRY(executed);
     note_quiet(lane);
-    return joined | flushed | led | executed;
+    return led | executed;
 }
 
 /* Times that have come are a matter of the next turn. */
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_lane *lane = part->owner;
     const int64_t times_ns[] = {
-        hr_lone_due_ns(lane, now_ns),
+        hr_round_due_ns(&lane->round, now_ns),
         lane->is_leader ? lane->leader.batch_due_ns : HR_NEVER,
         lane->executor.state == HR_EXECUTION_LOST ? lane->executor.confirm_ns : HR_NEVER,
     };
@@ -162,7 +293,15 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 
 static int needs(const struct hr_part *part) {
     const struct hr_lane *lane = part->owner;
-    return lane->leader.link_count > 0 && hr_leader_sends_left(lane);
+    return !hr_announcer_is_idle(&lane->announcer) ||
+           (lane->leader.link_count > 0 && hr_leader_sends_left(&lane->leader));
+}
+
+void hr_lane_cancel(struct hr_lane *lane) {
+    hr_executor_cancel(lane);
+    if (lane->round.request != NULL) {
+        take_back(lane, hr_round_leave(&lane->round, 0));
+    }
 }
 
 static void end(struct hr_part *part, int has_failed) {
@@ -170,5 +309,20 @@ static void end(struct hr_part *part, int has_failed) {
     hr_lane_cancel(part->owner);
 }
 
-const struct hr_part_ops hr_part_lane = {
-    .rank = HR_PART_LANE, .turn = turn, .due = due, .needs = needs, .end = end};
+/* Of a leader: whether members have announced what others have not. */
+static int expects(const struct hr_part *part) {
+    const struct hr_lane *lane = part->owner;
+    return lane->is_leader && lane->leader.agree.active > 0;
+}
+
+static uint64_t moves(const struct hr_part *part) {
+    return hr_lane_moves(part->owner);
+}
+
+const struct hr_part_ops hr_part_lane = {.rank = HR_PART_LANE,
+                                         .turn = turn,
+                                         .due = due,
+                                         .needs = needs,
+                                         .expects = expects,
+                                         .moves = moves,
+                                         .end = end};

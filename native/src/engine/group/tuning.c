@@ -10,7 +10,6 @@
 #include <string.h>
 
 #include "engine/engine.h"
-#include "wire/frame.h"
 
 enum { SEGMENT_UNIT = 4096, PIECE_MIN = 4096, CYCLE_MAX_US = 1000000, OVERLAP_LAST = 2 };
 
@@ -48,14 +47,6 @@ int hr_lane_tune(struct hr_lane *lane, const uint64_t *values) {
     return HORO_OK;
 }
 
-/* With the lock held: the root writes a record of these in front of its next batch. */
-static void make_due(struct hr_lane *root, const uint64_t *values, int is_final) {
-    struct hr_due_tuning *due = &root->leader.tuning;
-    memcpy(due->values, values, sizeof due->values);
-    due->is_final = is_final;
-    atomic_store(&due->is_due, 1);
-}
-
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error) {
     struct hr_lane *world = hr_engine_world(engine);
     if (!engine->tuned.is_on || !world->is_root) {
@@ -64,25 +55,10 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
     if (!fits(world, values)) {
         return hr_fail(error, HORO_ERR_USAGE, "these values of autotuning are none that this job can have");
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    make_due(world, values, is_final);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    return HORO_OK;
-}
-
-int hr_leader_write_tuning(struct hr_lane *lane) {
-    struct hr_due_tuning *due = &lane->leader.tuning;
-    struct hr_buffer *out = &lane->leader.log_out;
-    const size_t begin = hr_buffer_size(out);
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
-    const int status = hr_wire_put_tune(out, due->is_final, due->values, HORO_KNOB_COUNT);
-    atomic_store(&due->is_due, 0);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
-    HR_TRY(status);
-    hr_frame_end(out, mark);
-    return hr_leader_hand_down(lane, begin);
+    hr_drive_lock(&engine->drive);
+    const int status = hr_leader_make_due(&world->leader, values, is_final);
+    hr_drive_unlock(&engine->drive);
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for values of autotuning");
 }
 
 int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record) {
@@ -98,15 +74,16 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
     if (lane->team->number != 0) {
         return HORO_OK;
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(tuned->values, values, sizeof values);
     tuned->is_final = record->is_final;
-    for (int i = 1; record->is_final && i < engine->lane_count; i++) { /* teams that are led here */
-        if (engine->lanes[i]->is_root) {
-            make_due(engine->lanes[i], values, 1);
-        }
+    int status = HORO_OK;
+    for (int i = 1; record->is_final && i < engine->lane_count && status == HORO_OK; i++) {
+        const int is_led_here = engine->lanes[i]->is_root;
+        status = is_led_here ? hr_leader_make_due(&engine->lanes[i]->leader, values, 1) : HORO_OK;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
+    HR_TRY(status);
     if (record->is_final) {
         memcpy(tuned->settled, values, sizeof values);
     }
@@ -114,10 +91,10 @@ int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, con
 }
 
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
     *is_final = engine->tuned.is_final;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {

@@ -51,85 +51,57 @@ int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, stru
 }
 
 int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
     const int rank = is_known ? request->joined_last : HORO_ERR_USAGE;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return rank;
 }
 
 /* ---- Announcer ---- */
-
-static int put_joined(struct hr_buffer *out, int rank, uint64_t at) {
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_JOINED, .rank = rank, .at = at}));
-    hr_frame_end(out, mark);
-    return HORO_OK;
-}
-
-/* At a time of this host's: when the rank called, or when the message of another host came. */
-static int note_joined(struct hr_lane *lane, int rank, uint64_t at) {
-    lane->leader.has_news = 1;
-    hr_agree_note_joined(&lane->leader.agree, rank, at);
-    if (lane->is_root) {
-        return hr_buffer_append(&lane->leader.joined_ranks, &rank, sizeof rank);
-    }
-    return put_joined(&lane->leader.links[0].out, rank, at);
-}
-
-/* A leader that joins after others has heard of those: it reads what its links have for it first. */
-static int tell_of_joining(struct hr_lane *lane, const struct hr_request *request) {
-    if (!lane->is_leader) {
-        return put_joined(&lane->announcer.request_out, lane->node->rank, (uint64_t)request->submit_ns);
-    }
-    (void)hr_node_progress(lane->node);
-    lane->leader.heard_before_ns = request->submit_ns - 1;
-    const int heard = hr_leader_progress_links(lane);
-    lane->leader.heard_before_ns = 0;
-    HR_TRY(heard);
-    return note_joined(lane, lane->node->rank, (uint64_t)request->submit_ns);
-}
 
 /*
  * Whether this rank may still have something to announce: what is held, what waits for values from a GPU,
  * or what an eviction makes it announce again.
  */
 static int has_to_announce(const struct hr_lane *lane) {
-    const int is_heard = lane->announcer.join.is_heard;
+    const int is_heard = lane->join.is_heard;
     int found = 0;
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
         found = !request->is_announced || (!is_heard && request->announced_id != 0);
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return found;
 }
 
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     hr_engine_drop_refusals(lane, 1);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
-    HR_TRY(hr_lone_give_up(lane)); /* requests from before the call are announced before */
-    HR_TRY(hr_lane_write_ids(lane));
-    lane->announcer.join = (struct hr_joining){.held = request};
-    HR_TRY(tell_of_joining(lane, request));
+    hr_drive_unlock(&lane->engine->drive);
+    HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
+    lane->join = (struct hr_joining){.held = request};
+    lane->engine->held_joins++;
+    HR_TRY(hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                                        .rank = lane->node->rank,
+                                                                        .at = (uint64_t)request->submit_ns}));
     const int announced = hr_lane_go_on_joining(lane);
     return announced < 0 ? announced : HORO_OK;
 }
 
 int hr_lane_go_on_joining(struct hr_lane *lane) {
-    struct hr_joining *join = &lane->announcer.join;
+    struct hr_joining *join = &lane->join;
     if (join->held == NULL || has_to_announce(lane)) {
         return HR_STILL;
     }
     struct hr_request *request = join->held;
     join->held = NULL;
     join->has_joined = 1;
-    HR_TRY(hr_lane_announce_full(lane, request));
+    lane->engine->held_joins--;
+    HR_TRY(hr_announcer_put_full(&lane->announcer, request));
     return HR_MOVED;
 }
 
@@ -138,45 +110,41 @@ int hr_lane_execute_joined(struct hr_lane *lane, int rank) {
         return HORO_ERR_INTERNAL;
     }
     if (rank == lane->node->rank) {
-        lane->announcer.join.is_heard = 1;
+        lane->join.is_heard = 1;
     }
     return HORO_OK;
 }
 
 void hr_lane_end_join(struct hr_lane *lane) {
     lane->is_joining = 0;
-    lane->announcer.join = (struct hr_joining){0};
+    lane->engine->held_joins -= lane->join.held != NULL;
+    lane->join = (struct hr_joining){0};
 }
 
 /* ---- Leaders ---- */
 
-int hr_leader_note_joined(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    if (member < lane->team->local_size) {
-        return note_joined(lane, message->rank, message->at);
-    }
-    struct hr_link *link = &lane->leader.links[lane->leader.has_parent + member - lane->team->local_size];
-    if (message->at <= link->joined_at) {
-        return note_joined(lane, message->rank, 0);
-    }
-    link->joined_at = message->at;
-    const int64_t at = lane->leader.heard_before_ns != 0 ? lane->leader.heard_before_ns : now_ns;
-    return note_joined(lane, message->rank, (uint64_t)at);
+/* At a time of this host's: when the rank called, or when the message of another host came. */
+static int note_joined(struct hr_leader *leader, int rank, uint64_t at) {
+    const struct hr_wire_message joined = {
+        .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}; /* a record has none */
+    hr_agree_note_joined(&leader->agree, rank, at);
+    return hr_frame_put(hr_leader_up(leader), &joined);
 }
 
-int hr_leader_may_tell_joined(const struct hr_lane *lane) {
-    return hr_buffer_size(&lane->leader.joined_ranks) > 0 && !lane->leader.log_closed;
-}
-
-int hr_leader_tell_joined(struct hr_lane *lane) {
-    struct hr_buffer *ranks = &lane->leader.joined_ranks;
-    struct hr_buffer *out = &lane->leader.log_out;
-    const size_t begin = hr_buffer_size(out);
-    while (hr_buffer_size(ranks) > 0) {
-        int rank;
-        memcpy(&rank, hr_buffer_front(ranks), sizeof rank);
-        HR_TRY(put_joined(out, rank, 0));
-        hr_buffer_consume(ranks, sizeof rank);
+int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_lane *lane = owner;
+    struct hr_leader *leader = &lane->leader;
+    struct hr_link *link = hr_leader_link_of(leader, member);
+    if (member == 0 && leader->link_count > 0) {
+        /* a leader that joins after others has heard of those: it reads what its links have for it first */
+        (void)hr_node_progress(lane->node);
+        const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
+        HR_TRY(heard);
     }
-    HR_TRY(hr_leader_hand_down(lane, begin));
-    return HR_MOVED;
+    if (link == NULL) {
+        return note_joined(leader, message->rank, message->at);
+    }
+    const int is_later = message->at > link->told_at;
+    link->told_at = is_later ? message->at : link->told_at;
+    return note_joined(leader, message->rank, is_later ? (uint64_t)now_ns : 0);
 }

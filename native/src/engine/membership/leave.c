@@ -4,7 +4,8 @@
  */
 #include <string.h>
 
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
@@ -20,7 +21,7 @@ static int is_aborted(const struct hr_engine *engine) {
 
 static uint64_t count_moves(const struct hr_engine *engine) {
     const struct hr_node *node = engine->node;
-    uint64_t moves = hr_drive_moves(engine);
+    uint64_t moves = hr_drive_moves(&engine->drive);
     for (int i = 0; i < node->local_size; i++) {
         if (i != node->local_rank) {
             /* partner: show_moves */
@@ -31,24 +32,24 @@ static uint64_t count_moves(const struct hr_engine *engine) {
 }
 
 static void begin_grace(struct hr_engine *engine, int64_t now_ns) {
-    struct hr_driver *driver = &engine->driver;
-    const int64_t grace_ms = driver->stage == HR_ENGINE_CLOSING ? CLOSE_GRACE_MS : LEAVE_GRACE_MS;
-    driver->leave_ns = now_ns + grace_ms * 1000000;
-    driver->leave_moves = count_moves(engine);
-    hr_part_expect(&driver->end, driver->leave_ns);
+    struct hr_leaving *leaving = &engine->leaving;
+    const int64_t grace_ms = engine->drive.stage == HR_STAGE_CLOSING ? CLOSE_GRACE_MS : LEAVE_GRACE_MS;
+    leaving->grace_ns = now_ns + grace_ms * 1000000;
+    leaving->moves = count_moves(engine);
+    hr_part_expect(&leaving->part, leaving->grace_ns);
 }
 
 static struct hr_wire_text words_of(struct hr_engine *engine) {
-    (void)pthread_mutex_lock(&engine->submission.lock); /* under which they were written */
-    const char *words = engine->driver.leave_words;
+    hr_drive_lock(&engine->drive); /* under which they were written */
+    const char *words = engine->leaving.words;
     const struct hr_wire_text text = {.data = words, .bytes = strlen(words)};
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return text;
 }
 
 static void leave_at_once(struct hr_engine *engine) {
     const struct hr_wire_text words = words_of(engine);
-    const int status = engine->driver.leave_status;
+    const int status = engine->leaving.status;
     if (words.bytes > 0) {
         hr_node_end(engine->node, status, engine->node->rank, words.data, words.bytes);
     } else {
@@ -58,9 +59,9 @@ static void leave_at_once(struct hr_engine *engine) {
 
 /* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
 static void stop_waiting(struct hr_engine *engine) {
-    struct hr_driver *driver = &engine->driver;
-    driver->is_late = hr_engine_world(engine)->executor.has_executed_leave && driver->stage == HR_ENGINE_RUNNING;
-    if (atomic_load(&driver->stop) && !driver->is_late) {
+    struct hr_leaving *leaving = &engine->leaving;
+    leaving->is_late = hr_engine_world(engine)->executor.has_executed_leave && engine->drive.stage == HR_STAGE_RUNNING;
+    if (atomic_load(&engine->drive.stop) && !leaving->is_late) {
         leave_at_once(engine);
     }
 }
@@ -68,27 +69,39 @@ static void stop_waiting(struct hr_engine *engine) {
 /* If something has moved, the grace begins anew. */
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
-    struct hr_driver *driver = &engine->driver;
-    const int waits = driver->leave_ns != 0 && driver->stage <= HR_ENGINE_CLOSING && !is_aborted(engine);
-    if (waits && now_ns >= driver->leave_ns) {
-        const int is_over = driver->leave_moves == count_moves(engine);
+    struct hr_leaving *leaving = &engine->leaving;
+    const int waits = leaving->grace_ns != 0 && engine->drive.stage <= HR_STAGE_CLOSING && !is_aborted(engine);
+    if (waits && now_ns >= leaving->grace_ns) {
+        const int is_over = leaving->moves == count_moves(engine);
         begin_grace(engine, now_ns);
         if (is_over) {
             stop_waiting(engine);
         }
     }
-    const int64_t next_ns = waits ? driver->leave_ns : HR_NEVER;
-    const int flushes = driver->stage == HR_ENGINE_CLOSING || driver->stage == HR_ENGINE_ENDING;
-    return flushes && driver->flush_ns > now_ns && driver->flush_ns < next_ns ? driver->flush_ns : next_ns;
+    const int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
+    const int flushes = engine->drive.stage == HR_STAGE_CLOSING || engine->drive.stage == HR_STAGE_ENDING;
+    return flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
 }
 
 /* ---- RUNNING ---- */
 
+/* Behind all that has been announced in the world. */
 static int ask_to_leave(struct hr_engine *engine) {
-    const int announced = hr_engine_announce(engine); /* requests from before the call are announced before */
-    HR_TRY(announced);
-    HR_TRY(hr_lane_ask_to_leave(hr_engine_world(engine), engine->node->rank, engine->driver.leave_status,
-                                words_of(engine)));
+    struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_wire_message leave = {.type = HR_WIRE_LEAVE,
+                                          .rank = engine->node->rank,
+                                          .status = engine->leaving.status,
+                                          .text = words_of(engine)};
+    HR_TRY(hr_lane_end_round(world));
+    HR_TRY(hr_announcer_put(&world->announcer, &leave));
+    world->has_asked_to_leave = 1;
+    if (!world->is_leader) {
+        /* The leader may be parked: its program computes, and nobody there waits for anything. */
+        atomic_store(&world->node->arena.header->wants_leave, 1); /* partner: needs */
+        const int flushed = hr_announcer_flush(&world->announcer);
+        HR_TRY(flushed);
+        hr_node_call(world->node, 0);
+    }
     begin_grace(engine, hr_now_ns());
     return HR_MOVED;
 }
@@ -98,7 +111,7 @@ static int has_run_out(const struct hr_lane *lane) {
     /* partner: hr_ring_write */
     const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
     return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
-           lane->lone.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+           lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
            written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
 }
 
@@ -106,7 +119,7 @@ static int has_run_out(const struct hr_lane *lane) {
 static int may_close(const struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count; i++) {
         if (!has_run_out(engine->lanes[i])) {
-            return engine->driver.is_late;
+            return engine->leaving.is_late;
         }
     }
     return 1;
@@ -121,10 +134,10 @@ static void end_quiet(struct hr_engine *engine) {
     }
 }
 
-static void begin_flush(struct hr_engine *engine, enum hr_engine_stage stage, int64_t now_ns) {
-    engine->driver.stage = stage;
-    engine->driver.flush_ns = now_ns + FLUSH_MS * 1000000ll;
-    hr_part_expect(&engine->driver.end, engine->driver.flush_ns);
+static void begin_flush(struct hr_engine *engine, enum hr_stage stage, int64_t now_ns) {
+    engine->drive.stage = stage;
+    engine->leaving.flush_ns = now_ns + FLUSH_MS * 1000000ll;
+    hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
 }
 
 /* Operations of other teams that are not done by now end here. */
@@ -134,20 +147,22 @@ static int begin_closing(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count; i++) {
         hr_lane_cancel(engine->lanes[i]);
     }
-    begin_flush(engine, HR_ENGINE_CLOSING, now_ns);
+    begin_flush(engine, HR_STAGE_CLOSING, now_ns);
     begin_grace(engine, now_ns);
     return HR_MOVED;
 }
 
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
-    if (atomic_load(&engine->driver.stop) && !world->announcer.has_asked_to_leave) {
+    /* requests from before the call are announced before, by a part behind this one */
+    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->submission.queued) == 0;
+    if (atomic_load(&engine->drive.stop) && may_ask) {
         return ask_to_leave(engine);
     }
     if (!world->executor.has_executed_leave) {
         return HR_STILL;
     }
-    if (engine->driver.leave_ns == 0) {
+    if (engine->leaving.grace_ns == 0) {
         begin_grace(engine, hr_now_ns());
     }
     return may_close(engine) ? begin_closing(engine) : HR_STILL;
@@ -164,19 +179,15 @@ static int begin_ending(struct hr_engine *engine) {
     end_quiet(engine);
     hr_engine_note_end(engine);
     const int failed = has_failed(engine);
-    for (struct hr_part *part = engine->driver.parts; part != NULL; part = part->next) {
-        if (part->ops->end != NULL) {
-            part->ops->end(part, failed);
-        }
-    }
-    begin_flush(engine, HR_ENGINE_ENDING, hr_now_ns());
+    hr_drive_end_parts(&engine->drive, failed);
+    begin_flush(engine, HR_STAGE_ENDING, hr_now_ns());
     return HR_MOVED;
 }
 
 /* CLOSING: nobody needs this rank any more. */
 static int may_end(const struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
-    return !world->is_leader || hr_leader_is_done(world);
+    return !world->is_leader || hr_leader_is_done(&world->leader);
 }
 
 /*
@@ -188,12 +199,12 @@ static int turn_closing(struct hr_engine *engine) {
     int sends_left = 0;
     for (int i = 0; i < engine->lane_count; i++) {
         struct hr_lane *lane = engine->lanes[i];
-        const int led = lane->is_leader ? hr_leader_progress_links(lane) : HR_STILL;
+        const int led = lane->is_leader ? hr_leader_progress_links(&lane->leader, 0) : HR_STILL;
         HR_TRY(led);
         moved |= led;
-        sends_left |= lane->is_leader && hr_leader_sends_left(lane);
+        sends_left |= lane->is_leader && hr_leader_sends_left(&lane->leader);
     }
-    if ((!sends_left || hr_now_ns() >= engine->driver.flush_ns) && hr_engine_fail_all(engine)) {
+    if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_engine_fail_all(engine)) {
         return HR_MOVED;
     }
     return may_end(engine) ? begin_ending(engine) : moved;
@@ -202,35 +213,35 @@ static int turn_closing(struct hr_engine *engine) {
 /* As in CLOSING. */
 static int turn_ending(struct hr_engine *engine) {
     int flushed = 1;
-    for (int i = 0; i < engine->lane_count && atomic_load(&engine->driver.serves_hosts); i++) {
+    for (int i = 0; i < engine->lane_count && atomic_load(&engine->drive.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
-            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(lane));
-            const int all = hr_leader_flush_links(lane);
+            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(&lane->leader));
+            const int all = hr_leader_flush_links(&lane->leader);
             flushed = all < 0 ? flushed : flushed && all;
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
     const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
-    if ((!flushed || !is_quiet) && hr_now_ns() < engine->driver.flush_ns) {
+    if ((!flushed || !is_quiet) && hr_now_ns() < engine->leaving.flush_ns) {
         return HR_STILL;
     }
-    atomic_store(&engine->driver.serves_hosts, 0);
-    engine->driver.stage = HR_ENGINE_ENDED;
+    atomic_store(&engine->drive.serves_hosts, 0);
+    engine->drive.stage = HR_STAGE_ENDED;
     return HR_MOVED;
 }
 
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
-    const enum hr_engine_stage stage = engine->driver.stage;
+    const enum hr_stage stage = engine->drive.stage;
     /* before leaving: a LEAVE would overtake the reason of a rank that has ended the group itself */
-    if (stage <= HR_ENGINE_CLOSING && is_aborted(engine)) {
+    if (stage <= HR_STAGE_CLOSING && is_aborted(engine)) {
         return begin_ending(engine);
     }
     switch (stage) {
-    case HR_ENGINE_RUNNING: return turn_running(engine);
-    case HR_ENGINE_CLOSING: return turn_closing(engine);
-    case HR_ENGINE_ENDING: return turn_ending(engine);
+    case HR_STAGE_RUNNING: return turn_running(engine);
+    case HR_STAGE_CLOSING: return turn_closing(engine);
+    case HR_STAGE_ENDING: return turn_ending(engine);
     default: return hr_engine_fail_all(engine);
     }
 }
@@ -238,9 +249,9 @@ static int turn(struct hr_part *part) {
 /* Whether a rank of this host wants to leave: its leader may compute. */
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
-    /* partner: hr_lane_ask_to_leave */
-    return engine->driver.stage == HR_ENGINE_RUNNING && hr_engine_world(engine)->is_leader &&
+    /* partner: ask_to_leave */
+    return engine->drive.stage == HR_STAGE_RUNNING && hr_engine_world(engine)->is_leader &&
            atomic_load(&engine->node->arena.header->wants_leave) != 0;
 }
 
-const struct hr_part_ops hr_part_end = {.rank = HR_PART_END, .turn = turn, .due = due, .needs = needs};
+const struct hr_part_ops hr_part_end = {.rank = HR_PART_END, .turn = turn, .due = due, .needs = needs, .is_called = 1};

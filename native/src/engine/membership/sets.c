@@ -7,7 +7,7 @@
 #include <stdlib.h>
 
 #include "base/op.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 
 /* ---- The callers' side ---- */
@@ -47,7 +47,7 @@ int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
-        HR_TRY(hr_lane_create(engine, team, backend, &lane, error));
+        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, backend, &lane, error));
     }
     const int status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
     if (status != HORO_OK && lane != NULL) {
@@ -102,18 +102,18 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_e
 
 /* It could not even be submitted. */
 static void take_back_removal(struct hr_engine *engine, int32_t id) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     struct hr_lane *lane = engine->teams[hr_team_number(id)].lane;
     if (lane != NULL) {
         lane->refuses_requests = 0;
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int begun = begin_removal(engine, team, error);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
     const int32_t value = team;
     const int status = submit(engine, HORO_REMOVE_TEAM, &value, 1, NULL, handle, error);
@@ -124,11 +124,11 @@ int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handl
 }
 
 int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int known = request != NULL && atomic_load(&request->status) == HORO_OK && request->team_added >= 0;
     const int team = known ? request->team_added : HORO_ERR_USAGE;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return team;
 }
 
@@ -195,7 +195,7 @@ static void choose_driver(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         leads |= engine->lanes[i]->is_leader && engine->lanes[i]->team->transport != NULL;
     }
-    atomic_store(&engine->driver.serves_hosts, leads);
+    atomic_store(&engine->drive.serves_hosts, leads);
 }
 
 static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
@@ -213,7 +213,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     if (lane != NULL) {
         hr_gpu_attach(engine, lane);
     }
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     request->new_lane = NULL;
     request->team_added = place->id;
     place->is_used = 1;
@@ -221,10 +221,10 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     place->lane = lane;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
-        hr_drive_add(engine, &lane->part, &hr_part_lane, lane);
+        hr_drive_add(&engine->drive, &lane->part, &hr_part_lane, lane);
         choose_driver(engine);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return HR_DONE;
 }
 
@@ -232,8 +232,7 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
     for (int i = 1; i < engine->lane_count; i++) {
         if (engine->lanes[i] == lane) {
             engine->lanes[i] = engine->lanes[--engine->lane_count];
-            hr_drive_remove(engine, &lane->part);
-            engine->driver.lane_moves += hr_lane_moves(lane);
+            hr_drive_remove(&engine->drive, &lane->part);
             engine->gone_link_bytes +=
                 lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
             return;
@@ -244,7 +243,7 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
 static void remove_team(struct hr_engine *engine, int team) {
     struct hr_team_place *place = &engine->teams[team];
     struct hr_lane *lane = place->lane;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     place->cleanings += place->has_local != 0;
     place->is_used = 0;
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
@@ -254,10 +253,12 @@ static void remove_team(struct hr_engine *engine, int team) {
         forget(engine, lane);
         choose_driver(engine);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     if (lane != NULL) {
         hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
+        hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
+        hr_lane_free_stand_ins(lane);
         hr_lane_destroy(lane);
     }
 }

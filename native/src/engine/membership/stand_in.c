@@ -175,7 +175,7 @@ static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_req
 static int can_stand_in(const struct hr_lane *lane, const struct hr_wire_request *request) {
     const int op = request->op;
     const int is_possible = op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BROADCAST || op == HORO_BARRIER;
-    return lane->announcer.join.has_joined && is_possible && !request->on_gpu &&
+    return lane->join.has_joined && is_possible && !request->on_gpu &&
            (op != HORO_BROADCAST || hr_team_member(lane->team, request->root_rank) >= 0);
 }
 

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */
@@ -28,13 +28,13 @@ void hr_engine_note_caller(struct hr_engine *engine) {
 }
 
 int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const struct hr_callers *callers = &engine->submission.callers;
     for (int i = 0; i < callers->count && i < HORO_CALLERS_MAX && i < capacity; i++) {
         threads[i] = (uint64_t)callers->threads[i];
     }
     const int32_t count = callers->count;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return count;
 }
 
@@ -85,7 +85,7 @@ static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits
     const struct hr_blocked *blocked = &engine->submission.blocked;
     const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
     if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
-        blocked->pending != atomic_load(&engine->submission.pending) ||
+        blocked->pending != atomic_load(&engine->drive.pending) ||
         blocked->passed != engine->submission.passed || strcmp(blocked->others, others) != 0) {
         return 0;
     }
@@ -106,7 +106,7 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
     blocked->question = question;
     blocked->count = count;
     blocked->last_handle = engine->submission.last_handle;
-    blocked->pending = atomic_load(&engine->submission.pending);
+    blocked->pending = atomic_load(&engine->drive.pending);
     blocked->passed = engine->submission.passed;
     (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
     describe(engine, waits, count, blocked->text, sizeof blocked->text);
@@ -114,7 +114,7 @@ static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t co
         blocked->handles[i] = waits[i].handle;
     }
     atomic_store(&blocked->is_new, 1);
-    hr_engine_kick(engine);
+    hr_drive_kick(&engine->drive);
 }
 
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
@@ -124,17 +124,17 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     }
     char known_others[sizeof engine->submission.blocked.others];
     (void)snprintf(known_others, sizeof known_others, "%s", others);
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int is_news = count > 0 || engine->submission.blocked.count > 0;
     if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
         keep(engine, waits, count, question, known_others);
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return HORO_OK;
 }
 
 uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
-    /* partner: hr_leader_ask_blocked */
+    /* partner: ask */
     const uint32_t asked = atomic_load(&engine->node->arena.header->blocked_question);
     return asked == atomic_load(&engine->submission.blocked.answered) ? 0 : asked;
 }
@@ -203,94 +203,74 @@ static int still_waits(const struct hr_engine *engine) {
     return waits;
 }
 
-static int tell(struct hr_engine *engine, int (*put)(struct hr_engine *engine, struct hr_buffer *out)) {
-    struct hr_lane *world = hr_engine_world(engine);
-    struct hr_buffer own = {0};
-    struct hr_buffer *out = world->is_leader ? &own : &world->announcer.request_out;
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    (void)pthread_mutex_lock(&engine->submission.lock);
-    int status = put(engine, out);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
-    if (status == HORO_OK) {
-        hr_frame_end(out, mark);
-    }
-    if (status == HORO_OK && world->is_leader) {
-        struct hr_wire_message message;
-        const uint8_t *data;
-        size_t bytes;
-        status = hr_frame_peek(&own, &data, &bytes);
-        status = status == HORO_OK ? hr_wire_decode(data, bytes, &message) : status;
-        status = status == HORO_OK ? hr_leader_note_blocked(world, &message) : status;
-    }
-    hr_buffer_fini(&own);
-    return status;
-}
-
-static int put_what_is(struct hr_engine *engine, struct hr_buffer *out) {
+int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->submission.blocked;
+    struct hr_announcer *announcer = &hr_engine_world(engine)->announcer;
+    size_t mark;
+    HR_TRY(hr_announcer_write_ids(announcer));
+    HR_TRY(hr_frame_begin(&announcer->out, &mark));
+    hr_drive_lock(&engine->drive);
     atomic_store(&blocked->is_new, 0);
     blocked->is_told = still_waits(engine);
     blocked->count = blocked->is_told ? blocked->count : 0;
-    return blocked->is_told ? put_report(engine, out) : put_none(engine, out);
-}
-
-int hr_engine_tell_blocked(struct hr_engine *engine) {
-    return tell(engine, put_what_is);
+    const int status = blocked->is_told ? put_report(engine, &announcer->out) : put_none(engine, &announcer->out);
+    hr_drive_unlock(&engine->drive);
+    HR_TRY(status);
+    hr_frame_end(&announcer->out, mark);
+    return HORO_OK;
 }
 
 /* ---- Leaders ---- */
 
-int hr_leader_note_blocked(struct hr_lane *lane, const struct hr_wire_message *message) {
-    if (lane->team->number != 0 || message->rank >= lane->node->size) {
+int hr_blocked_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_lane *lane = owner;
+    if (lane->team->number != 0 || member < 0) {
         return HORO_ERR_INTERNAL;
     }
     if (lane->is_root) {
-        hr_part_expect(&lane->engine->driver.deadlock, 0); /* it may be judged */
-        return hr_deadlock_note(&lane->leader.deadlock, lane->node->size, message, hr_now_ns());
+        hr_part_expect(&lane->engine->deadlock, 0); /* it may be judged */
+        return hr_deadlock_note(&lane->engine->judge, lane->node->size, message, now_ns);
     }
     size_t mark;
-    struct hr_buffer *out = &lane->leader.links[0].out;
+    struct hr_buffer *out = hr_leader_up(&lane->leader);
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_buffer_append(out, message->bytes, message->byte_count));
     hr_frame_end(out, mark);
     return HORO_OK;
 }
 
-int hr_leader_ask_blocked(struct hr_lane *lane, uint32_t question) {
-    if (lane->team->number != 0) {
-        return HORO_ERR_INTERNAL;
-    }
+/* Asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
+static int ask(struct hr_lane *lane, const struct hr_wire_message *query) {
     /* partner: hr_engine_blocked_question. Who waits looks there from time to time, so nobody is called. */
-    atomic_store(&lane->node->arena.header->blocked_question, question);
+    atomic_store(&lane->node->arena.header->blocked_question, query->question);
     struct hr_buffer frame = {0};
-    size_t mark;
-    int status = hr_frame_begin(&frame, &mark);
-    status = status == HORO_OK
-                 ? hr_wire_put(&frame, &(struct hr_wire_message){.type = HR_WIRE_QUERY, .question = question})
-                 : status;
+    int status = hr_frame_put(&frame, query);
     if (status == HORO_OK) {
-        hr_frame_end(&frame, mark);
-        status = hr_leader_send_down(lane, hr_buffer_front(&frame), hr_buffer_size(&frame));
+        status = hr_leader_send_down(&lane->leader, hr_buffer_front(&frame), hr_buffer_size(&frame));
     }
     hr_buffer_fini(&frame);
     return status;
 }
 
+int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    (void)now_ns;
+    return member >= 0 || ((struct hr_lane *)lane)->team->number != 0 ? HORO_ERR_INTERNAL : ask(lane, message);
+}
+
 /* The root of all ranks: ends the group at a deadlock. */
 static int64_t due(struct hr_part *part, int64_t now_ns) {
-    const struct hr_engine *engine = part->owner;
+    struct hr_engine *engine = part->owner;
     struct hr_lane *lane = hr_engine_world(engine);
-    struct hr_deadlock *deadlock = &lane->leader.deadlock;
+    struct hr_deadlock *deadlock = &engine->judge;
     const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
-    if (due_ns == 0 || now_ns < due_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+    if (due_ns == 0 || now_ns < due_ns || engine->drive.stage != HR_STAGE_RUNNING) {
         return due_ns == 0 || now_ns >= due_ns ? HR_NEVER : due_ns;
     }
     char text[HR_LAST_WORDS_MAX + 1];
     switch (hr_deadlock_judge(deadlock, text, sizeof text)) {
     case HR_VERDICT_NONE: break;
     case HR_VERDICT_ASK:
-        if (hr_leader_ask_blocked(lane, deadlock->question) != HORO_OK) {
+        if (ask(lane, &(struct hr_wire_message){.type = HR_WIRE_QUERY, .question = deadlock->question}) != HORO_OK) {
             hr_log(&lane->node->log, HORO_LOG_WARNING,
                    "no memory to ask whether all ranks wait for one another: they wait until something changes");
         }

@@ -8,7 +8,8 @@
 
 #include "arena/question.h"
 #include "base/clock.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/report/stall.h"
 #include "wire/frame.h"
 
@@ -35,10 +36,10 @@ static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *
 }
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = hr_lane_next_pending(lane, NULL);
     const int64_t oldest = request == NULL ? 0 : waits_since(lane, request);
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
@@ -77,7 +78,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     (void)hr_node_name_rank(node, stalled->culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
-    (void)pthread_mutex_lock(&lane->engine->submission.lock);
+    hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
     while ((request = hr_lane_next_pending(lane, request)) != NULL) {
         const int64_t since_ns = request->submit_ns > least_ns ? request->submit_ns : least_ns;
@@ -95,7 +96,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
                                  count == 1 ? "" : "; ", request->call.name, who);
         }
     }
-    (void)pthread_mutex_unlock(&lane->engine->submission.lock);
+    hr_drive_unlock(&lane->engine->drive);
     return count;
 }
 
@@ -139,9 +140,13 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
     lane->stall.answers_ns = now_ns + ANSWER_NS;
 }
 
-int hr_leader_pass_question(struct hr_lane *lane, int asker) {
-    ask(lane, NULL, asker, hr_now_ns());
-    hr_part_expect(&lane->engine->driver.stall, lane->stall.answers_ns);
+int hr_stall_handle_question(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_lane *lane = owner;
+    if (member >= 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    ask(lane, NULL, message->rank, now_ns);
+    hr_part_expect(&lane->engine->stall, lane->stall.answers_ns);
     return HORO_OK;
 }
 
@@ -290,7 +295,7 @@ static int show_alive(struct hr_engine *engine, int64_t now_ns) {
     const struct hr_node *node = engine->node;
     _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
     const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (engine->driver.expects_others) {
+    if (engine->drive.expects_others) {
         atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
     }
     return was_stopped;
@@ -299,7 +304,7 @@ static int show_alive(struct hr_engine *engine, int64_t now_ns) {
 /* Shows the leaders here the oldest call that waits behind a refusal. */
 static void show_behind(struct hr_engine *engine) {
     uint64_t behind = 0;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
         if (request->is_behind && request->refused == 0) {
             behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->lane->team->number;
@@ -307,13 +312,13 @@ static void show_behind(struct hr_engine *engine) {
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].behind, behind, memory_order_relaxed);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
 }
 
 /* Notes what has moved since the last look. 0: nothing has. */
 static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     struct hr_stall *stall = &lane->stall;
-    const uint64_t all_moves = hr_drive_moves(lane->engine);
+    const uint64_t all_moves = hr_drive_moves(&lane->engine->drive);
     if (all_moves != stall->all_moves) {
         stall->all_moves = all_moves;
         stall->all_moved_ns = now_ns;
@@ -364,11 +369,11 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     return lane->stall.check_ns;
 }
 
-int64_t hr_stall_next_look_ns(const struct hr_node *node, int64_t now_ns) {
+static int64_t next_look_ns(const struct hr_node *node, int64_t now_ns) {
     return node->stall_warning_ns > 0 ? now_ns + node->stall_warning_ns / STEPS : HR_NEVER;
 }
 
-int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
+static int64_t next_answers_ns(const struct hr_engine *engine) {
     int64_t next_ns = HR_NEVER;
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t answers_ns = engine->lanes[i]->stall.answers_ns;
@@ -379,10 +384,10 @@ int64_t hr_stall_answers_ns(const struct hr_engine *engine) {
 
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
-    if (engine->driver.stage != HR_ENGINE_RUNNING) {
+    if (engine->drive.stage != HR_STAGE_RUNNING) {
         return HR_NEVER;
     }
-    int64_t next_ns = engine->driver.expects_others ? hr_stall_next_look_ns(engine->node, now_ns) : HR_NEVER;
+    int64_t next_ns = engine->drive.expects_others ? next_look_ns(engine->node, now_ns) : HR_NEVER;
     const int was_stopped = show_alive(engine, now_ns);
     show_behind(engine);
     for (int i = 0; i < engine->lane_count; i++) {
@@ -390,7 +395,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;
         check_answers(engine->lanes[i], now_ns);
     }
-    const int64_t answers_ns = hr_stall_answers_ns(engine);
+    const int64_t answers_ns = next_answers_ns(engine);
     return answers_ns < next_ns ? answers_ns : next_ns;
 }
 
@@ -399,7 +404,7 @@ static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
     /* partner: call_leader */
     const int64_t called_until_ns = atomic_load(&engine->node->arena.header->called_until_ns);
-    if (called_until_ns == 0 || hr_now_ns() >= called_until_ns || engine->driver.stage != HR_ENGINE_RUNNING) {
+    if (called_until_ns == 0 || hr_now_ns() >= called_until_ns || engine->drive.stage != HR_STAGE_RUNNING) {
         return 0;
     }
     for (int i = 0; i < engine->lane_count; i++) {
@@ -413,4 +418,15 @@ static int needs(const struct hr_part *part) {
     return 0;
 }
 
-const struct hr_part_ops hr_part_stall = {.rank = HR_PART_STALL, .due = due, .needs = needs};
+/* Others are waited for from now_ns on, or (0) no longer, but for answers that ranks here owe. */
+static void await(struct hr_part *part, int64_t now_ns) {
+    const struct hr_engine *engine = part->owner;
+    if (now_ns != 0) {
+        hr_part_expect(part, next_look_ns(engine->node, now_ns));
+    } else {
+        part->next_ns = next_answers_ns(engine);
+    }
+}
+
+const struct hr_part_ops hr_part_stall = {
+    .rank = HR_PART_STALL, .due = due, .needs = needs, .is_called = 1, .await = await};

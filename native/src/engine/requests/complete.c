@@ -7,16 +7,6 @@ static struct hr_arena_block *block_of(const struct hr_engine *engine) {
     return &engine->node->arena.blocks[engine->node->local_rank];
 }
 
-static void forget_announcement(const struct hr_request *request) {
-    struct hr_lane *lane = request->lane;
-    if (request->announced_id != 0) {
-        struct hr_known *known = lane->announcer.known_slots[request->announced_id % lane->announcer.capacity];
-        if (known != NULL && known->pending == request) {
-            known->pending = NULL;
-        }
-    }
-}
-
 /* It is no longer pending; the call behind it, if there is one, takes its place. */
 static void remove_pending(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = request->lane;
@@ -46,7 +36,6 @@ static void remove_pending(struct hr_engine *engine, const struct hr_request *re
 }
 
 void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
-    forget_announcement(request);
     remove_pending(engine, request);
     if (status != HORO_OK) {
         hr_engine_reopen_team(engine, request);
@@ -54,7 +43,7 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
     if (request->call.op == HORO_JOIN) {
         hr_lane_end_join(request->lane);
     }
-    const uint32_t left = atomic_fetch_sub(&engine->submission.pending, 1) - 1;
+    const uint32_t left = atomic_fetch_sub(&engine->drive.pending, 1) - 1;
     atomic_store_explicit(&block_of(engine)->pending, left, memory_order_relaxed);
     if (request->refused != 0) { /* nobody waits for it */
         engine->submission.passed++;
@@ -79,7 +68,7 @@ void hr_engine_drop_refusals(const struct hr_lane *lane, int only_behind) {
 void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
                         const char *text) {
     hr_engine_note_done(engine, requests, count, status);
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     for (size_t i = 0; i < count; i++) {
         if (requests[i]->is_stand_in) {
             hr_lane_end_stand_in(requests[i]->lane, requests[i]);
@@ -88,8 +77,6 @@ void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requ
             hr_engine_complete_locked(engine, requests[i], status, text);
         }
     }
-    if (engine->submission.waiters > 0) {
-        (void)pthread_cond_broadcast(&engine->submission.done);
-    }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_wake_waiters(&engine->drive);
+    hr_drive_unlock(&engine->drive);
 }

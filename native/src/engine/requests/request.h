@@ -1,4 +1,4 @@
-/* A submitted request, and what a rank knows of tensors that have an id. */
+/* A submitted request. */
 #ifndef HR_ENGINE_REQUEST_H
 #define HR_ENGINE_REQUEST_H
 
@@ -57,17 +57,6 @@ struct hr_request {
     struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or stay on the GPU */
     /* it is done on the GPU: behind the caller's work when it was submitted, and behind its results once it is done */
     struct hr_mark *mark;
-};
-
-/* The knowledge of this rank of a tensor with an id, in one allocation. Driver only. */
-struct hr_known {
-    struct hr_request *pending; /* announced by this id and not done */
-    const char *name;           /* within bytes, without a terminator */
-    size_t name_bytes;
-    uint64_t name_hash;
-    uint32_t id;
-    uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
-    uint8_t bytes[];     /* canonical form */
 };
 
 /*

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/drive/drive.h"
+#include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 
 /* The lane of the request's team; with the lock held. */
@@ -93,7 +93,7 @@ static int add_pending(struct hr_engine *engine, struct hr_request *request) {
     request->older = engine->submission.newest;
     *(engine->submission.newest == NULL ? &engine->submission.oldest : &engine->submission.newest->newer) = request;
     engine->submission.newest = request;
-    atomic_fetch_add(&engine->submission.pending, 1);
+    atomic_fetch_add(&engine->drive.pending, 1);
     atomic_store_explicit(&lane->pending, atomic_load_explicit(&lane->pending, memory_order_relaxed) + 1,
                           memory_order_relaxed);
     return HORO_OK;
@@ -102,7 +102,7 @@ static int add_pending(struct hr_engine *engine, struct hr_request *request) {
 /* With the lock held: whether it may be submitted; then it knows its lane. */
 static int check(const struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
-    if (atomic_load(&engine->driver.stop)) {
+    if (atomic_load(&engine->drive.stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
     HR_TRY(find_lane(engine, request, error));
@@ -138,7 +138,7 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
         hr_engine_queue(engine, request);
     }
     hr_engine_note_submitted(engine, request);
-    atomic_fetch_add_explicit(&engine->counts.requests, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->node->counts.requests, 1, memory_order_relaxed);
     _Atomic uint64_t *count = &engine->submission.count_of[request->call.op]; /* changed here alone */
     atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
     return HORO_OK;
@@ -146,10 +146,10 @@ static int enqueue(struct hr_engine *engine, struct hr_request *request, struct 
 
 /* Its tensors stay on the GPU, or are on their way to the host; none of what is refused. */
 static int place_on_gpu(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int status = check(engine, request, error);
     const int stays = status == HORO_OK && atomic_load(&request->lane->on_gpu) != NULL;
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     HR_TRY(status);
     return stays ? hr_gpu_place(engine, request, error) : hr_engine_stage(engine, request, error);
 }
@@ -163,17 +163,17 @@ static int create_and_enqueue(struct hr_engine *engine, const horo_request *call
         return error->code;
     }
     const int is_staged = request->staging != NULL;
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int status = enqueue(engine, request, error);
     if (status == HORO_OK) {
         request->new_lane = new_lane;
         *handle = request->handle;
         const int sync = (call->flags & HORO_SUBMIT_SYNC) != 0;
-        if (!hr_token_is_free(&engine->driver) || !sync) {
-            hr_engine_kick(engine);
+        if (!hr_drive_is_free(&engine->drive) || !sync) {
+            hr_drive_kick(&engine->drive);
         }
     }
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     if (status != HORO_OK) {
         hr_request_destroy(request);
     } else if (is_staged) {
@@ -188,7 +188,7 @@ int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, st
      * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
      * this.
      */
-    const int untold = atomic_load(&engine->driver.serves_hosts) && hr_arena_aborted(&engine->node->arena).code != 0;
+    const int untold = atomic_load(&engine->drive.serves_hosts) && hr_arena_aborted(&engine->node->arena).code != 0;
     if (!untold && hr_engine_health(engine, error) != HORO_OK) {
         hr_engine_show_end(engine);
         return error->code;
@@ -220,12 +220,12 @@ static int enqueue_refusal(struct hr_engine *engine, struct hr_request *refusal)
     const struct hr_team_place *place = hr_engine_find_team(engine, refusal->call.team, refusal->call.name, &unused);
     refusal->lane = place == NULL ? NULL : place->lane;
     if (refusal->lane == NULL || refusal->lane->refuses_requests || refusal->lane->is_joining ||
-        atomic_load(&engine->driver.stop) || !is_next_of_name(refusal)) {
+        atomic_load(&engine->drive.stop) || !is_next_of_name(refusal)) {
         return 0;
     }
     HR_TRY(add_pending(engine, refusal));
     hr_engine_queue(engine, refusal);
-    hr_engine_kick(engine);
+    hr_drive_kick(&engine->drive);
     return 1;
 }
 
@@ -256,8 +256,8 @@ int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *
 }
 
 int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason) {
-    (void)pthread_mutex_lock(&engine->submission.lock);
+    hr_drive_lock(&engine->drive);
     const int outcome = hr_engine_refuse_locked(engine, team, name, status, reason);
-    (void)pthread_mutex_unlock(&engine->submission.lock);
+    hr_drive_unlock(&engine->drive);
     return outcome < 0 ? outcome : HORO_OK;
 }

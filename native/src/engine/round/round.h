@@ -1,9 +1,12 @@
 /*
- * An operation that is alone: every rank of the team has nothing else under way there, and a caller that waits for it.
- * Among the ranks of one host no leader needs to hear of it. Each prepares the batch as far as it can without the
- * others, and counts itself in, in one word of the partition. When all have, that is the record: they execute the batch
- * at this place of the log, which grows by nothing. So an operation takes one exchange between the ranks where the
- * leader's agreement takes two, and what has been prepared spares another one.
+ * A round: an operation that is alone, agreed on in one exchange. Every rank of the team has nothing else under way
+ * there, and a caller that waits for it. Among the ranks of one host no leader needs to hear of it, and what carries
+ * the agreement is one word of the partition; between hosts it is the leaders' messages, and the operation's small data
+ * goes with them (docs/adr/0025-small-data-travels-with-the-agreement.md).
+ *
+ * The word. Each rank prepares the batch as far as it can without the others, and counts itself in. When all have, that
+ * is the record: they execute the batch at this place of the log, which grows by nothing. So an operation takes one
+ * exchange between the ranks where the leader's agreement takes two, and what has been prepared spares another one.
  *
  *     the word          | who        | when
  *     ------------------+------------+------------------------------------------------------------------------------
@@ -21,40 +24,87 @@
  * A rank that looks late may find the word at a later round. That one cannot have been completed without this rank, so
  * the number of completed rounds tells how its own one has ended. The place in the log does not go far from it either:
  * what the leader writes waits in the ring for the slowest reader.
+ *
+ * All of it is the driver's.
  */
-#ifndef HR_ENGINE_LONE_H
-#define HR_ENGINE_LONE_H
-
-#include <stdint.h>
+#ifndef HR_ENGINE_ROUND_ROUND_H
+#define HR_ENGINE_ROUND_ROUND_H
 
 #include "base/buffer.h"
+#include "engine/requests/request.h"
+#include "node/team.h"
 
-struct hr_lane;
-struct hr_request;
+/* ---- The word: on one host ---- */
 
-/* The driver's. */
-struct hr_lone {
+/* The leader is to hear of a request that has waited so long. */
+enum { HR_ROUND_LIMIT_NS = 10000000 };
+
+enum hr_round_end { HR_ROUND_OPEN, HR_ROUND_COMPLETE, HR_ROUND_CLOSED };
+
+struct hr_round {
+    struct hr_team *team;
     struct hr_request *request; /* that this rank is counted in for; NULL: none */
+    uint64_t place;             /* that the log has until the request is over */
     uint64_t rounds;            /* completed in the team; this rank executes the last one, or has */
-    int is_given_up;            /* the round is to be closed */
+    int is_given_up;            /* it is to be closed */
     struct hr_buffer out, rows; /* scratch */
 };
 
-/* Counts this rank in for a request that is known by this id: 1, or 0 where it is to be announced. */
-int hr_lone_enter(struct hr_lane *lane, struct hr_request *request, uint32_t id);
-/* Executes it, or announces it, if the round has ended. HR_STILL, HR_MOVED or a status. */
-int hr_lone_go_on(struct hr_lane *lane);
-/* Before what must come behind the request: announces it, unless all are counted in. HORO_OK or a status. */
-int hr_lone_give_up(struct hr_lane *lane);
-/* Returns the time when this rank gives it up, and does that if it has come; HR_NEVER: it is counted in for none. */
-int64_t hr_lone_due_ns(struct hr_lane *lane, int64_t now_ns);
-/* The group has ended, or the lane: nothing comes of it. */
-void hr_lone_drop(struct hr_lane *lane);
-void hr_lone_fini(struct hr_lane *lane);
+/* Whether ranks of this team can count themselves in. */
+int hr_round_is_for(const struct hr_team *team);
+void hr_round_fini(struct hr_round *round);
+/* Whether this rank can do so for a request of this id, at this place of the log, as far as a look tells. */
+int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id);
+/* Before: writes the rows that this rank tells: 1, or 0 where there is no room for them. */
+int hr_round_show_rows(struct hr_round *round, const struct hr_request *request);
+/* Counts this rank in: 1, or 0 where the request is to be announced. */
+int hr_round_enter(struct hr_round *round, struct hr_request *request, uint64_t place);
+/* The state of the round of this rank. It is closed where this rank is about to sleep, or it has lasted too long. */
+enum hr_round_end hr_round_look(struct hr_round *round);
+/* Closes it, unless it is complete. */
+enum hr_round_end hr_round_close_mine(const struct hr_round *round);
+/* The time when it has lasted too long; HR_NEVER: there is none, or it has. */
+int64_t hr_round_due_ns(struct hr_round *round, int64_t now_ns);
+/* It is complete: the rows of all ranks, in their order. HORO_OK or a status. */
+int hr_round_collect_rows(struct hr_round *round, struct hr_wire_rows *rows);
+/* It is over, or dropped. Returns its request. */
+struct hr_request *hr_round_leave(struct hr_round *round, int is_complete);
 
-/* The leader, before a record is made: 1; 0 where a batch that all are counted in for comes first; a status. */
-int hr_lone_close(struct hr_lane *lane);
-/* The leader, when all that it has made is in the log. */
-void hr_lone_reopen(struct hr_lane *lane);
+/* The leader, before a record is made, and when all that it has made is in the log. */
+void hr_round_close(const struct hr_round *round);
+void hr_round_reopen(const struct hr_round *round);
+
+/* ---- Carried data: between hosts; leaders only ---- */
+
+/*
+ * The data that members have carried with their announcements of one tensor, to be reduced when all have. It holds for
+ * one round of agreement: a record of the log, whatever it says, ends it, and then the data has done its part or is not
+ * needed. To carry costs bytes, and never decides anything: where any member announces without data, or several
+ * operations are under way, a batch does what it always does.
+ */
+struct hr_carry {
+    int members;
+    uint32_t id;   /* of the tensor; 0: there is no data */
+    size_t bytes;  /* of each member */
+    int count;     /* members whose data is there */
+    uint8_t *has;  /* [members] */
+    uint8_t *data; /* [members][HR_CARRIED_MAX] */
+    const void **contributions; /* [members] of it; scratch */
+};
+
+/* Data of a member. Dropped where another tensor's is there already, or there is no memory for it. */
+void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *data, size_t bytes);
+/* The tensor of which all members have carried data; 0: there is none. */
+static inline uint32_t hr_carry_whole(const struct hr_carry *carry) {
+    return carry->count == carry->members ? carry->id : 0;
+}
+/*
+ * The sum of this host and of all below it, in the order of the members, in the place of the first one's data; at the
+ * root it is the result. HORO_ERR_INTERNAL for data that is not the request's.
+ */
+int hr_carry_reduce(const struct hr_carry *carry, const struct hr_team *team, const struct hr_request *request);
+/* A record has come or been made. */
+void hr_carry_clear(struct hr_carry *carry);
+void hr_carry_fini(struct hr_carry *carry);
 
 #endif

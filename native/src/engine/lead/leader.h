@@ -1,0 +1,134 @@
+/*
+ * The leader of a host in one team: it collects what its ranks and the hosts below announce, agrees on it (the root) or
+ * reports it (the others), hands the records of the log down and writes them for its host, and tells its neighbours in
+ * the tree of hosts of the end. All of it is the driver's, but for what a line says.
+ */
+#ifndef HR_ENGINE_LEAD_LEADER_H
+#define HR_ENGINE_LEAD_LEADER_H
+
+#include <stdatomic.h>
+
+#include "engine/agree/agree.h"
+#include "engine/announce/announcer.h"
+#include "engine/drive/drive.h"
+#include "engine/round/round.h"
+
+/* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
+#ifndef HR_CHECK_QUIET
+#define HR_CHECK_QUIET 0
+#endif
+
+/* A control link to a neighbour in the tree of hosts: a stream of frames each way. */
+struct hr_link {
+    int host;
+    int leader_rank;
+    int open;
+    int has_said_done;      /* the other leader has said DONE: the end of the link is no loss */
+    uint64_t told_at;       /* the latest time of its own clock that a message has told */
+    int has_no_memory;      /* for what came: nothing more is received, but what is to be sent still goes out */
+    uint8_t *received;      /* being received */
+    struct hr_io recv;
+    struct hr_buffer in;      /* received; may end within a frame */
+    struct hr_buffer out;     /* to be sent next */
+    struct hr_buffer sending; /* being sent */
+    struct hr_io send;
+};
+
+/*
+ * A message that is none of the leader's own: of a member, or of the parent, which is member -1, at now_ns. HORO_OK or
+ * a status.
+ */
+typedef int hr_leader_handler(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns);
+
+struct hr_leader {
+    struct hr_team *team;
+    struct hr_announcer *announcer; /* of this rank, as the round is */
+    struct hr_round *round;
+    struct hr_drive *drive;
+    hr_leader_handler *const *handlers;
+    void *owner;
+    int is_root;
+    struct hr_agree agree;
+    int *member_ranks;
+    int *ranks_of_member;         /* [members] that each speaks for */
+    int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
+    struct hr_buffer *request_in; /* [local_size] frames from local ranks */
+    struct hr_buffer log_out;     /* frames for the log ring */
+    struct hr_buffer at_once;     /* the root: records that come before all others; see hr_leader_up */
+    struct hr_carry carry;
+    struct hr_buffer tuning;      /* the root: a record that comes before the next batch; under the lock */
+    _Atomic int is_tuning_due;    /* written under it */
+    uint64_t announced_seen;
+    int has_news; /* since the last turn that has agreed on nothing and written nothing, see hr_leader_agree */
+    struct hr_link *links; /* parent first if there is one, then children */
+    int link_count;
+    int has_parent;
+    int leaver;          /* 1 + the rank that asked to leave, as far as this leader knows; 0: none has */
+    struct hr_buffer leave_record; /* the root: the frame that closes the log */
+    int expects_removal; /* the team is about to be removed, by all: the end of a link is no loss */
+    int log_closed;      /* the LEAVE record has been written or passed on: nothing follows it */
+    int told_abort, told_done;
+    int64_t cycle_ns;
+    int64_t batch_due_ns; /* a batch that is ready waits out its cycle time; HR_NEVER: none does */
+};
+
+struct hr_leader_setup {
+    struct hr_drive *drive;             /* its lock */
+    hr_leader_handler *const *handlers; /* [HR_WIRE_TYPES] NULL: no correct rank sends it */
+    uint64_t fusion_bytes;
+    int64_t cycle_ns;
+};
+
+/*
+ * Opens the links, too. Announcer and round are this rank's, and the owner is what handlers get. HORO_OK, or a status
+ * with *error set; fini in either case.
+ */
+int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
+                   struct hr_round *round, void *owner, struct hr_error *error);
+void hr_leader_fini(struct hr_leader *leader);
+
+/* ---- A turn, in two halves ---- */
+
+/* Takes in what this rank has announced, and what others have brought. HR_STILL, HR_MOVED or a status. */
+int hr_leader_collect(struct hr_leader *leader);
+/* Whether the second half may do something. It is cheap where not; before a sleep it does not rely on that. */
+static inline int hr_leader_has_news(const struct hr_leader *leader) {
+    return leader->has_news || leader->team->node->looks_at_all || HR_CHECK_QUIET;
+}
+/* Whether no record is under way here or due: so long, a round on the host needs no leader. */
+int hr_leader_is_idle(const struct hr_leader *leader);
+/*
+ * Agrees on what has been announced, forms batches, writes the log and sends at once. This rank is at this place of the
+ * order of the team; `ending` are the bytes of the record whose batch has sent all that it sends, 0 without one. The
+ * round on the host is closed, unless the leader is idle. HR_STILL, HR_MOVED or a status.
+ */
+int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending);
+
+/* ---- For those above ---- */
+
+/* The root has these values written in front of its next batch. With the lock held. HORO_OK or HORO_ERR_RESOURCE. */
+int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final);
+/* Frames that go to the parent; of the root, records that are written before all others. */
+static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
+    leader->has_news = 1;
+    return leader->is_root ? &leader->at_once : &leader->links[0].out;
+}
+/* Frames for all child hosts: HORO_OK or a status. */
+int hr_leader_send_down(struct hr_leader *leader, const void *frames, size_t bytes);
+/* The link of a member that is a child host; NULL: it is a rank of this host. */
+struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member);
+/* Moves what the links have, as of now_ns. HR_STILL, HR_MOVED or a status. */
+int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns);
+/* Whether something for another leader has not been handed to the system yet. */
+int hr_leader_sends_left(const struct hr_leader *leader);
+
+/* ---- The end ---- */
+
+/* CLOSING: whether all of this host, and all hosts below it, have executed what stands before the LEAVE record. */
+int hr_leader_is_done(const struct hr_leader *world);
+/* The last message on every link, for ENDING after CLOSING. */
+int hr_leader_tell_done(struct hr_leader *leader);
+/* Tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
+int hr_leader_flush_links(struct hr_leader *leader);
+
+#endif

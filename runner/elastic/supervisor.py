@@ -1,0 +1,212 @@
+"""Carries out the decisions of the driver of an elastic job, on this host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from horo.config.hosts import ranges
+from horo.runner.agent.command import StartError, with_python
+from horo.runner.agent.rank_reports import NoteReader
+from horo.runner.agent.ranks import HostRanks, Noted
+from horo.runner.config import EXIT_USAGE, JobError
+from horo.runner.elastic import driver
+from horo.runner.elastic.state import (
+    Action,
+    Announce,
+    Committed,
+    DriverState,
+    ElasticEvent,
+    Ended,
+    Fail,
+    Finish,
+    Kill,
+    Phase,
+    Ready,
+    Report,
+    StartWorker,
+    Tick,
+    Waits,
+    Within,
+    WriteSeats,
+)
+from horo.runner.job.placement import Placement, PlacementError
+from horo.runner.job.report import Ending, how_it_ended
+from horo.runner.job.supervise import Supervisor
+
+if TYPE_CHECKING:
+    from horo.bootstrap.store.client import StoreClient
+    from horo.runner.loop import Timer
+
+__all__ = ["ElasticSupervisor"]
+
+_WORKER = "HORO_WORKER"
+_STORE_S = 10.0
+
+
+class ElasticSupervisor(Supervisor):
+    """A job that goes on without a rank that has failed; its processes are workers, see ``driver``."""
+
+    process_word = "worker"
+    _state: DriverState
+    _client: StoreClient
+    _host_ranks: HostRanks
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._seats_given: dict[int, int] = {}
+        self._came: list[int] = []
+        self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
+        self._timer: Timer | None = None
+        self._finish = Finish()
+
+    def _start_ranks(self) -> None:
+        from horo.bootstrap.store.client import StoreClient  # noqa: PLC0415 - --help does without
+
+        limits = self._job.elastic
+        if limits is None:
+            raise JobError("an elastic job has limits", EXIT_USAGE)
+        (host,) = self._hosts
+        slots = self._slots_of(0, host)
+        if limits.max_size > slots and not self._job.oversubscribe:
+            raise PlacementError(
+                f"up to {limits.max_size} ranks (--max-np, or else -np) need as many slots, and there "
+                f"{'is 1' if slots == 1 else f'are {slots}'}: name more with -H localhost:N, or allow it with "
+                "--oversubscribe"
+            )
+        self._open_store({0: None})
+        if self._store is None:
+            raise JobError("the store is not open")
+        first, *others = self._store.endpoints
+        self._client = StoreClient(*first, self._secret, _STORE_S, others)
+        self._host_ranks = self._local = HostRanks(
+            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event, each_has=_WORKER
+        )
+        self._state, actions = driver.begin(limits, self._loop.now_s)
+        self._do(actions)
+
+    # Events
+
+    def _on_note(self, event: Noted) -> None:
+        for report in self._notes.setdefault(event.rank, NoteReader()).feed(event.data):
+            for told in _events_of(event.rank, report):
+                self._take(told)
+
+    def _on_ending(self, ending: Ending) -> None:
+        how = how_it_ended(ending)
+        self._take(Ended(ending.rank, ending.failed, f"was {how}" if ending.signal else how))
+
+    def _take(self, event: ElasticEvent) -> None:
+        if not self._stopping:
+            self._state, actions = driver.step(self._state, event, self._loop.now_s)
+            self._do(actions)
+
+    # Actions
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._do_one(action)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = driver.deadline_s(self._state)
+        if due_s is not None:
+            self._timer = self._loop.call_later(due_s - self._loop.now_s, lambda: self._take(Tick()))
+
+    def _do_one(self, action: Action) -> None:
+        from horo.bootstrap.generations import Change, change_key, seat_key, seats_of  # noqa: PLC0415
+        from horo.bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415
+
+        if isinstance(action, StartWorker):
+            self._start_worker(action)
+        elif isinstance(action, WriteSeats):
+            hosts = [0] * len(action.workers)
+            for worker, seat in zip(action.workers, seats_of(action.generation, action.workers, hosts), strict=True):
+                self._seats_given[worker] = self._seats_given.get(worker, 0) + 1
+                self._client.set(seat_key(self._id, worker, self._seats_given[worker]), seat.encode())
+        elif isinstance(action, Fail):
+            self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
+        elif isinstance(action, Announce):
+            key = change_key(self._id, action.generation, action.number)
+            self._client.set(key, Change(added=action.added).encode())
+        elif isinstance(action, Kill):
+            if self._state.phase is Phase.FINISHING:
+                self._dismissed.add(action.worker)
+            self._host_ranks.kill_rank(action.worker)
+        elif isinstance(action, Report):
+            self._console.say(action.text)
+        else:
+            self._end_all(action)
+
+    def _start_worker(self, action: StartWorker) -> None:
+        name = self._hosts[0].name
+        self._came.append(action.worker)
+        self._names[action.worker] = name
+        self._host_of_rank[action.worker] = 0
+        self._console.place([name] * len(self._came))
+        self._running.add(action.worker)
+        local_size = max(action.size, action.slot + 1)
+        placement = Placement(action.rank, action.size, action.slot, local_size, 0, 1, 0)
+        own = {_WORKER: str(action.worker), "HORO_GENERATION": str(action.generation)}
+        environment = {**self._environment, **self._variables_of(placement), **own}
+        cwd = str(Path.cwd())
+        command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
+        try:
+            self._host_ranks.start(command, {action.worker: environment}, cwd, name)
+        except StartError as error:
+            if self._state.generation == 0:
+                raise
+            self._running.discard(action.worker)
+            ended = Ended(action.worker, True, f"could not be started: {error}")
+            self._loop.call_later(0.0, lambda: self._take(ended))
+
+    def _end_all(self, finish: Finish) -> None:
+        self._finish = finish
+        if self._running:
+            self._stop()
+        else:
+            self._host_ranks.release()
+
+    # The end
+
+    def _conclude(self) -> int:
+        if not self._came:
+            return super()._conclude()
+        if self._finish.reason:
+            self._console.say(self._finish.reason)
+        self._say_what_happened()
+        members = self._state.members or self._came
+        self._endings = [ending for ending in self._endings if ending.rank in members]
+        code = super()._conclude()
+        if self._finish.code is not None and not self._signal and not self._errors:
+            return self._finish.code
+        return code or (1 if self._finish.reason else 0)
+
+    def _say_what_happened(self) -> None:
+        """One line on the generations of the job and the workers that have failed; none if nothing has happened."""
+        if self._state.generation < 2:
+            return
+        gone = [each for each in self._endings if each.rank not in self._dismissed]
+        failed = [f"{each.rank} ({how_it_ended(each)})" for each in gone if each.failed and not each.asked]
+        words = [f"{self._state.generation} generations of workers {ranges(self._came)}"]
+        if failed:
+            words.append(f"failed: {', '.join(failed)}")
+        words.append(f"training stood still for {driver.lost_s(self._state):.1f} s")
+        self._console.say("; ".join(words))
+
+
+def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
+    """The events in what a worker reports, which may be anything."""
+    events: list[ElasticEvent] = []
+    generation, culprit = report.get("waits"), report.get("culprit")
+    if isinstance(generation, int):
+        named = culprit if isinstance(culprit, int) else None
+        events.append(Waits(worker, generation, named, report.get("commit") is not None))
+    elif report.get("commit") is not None:
+        events.append(Committed(worker))
+    within = report.get("within")
+    if isinstance(within, int):
+        events.append(Within(worker, within))
+    if report.get("ready") is True:
+        events.append(Ready(worker))
+    return events

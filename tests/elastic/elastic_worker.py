@@ -1,0 +1,80 @@
+"""A worker of an elastic job: counts steps, and shares what it has counted with newcomers.
+
+Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
+itself, ``stop`` itself, ``leave`` a child behind and kill itself, or ``exit``. ``WORKER:init:kill``: before ``init()``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+import horo.torch as hvd
+from horo.bootstrap.elastic import membership
+from horo.errors import GroupError, MismatchError, NotInitializedError, UsageError
+
+STEPS = int(sys.argv[1])
+DEEDS = {(int(worker), step): what for worker, step, what in (word.split(":") for word in sys.argv[2:])}
+member = membership()
+assert member is not None
+
+
+def do(step: str) -> None:
+    """Does what is asked of this worker at a step."""
+    what = DEEDS.get((member.worker, step))
+    if what == "leave":
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        print(f"child {child.pid}", flush=True)
+    if what in ("kill", "leave"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "exit":
+        sys.exit(3)
+
+
+do("init")
+hvd.init()
+if member.is_newcomer:
+    print(f"forecast {member.worker} {hvd.rank()} {hvd.size()}", flush=True)
+    try:
+        hvd.allreduce(torch.ones(1))
+    except UsageError as error:
+        print(f"refused: {error}", flush=True)
+count = torch.zeros(1, dtype=torch.int64)
+
+
+def train() -> bool:
+    """Steps until all are done (True), or workers are to join."""
+    counts = hvd.allgather(count, name="counts")
+    count.copy_(hvd.broadcast(count, int(counts.argmax()), name="sync"))
+    member.committed(int(count))
+    print(f"worker {member.worker} is {hvd.rank()} of {hvd.size()} at {int(count)}", flush=True)
+    while int(count) < STEPS:
+        do(str(int(count)))
+        count.add_(hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Max, name="step"))
+        member.committed(int(count))
+        time.sleep(0.02)
+        change = torch.tensor([1 if member.change() else 0])
+        if hvd.allreduce(change, op=hvd.Max, name="change").item():
+            return False
+    return True
+
+
+while True:
+    try:
+        member.join()
+        if train():
+            break
+        member.leave(None)
+    except (MismatchError, NotInitializedError):
+        raise
+    except GroupError as error:
+        print(f"error {member.worker} {type(error).__name__}", flush=True)
+        member.leave(error)
+print(f"end {member.worker} {int(count)}", flush=True)

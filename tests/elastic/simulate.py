@@ -1,0 +1,299 @@
+"""Elastic jobs on virtual time: the driver, with workers and an agent as state machines, and faults anywhere.
+
+``python tests/elastic/simulate.py --schedules 100000 --seed 1`` runs random schedules of deaths, hung workers and lost,
+late and doubled messages. In each of them, no two generations are at work at once, and the job ends in bounded time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from horo.runner.config import Elastic
+from horo.runner.elastic.driver import begin, deadline_s, step
+from horo.runner.elastic.state import (
+    Action,
+    Announce,
+    Committed,
+    DriverState,
+    ElasticEvent,
+    Ended,
+    Fail,
+    Finish,
+    Kill,
+    Phase,
+    Ready,
+    StartWorker,
+    Tick,
+    Waits,
+    Within,
+    WriteSeats,
+)
+
+STEP_S = 0.5
+BOUND_S = 3000.0
+"""Of virtual time: longer than all deadlines and all work together."""
+
+
+@dataclass
+class Process:
+    """The process of a worker. ``mode``: importing, waiting, forming, working, or dead."""
+
+    worker: int
+    mode: str = "importing"
+    seats: list[int] = field(default_factory=list)
+    taken: int = 0
+    generation: int = 0
+    is_hung: bool = False
+    has_state: bool = False
+
+
+class Simulation:
+    """One schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        size = self.random.randint(1, 4)
+        self.limits = Elastic(
+            size,
+            self.random.randint(1, size),
+            size + self.random.randint(0, 2),
+            self.random.choice([None, None, 0, 2]),
+            elastic_timeout_s=100.0,
+            start_timeout_s=40.0,
+            gather_timeout_s=20.0,
+        )
+        self.is_lossy = self.random.random() < 0.5
+        self.now_s = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.queued = 0
+        self.processes: dict[int, Process] = {}
+        self.members: dict[int, tuple[int, ...]] = {}
+        self.failed: set[int] = set()
+        self.left: set[tuple[int, int]] = set()
+        self.added: dict[int, bool] = {}
+        self.steps_left = self.random.randint(5, 60)
+        self.faults = self.random.choice([0, 1, 2, 5, 10])
+        self.finish: Finish | None = None
+        self.ends_well: set[int] = set()
+        self.state: DriverState
+        self.state, actions = begin(self.limits, 0.0)
+        self.do(actions)
+        for _ in range(self.faults):
+            self.later(self.random.uniform(0, 60), self.fault)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Calls ``call`` then."""
+        self.queued += 1
+        heapq.heappush(self.queue, (self.now_s + delay_s, self.queued, call))
+
+    def run(self) -> None:
+        """Runs to the end of the job.
+
+        Raises:
+            AssertionError: a promise is broken.
+        """
+        while self.finish is None:
+            due_s = deadline_s(self.state)
+            if due_s is not None and (not self.queue or due_s <= self.queue[0][0]):
+                self.now_s = due_s
+                self.tell(Tick())
+            else:
+                assert self.queue, f"nothing happens any more: {self.state}"
+                self.now_s, _, call = heapq.heappop(self.queue)
+                call()
+            assert self.now_s < BOUND_S, f"the job does not end: {self.state}"
+        assert self.state.phase is Phase.OVER
+        if not self.faults and not self.is_lossy:
+            assert self.finish == Finish(), self.finish
+            assert self.ends_well == set(self.state.members)
+
+    # The driver
+
+    def tell(self, event: ElasticEvent) -> None:
+        """An event comes to the driver."""
+        self.state, actions = step(self.state, event, self.now_s)
+        self.do(actions)
+
+    def note(self, event: ElasticEvent) -> None:
+        """A message of a worker: it may be late, lost or doubled."""
+        count = 1
+        if self.is_lossy:
+            count = self.random.choice([0, 1, 1, 1, 1, 1, 1, 2])
+        for _ in range(count):
+            late_s = self.random.choice([0.0, 0.01, 5.0, 50.0]) if self.is_lossy else self.random.uniform(0, 0.05)
+            self.later(late_s, lambda: self.tell(event))
+
+    def do(self, actions: list[Action]) -> None:
+        """Carries out what the driver asks for."""
+        for action in actions:
+            if isinstance(action, StartWorker):
+                assert action.worker not in self.processes, "a number is used twice"
+                self.processes[action.worker] = process = Process(action.worker)
+                self.later(self.random.uniform(0.1, 8.0), lambda process=process: self.come(process))
+            elif isinstance(action, WriteSeats):
+                self.check_seats(action)
+                self.members[action.generation] = action.workers
+                for worker in action.workers:
+                    self.processes[worker].seats.append(action.generation)
+                    self.take_seat(self.processes[worker])
+            elif isinstance(action, Fail):
+                self.failed.add(action.generation)
+            elif isinstance(action, Announce):
+                self.added[action.generation] = action.added
+            elif isinstance(action, Kill):
+                self.end(self.processes[action.worker], True)
+            elif isinstance(action, Finish):
+                self.finish = action
+
+    def check_seats(self, action: WriteSeats) -> None:
+        """The members of a new generation are alive and wait, and nobody is at work any more."""
+        assert self.limits.min_size <= len(action.workers) <= self.limits.max_size
+        assert len(set(action.workers)) == len(action.workers)
+        at_work = [each for each in self.processes.values() if each.mode == "working"]
+        assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
+
+    # Workers
+
+    def come(self, process: Process) -> None:
+        """The worker has imported all, and waits for a seat."""
+        if process.mode == "importing" and not process.is_hung:
+            process.mode = "waiting"
+            self.ask(process, [Ready(process.worker)])
+            self.take_seat(process)
+
+    def ask(self, process: Process, events: list[ElasticEvent]) -> None:
+        """The worker reports that it waits, again and again until it has a seat."""
+        taken = process.taken
+
+        def report() -> None:
+            if process.mode == "waiting" and process.taken == taken and not process.is_hung:
+                for event in events:
+                    self.note(event)
+                self.later(10.0, report)
+
+        report()
+
+    def take_seat(self, process: Process) -> None:
+        """The worker takes its next seat, if it waits for one and has one."""
+        if process.mode == "waiting" and not process.is_hung and process.taken < len(process.seats):
+            process.generation = process.seats[process.taken]
+            process.taken += 1
+            process.mode = "forming"
+            self.later(self.random.uniform(0.01, 1.0), lambda: self.form(process, self.now_s + 40.0))
+
+    def form(self, process: Process, until_s: float) -> None:
+        """The worker is in ``init()``: it comes through once all members are there."""
+        if process.mode != "forming" or process.is_hung:
+            return
+        generation = process.generation
+        others = [self.processes[worker] for worker in self.members[generation]]
+        gone = self.is_broken(generation)
+        if generation in self.failed or gone is not None or self.now_s > until_s:
+            self.leave(process, gone)
+        elif all(other.generation == generation for other in others):
+            at_work = [each for each in self.processes.values() if each.mode == "working"]
+            assert all(each.generation == generation for each in at_work), "two generations are at work"
+            process.mode = "working"
+            process.has_state |= generation == 1
+            self.note(Within(process.worker, generation))
+            self.later(STEP_S, lambda: self.work(process, generation))
+        else:
+            self.later(0.1, lambda: self.form(process, until_s))
+
+    def work(self, process: Process, generation: int) -> None:
+        """The worker takes a step, or sees that it cannot."""
+        if process.mode != "working" or process.is_hung or process.generation != generation:
+            return
+        gone = self.is_broken(generation)
+        if gone is not None:
+            self.leave(process, gone)
+        elif self.steps_left <= 0:
+            self.ends_well.add(process.worker)
+            self.end(process, False)
+        elif self.added.get(generation):
+            self.leave(process, None)
+        else:
+            if not process.has_state:
+                process.has_state = True
+                self.note(Committed(process.worker))
+            if process.worker == self.members[generation][0]:
+                self.steps_left -= 1
+            self.later(STEP_S, lambda: self.work(process, generation))
+
+    def is_broken(self, generation: int) -> int | None:
+        """A member that has died, hangs or has left; None: there is none."""
+        for worker in self.members[generation]:
+            process = self.processes[worker]
+            has_left = (worker, generation) in self.left
+            if has_left or process.is_hung or (process.mode == "dead" and worker not in self.ends_well):
+                return worker
+        return None
+
+    def leave(self, process: Process, culprit: int | None) -> None:
+        """The worker leaves its generation and waits for a seat."""
+        generation = process.generation
+        self.left.add((process.worker, generation))
+        process.mode = "waiting"
+        waits = Waits(process.worker, generation, culprit, process.has_state)
+        self.ask(process, [waits, Ready(process.worker)])
+        self.take_seat(process)
+
+    def end(self, process: Process, has_failed: bool) -> None:
+        """The process ends, and its agent reports that."""
+        if process.mode != "dead":
+            process.mode = "dead"
+            worker = process.worker
+            self.later(self.random.uniform(0.01, 0.5), lambda: self.tell(Ended(worker, has_failed, "ended")))
+
+    def fault(self) -> None:
+        """A random worker is killed, or hangs from now on."""
+        alive = [each for each in self.processes.values() if each.mode != "dead"]
+        if alive:
+            process = self.random.choice(alive)
+            with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
+            # Where all hang, outside of horo, nobody can know.
+            if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
+                process.is_hung = True
+            else:
+                self.end(process, True)
+
+
+def simulate(seed: int) -> Simulation:
+    """Runs the schedule of a seed to its end."""
+    simulation = Simulation(seed)
+    try:
+        simulation.run()
+    except AssertionError as error:
+        raise AssertionError(f"schedule {seed}: {error}") from error
+    return simulation
+
+
+def main() -> int:
+    """Runs schedules and shows how jobs ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=10000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    ends: dict[str, int] = {}
+    for seed in range(given.seed, given.seed + given.schedules):
+        simulation = simulate(seed)
+        finish = simulation.finish
+        well = finish == Finish() and simulation.ends_well >= set(simulation.state.members)
+        how = "trained to the end" if well else (finish.reason[:40] if finish and finish.reason else "all have failed")
+        ends[how] = ends.get(how, 0) + 1
+    for how, count in sorted(ends.items(), key=lambda item: -item[1]):
+        print(f"{count:8} {how}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""The driver of elastic jobs: every row of its table, on virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horo.runner.config import Elastic
+from horo.runner.elastic.driver import begin, deadline_s, step
+from horo.runner.elastic.state import (
+    Announce,
+    Committed,
+    Ended,
+    Fail,
+    Finish,
+    Kill,
+    Phase,
+    Ready,
+    Report,
+    Standing,
+    StartWorker,
+    Tick,
+    Waits,
+    Within,
+    WriteSeats,
+)
+
+
+class Driver:
+    """A driver with the actions of its last step, without those that are words for the user."""
+
+    def __init__(self, size: int = 3, min_size: int = 1, max_size: int | None = None, **limits: Any) -> None:
+        self.now_s = 100.0
+        self.state, actions = begin(Elastic(size, min_size, max_size or size, **limits), self.now_s)
+        self.actions, self.words = actions, ""
+        self._keep(actions)
+
+    def _keep(self, actions: list[Any]) -> None:
+        self.words = "\n".join(each.text for each in actions if isinstance(each, Report))
+        self.actions = [each for each in actions if not isinstance(each, Report)]
+
+    def on(self, *events: Any, after_s: float = 0.0) -> list[Any]:
+        """The actions after all events, the first of which comes ``after_s`` later."""
+        self.now_s += after_s
+        done: list[Any] = []
+        for event in events:
+            self.state, actions = step(self.state, event, self.now_s)
+            done += actions
+        self._keep(done)
+        return self.actions
+
+    def tick(self) -> list[Any]:
+        """Goes to the next deadline."""
+        due_s = deadline_s(self.state)
+        assert due_s is not None
+        return self.on(Tick(), after_s=due_s - self.now_s)
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+
+def running(size: int = 3, **limits: Any) -> Driver:
+    driver = Driver(size, **limits)
+    driver.on(*(Ready(worker) for worker in range(size)))
+    driver.on(*(Within(worker, 1) for worker in range(size)))
+    driver.on(*(Committed(worker) for worker in range(size)))
+    assert driver.phase is Phase.RUNNING
+    return driver
+
+
+def killed(worker: int) -> Ended:
+    return Ended(worker, True, "was killed by SIGKILL")
+
+
+def test_a_job_starts_as_many_workers_as_it_has_ranks() -> None:
+    driver = Driver(2, max_size=4)
+    assert driver.actions == [StartWorker(0, 0, 1, 0, 2), StartWorker(1, 1, 1, 1, 2)]
+    assert driver.phase is Phase.STARTING
+
+
+def test_the_first_generation_is_seated_when_all_have_come() -> None:
+    driver = Driver(2)
+    assert driver.on(Ready(1)) == []
+    assert driver.on(Ready(0)) == [WriteSeats(1, (0, 1))]
+    assert driver.phase is Phase.FORMING
+    driver.on(Within(0, 1))
+    assert driver.phase is Phase.FORMING
+    assert driver.on(Within(1, 1)) == []
+    assert driver.phase is Phase.RUNNING
+
+
+def test_enough_first_workers_are_seated_when_time_is_up() -> None:
+    driver = Driver(3, min_size=2)
+    driver.on(Ready(0), Ready(2))
+    assert driver.tick() == [WriteSeats(1, (0, 2))]
+
+
+def test_too_few_first_workers_end_the_job_when_time_is_up() -> None:
+    driver = Driver(3, min_size=2)
+    driver.on(Ready(0))
+    (finish,) = driver.tick()
+    assert (
+        finish.code == 75
+        and "1 rank of 3 called init() within 60 s (--start-timeout), and 2 are needed" in finish.reason
+    )
+
+
+def test_first_workers_that_all_fail_end_the_job() -> None:
+    driver = Driver(2)
+    assert driver.on(killed(0)) == []
+    assert driver.on(killed(1)) == [Finish()]
+
+
+def test_a_first_worker_that_fails_is_replaced_when_another_one_has_come() -> None:
+    driver = Driver(2)
+    assert driver.on(killed(0)) == []
+    assert driver.on(Ready(1)) == [StartWorker(2, 0, 1, 1, 2)]
+    assert driver.on(Ready(2)) == [WriteSeats(1, (1, 2))]
+
+
+def test_programs_without_init_may_all_end_well() -> None:
+    driver = Driver(2)
+    assert driver.on(Ended(0, False)) == []
+    assert driver.on(Ended(1, False)) == [Finish()]
+
+
+def test_a_member_that_ends_before_it_is_within_fails_the_generation() -> None:
+    driver = Driver(3)
+    driver.on(*(Ready(worker) for worker in range(3)), Within(1, 1))
+    actions = driver.on(killed(0))
+    assert isinstance(actions[0], Fail) and actions[0].generation == 1
+    assert driver.phase is Phase.GATHERING
+    actions = driver.on(Waits(1, 1, None, True), Waits(2, 1, None, True))
+    assert actions == [WriteSeats(2, (1, 2))]
+
+
+def test_a_member_that_does_not_come_within_is_killed() -> None:
+    driver = Driver(2)
+    driver.on(Ready(0), Ready(1), Within(0, 1))
+    actions = driver.tick()
+    assert actions[0] == Kill(1) and isinstance(actions[1], Fail)
+    assert driver.on(Waits(0, 1, None, True)) == []  # the other one may still be at work
+    assert WriteSeats(2, (0,)) in driver.on(killed(1))
+
+
+def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
+    driver = running(3)
+    assert driver.on(killed(0)) == [StartWorker(3, 0, 2, 2, 3)]
+    assert "worker 0 (rank 0) was killed by SIGKILL" in driver.words
+    assert driver.on(Waits(1, 1, 0, True)) == []
+    assert driver.on(Waits(2, 1, 0, True)) == [WriteSeats(2, (1, 2))]
+    driver.on(Within(1, 2), Within(2, 2), after_s=0.5)
+    assert driver.phase is Phase.RUNNING
+    assert driver.state.lost_s == 0.5
+
+
+def test_a_newcomer_is_announced_and_seated_once_members_have_left() -> None:
+    driver = running(3)
+    driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))
+    assert driver.on(Ready(3)) == [Announce(2, 1, True)]
+    assert driver.phase is Phase.RUNNING
+    assert driver.on(Waits(2, 2, None, True)) == []
+    assert driver.on(Waits(1, 2, None, True)) == [WriteSeats(3, (1, 2, 3))]
+
+
+def test_an_announcement_is_withdrawn_when_the_newcomer_ends() -> None:
+    driver = running(3)
+    driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2), Ready(3))
+    assert Announce(2, 2, False) in driver.on(killed(3))
+
+
+def test_a_newcomer_waits_while_all_seats_are_taken() -> None:
+    driver = running(2, max_size=3)
+    driver.on(killed(0), Waits(1, 1, 0, True))
+    assert driver.state.generation == 2
+    driver.on(Within(1, 2))
+    newcomers = sorted(set(driver.state.workers) - {1})
+    assert len(newcomers) == 2
+    driver.on(*(Ready(worker) for worker in newcomers))
+    driver.on(Waits(1, 2, None, True))
+    assert driver.state.members == (1, *newcomers)
+
+
+def test_slots_beyond_the_first_ranks_are_filled_while_the_job_runs() -> None:
+    driver = Driver(2, max_size=3)
+    driver.on(Ready(0), Ready(1))
+    assert StartWorker(2, 2, 2, 2, 3) in driver.actions
+
+
+def test_the_oldest_worker_with_state_has_rank_0() -> None:
+    driver = running(2)
+    driver.on(killed(0), Waits(1, 1, None, True), Within(1, 2), Ready(2), Waits(1, 2, None, True))
+    assert driver.state.members == (1, 2)
+    driver.on(Within(1, 3), Within(2, 3), killed(1))
+    assert driver.on(Waits(2, 3, 1, True)) == [WriteSeats(4, (2,))]
+
+
+def test_a_job_whose_state_is_lost_ends() -> None:
+    driver = running(2)
+    driver.on(killed(0), Ready(2))
+    assert driver.on(killed(1)) == [Finish()]
+
+
+def test_a_worker_that_has_not_synced_has_no_state() -> None:
+    driver = running(2)
+    driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2), Ready(2), Waits(1, 2, None, True), Within(1, 3))
+    driver.on(Within(2, 3), killed(1))
+    assert driver.on(Waits(2, 3, 1, False)) == [Finish()]
+
+
+def test_too_few_ranks_wait_for_replacements() -> None:
+    driver = running(3, min_size=3)
+    driver.on(killed(0), Waits(1, 1, 0, True))
+    assert driver.on(Waits(2, 1, 0, True)) == []
+    assert driver.phase is Phase.SHORT
+    assert driver.on(Ready(3)) == [WriteSeats(2, (1, 2, 3))]
+
+
+def test_too_few_ranks_end_the_job_when_time_is_up() -> None:
+    driver = running(3, min_size=3, elastic_timeout_s=5.0)
+    driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True))
+    (finish,) = driver.tick()
+    assert (finish.code, driver.phase) == (75, Phase.OVER)
+    assert "2 ranks within 5 s (--elastic-timeout), and 3 are needed" in finish.reason
+
+
+def test_a_worker_named_as_hung_is_killed_unless_it_leaves() -> None:
+    driver = running(3)
+    driver.on(Waits(0, 1, 2, True), Waits(1, 1, 2, True))
+    assert driver.phase is Phase.GATHERING
+    assert driver.tick() == [Kill(2)]
+    assert driver.on(Tick(), after_s=1.0) == []
+    assert WriteSeats(2, (0, 1)) in driver.on(killed(2))
+
+
+def test_a_worker_named_as_hung_that_leaves_is_seated_again() -> None:
+    driver = running(3)
+    driver.on(Waits(0, 1, 2, True), Waits(1, 1, 2, True))
+    assert driver.on(Waits(2, 1, None, True)) == [WriteSeats(2, (0, 1, 2))]
+
+
+def test_a_member_that_does_not_leave_is_killed_when_time_is_up() -> None:
+    driver = running(2)
+    driver.on(Waits(0, 1, None, True))
+    assert driver.tick() == [Kill(1)]
+    assert driver.now_s == pytest.approx(130.0)
+
+
+@pytest.mark.parametrize("event", [Within(1, 1), Waits(1, 1, 2, True), Ready(1), Ready(2), Within(9, 2)])
+def test_stale_events_change_nothing(event: Any) -> None:
+    driver = running(3)
+    driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))
+    before = driver.state
+    assert driver.on(event) == []
+    assert driver.state == before
+
+
+def test_a_generation_from_the_future_changes_nothing() -> None:
+    driver = running(3)
+    assert driver.on(Waits(1, 2, None, True), Within(1, 2)) == []
+    assert driver.phase is Phase.RUNNING
+
+
+def test_a_slot_that_fails_again_and_again_waits_ever_longer() -> None:
+    driver = running(2)
+    driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2))
+    pauses = []
+    for worker in range(2, 12):
+        assert not driver.on(killed(worker))
+        before_s = driver.now_s
+        (start,) = driver.tick()
+        assert start.worker == worker + 1
+        pauses.append(driver.now_s - before_s)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
+
+
+def test_the_reset_limit_ends_the_job() -> None:
+    driver = running(3, reset_limit=1)
+    driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))
+    assert driver.on(Ready(3)) == []  # to seat it would be the second one
+    driver.on(killed(1))
+    (finish,) = driver.on(Waits(2, 2, 1, True))
+    assert "placed anew any more (--reset-limit 1)" in finish.reason
+
+
+def test_the_job_ends_well_when_all_members_have() -> None:
+    driver = running(2)
+    assert driver.on(Ended(0, False)) == []
+    assert driver.phase is Phase.FINISHING
+    assert driver.on(Ended(1, False)) == [Finish()]
+
+
+def test_nobody_is_started_or_seated_once_a_member_has_ended_well() -> None:
+    driver = running(3)
+    driver.on(Ended(0, False))
+    assert driver.on(killed(1)) == []
+    assert driver.on(Ended(2, False)) == [Finish()]
+
+
+def test_newcomers_are_killed_once_a_member_has_ended_well() -> None:
+    driver = running(2)
+    driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2))
+    assert driver.on(Ended(1, False)) == [Kill(2)]
+    assert driver.on(killed(2)) == [Finish()]
+
+
+def test_a_member_that_has_work_left_ends_the_job_with_an_error() -> None:
+    driver = running(2)
+    driver.on(Ended(0, False))
+    (finish,) = driver.on(Waits(1, 1, 0, True))
+    assert finish.code == 1 and "worker 1 has work left" in finish.reason
+
+
+def test_nothing_comes_after_the_end() -> None:
+    driver = Driver(1)
+    driver.on(killed(0))
+    assert driver.phase is Phase.OVER
+    assert driver.on(Ready(0), Tick(), killed(0)) == []
+    assert deadline_s(driver.state) is None
+
+
+def test_a_step_leaves_the_state_before_it_as_it_was() -> None:
+    driver = running(2)
+    before = driver.state
+    workers = dict(before.workers)
+    driver.on(killed(0))
+    assert before.workers == workers and before.phase is Phase.RUNNING
+    assert workers[0].standing is Standing.WITHIN

@@ -1,0 +1,131 @@
+"""Elastic jobs on one host, by hororun, as real processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import TORCH_S, Hororun
+
+WORKER = str(Path(__file__).with_name("elastic_worker.py"))
+PATIENCE_S = 3 * TORCH_S
+
+
+class Elastic(Hororun):
+    """Starts elastic jobs."""
+
+    def train(self, *words: str, code: int = 0, **environment: str) -> tuple[str, str]:
+        """The outputs of a job of ``elastic_worker``, on stdout and stderr, each line without its prefix."""
+        split = next(index for index, word in enumerate(words) if word.isdigit() and words[index - 1][0] != "-")
+        command = [*words[:split], WORKER, *words[split:]]
+        job = self.start(*command, environment=environment).finish(PATIENCE_S)
+        assert job.returncode == code, job.stderr
+        return re.sub(r"^\[\d+\] ", "", job.stdout, flags=re.M), job.stderr
+
+
+@pytest.fixture
+def elastic() -> Iterator[Elastic]:
+    started = Elastic()
+    yield started
+    started.clean_up()
+
+
+def ends(out: str) -> dict[int, int]:
+    """The steps that each worker had at its end."""
+    return {int(worker): int(steps) for worker, steps in re.findall(r"^end (\d+) (\d+)$", out, re.M)}
+
+
+def test_a_killed_rank_0_is_replaced_and_the_others_go_on(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "3", "--min-np", "3", "40", "0:10:kill")
+    assert ends(out) == {1: 40, 2: 40, 3: 40}
+    assert "worker 1 is 0 of 3 at 10" in out
+    assert "worker 3 is 2 of 3 at 10" in out
+    assert "forecast 3 2 3" in out
+    assert "refused: this process has come to a job that runs already" in out
+    assert "hororun: worker 0 (rank 0) was killed by SIGKILL" in err
+    assert "hororun: 2 generations of workers 0-3; failed: 0 (killed by SIGKILL)" in err
+
+
+def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "2", "--min-np", "1", "2000", "1:10:kill")
+    assert "worker 0 is 0 of 1 at 10" in out  # it does not wait for the newcomer
+    assert re.search(r"worker 0 is 0 of 2 at \d+", out.split("worker 0 is 0 of 1")[1])
+    assert ends(out) == {0: 2000, 2: 2000}
+    assert "generation 3: 2 ranks (workers 0, 2)" in err
+
+
+def test_a_rank_that_hangs_is_killed_and_named(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:stop", HORO_STALL_SHUTDOWN_TIME_SECONDS="3")
+    assert {0: 30, 2: 30}.items() <= ends(out).items()
+    assert "error 0 StalledError" in out
+    assert "hororun: worker 1 does not go on, as others report, and is killed" in err
+
+
+def test_processes_of_a_rank_end_before_another_takes_its_place(elastic: Elastic) -> None:
+    out, _ = elastic.train("-np", "2", "--min-np", "2", "30", "1:10:leave")
+    child = re.search(r"child (\d+)", out)
+    assert child is not None and not Path(f"/proc/{child[1]}").exists()
+    assert ends(out) == {0: 30, 2: 30}
+
+
+def test_ranks_that_die_before_init_are_replaced(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "2", "--min-np", "2", "5", "1:init:kill")
+    assert ends(out) == {0: 5, 2: 5}
+    assert "hororun: worker 1 was killed by SIGKILL" in err
+    assert "generations" not in err
+
+
+def test_the_death_of_all_ranks_ends_the_job_with_its_cause(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "2", "--min-np", "1", "30", "0:10:exit", "1:10:exit", code=3)
+    assert ends(out) == {}
+    assert re.search(r"hororun: worker [01] on localhost ended with SystemExit: 3 .*; the job was ended", err)
+
+
+def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
+    words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
+    _, err = elastic.train(*words, "30", "0:10:kill", code=75)
+    assert "hororun: 1 rank within 0.5 s (--elastic-timeout), and 2 are needed" in err
+
+
+def test_the_reset_limit_ends_the_job(elastic: Elastic) -> None:
+    _, err = elastic.train("-np", "2", "--min-np", "1", "--reset-limit", "0", "30", "0:10:kill", code=137)
+    assert "hororun: ranks cannot be placed anew any more (--reset-limit 0)" in err
+
+
+def test_each_worker_has_a_file(elastic: Elastic, tmp_path: Path) -> None:
+    words = ("-np", "2", "--min-np", "2", "--output-filename", str(tmp_path))
+    elastic.train(*words, "20", "0:10:kill")
+    texts = [(tmp_path / f"rank.{worker}" / "stdout").read_text() for worker in range(3)]
+    assert "worker 0 is 0 of 2 at 0" in texts[0]
+    assert "end 1 20" in texts[1] and "end 2 20" in texts[2]
+
+
+def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
+    assert elastic.start("-np", "2", "--min-np", "1", "echo", "hi").finish().returncode == 0
+    assert elastic.start("-np", "2", "--min-np", "1", "false").finish().returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-np", "2", "--min-np", "3"), "-np 2 must lie between --min-np 3 and --max-np 2"),
+        (("-np", "2", "--min-np", "1", "--max-np", "1"), "-np 2 must lie between --min-np 1 and --max-np 1"),
+        (("-np", "2", "--reset-limit", "1"), "--reset-limit is for an elastic job: add --min-np N"),
+        (("-np", "2", "--max-np", "3"), "--max-np is for an elastic job: add --min-np N"),
+        (("-np", "2", "--elastic-timeout", "1"), "--elastic-timeout is for an elastic job"),
+        (("-np", "2", "--min-np", "1", "--torch-env"), "--torch-env is not for an elastic job"),
+        (("-np", "2", "--min-np", "1", "--max-np", "9"), "up to 9 ranks (--max-np, or else -np) need as many slots"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(elastic: Elastic, words: tuple[str, ...], sentence: str) -> None:
+    job = elastic.start(*words, "true").finish()
+    assert job.returncode == 2
+    assert sentence in job.stderr
+
+
+def test_an_elastic_job_runs_on_this_host_only(elastic: Elastic) -> None:
+    job = elastic.start("-np", "2", "--min-np", "1", "true", where="h1:2,h2:2").finish()
+    assert job.returncode == 2
+    assert "an elastic job (--min-np) runs on this host only" in job.stderr
