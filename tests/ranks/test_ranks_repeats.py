@@ -309,9 +309,12 @@ def test_each_gets_the_result_or_the_error(check_ms: int) -> None:
     mine = torch.arange(4.0).reshape(2, 2) + 10 * hvd.rank()
     calls = {
         "allreduce": (lambda name: hvd.allreduce_async(mine, name=name, op=hvd.Sum), [[10.0, 12.0], [14.0, 16.0]]),
-        "in place": (lambda name: hvd.allreduce_async_(mine.clone(), name, op=hvd.Max), [[10.0, 11.0], [12.0, 13.0]]),
+        "in place": (
+            lambda name: hvd.allreduce_async_(mine.clone(), name=name, op=hvd.Max),
+            [[10.0, 11.0], [12.0, 13.0]],
+        ),
         "allgather": (
-            lambda name: hvd.allgather_async(mine, name),
+            lambda name: hvd.allgather_async(mine, name=name),
             [[0.0, 1.0], [2.0, 3.0], [10.0, 11.0], [12.0, 13.0]],
         ),
         "wrong": (lambda name: hvd.allreduce_async(torch.ones(2 + hvd.rank()), name=name), None),
