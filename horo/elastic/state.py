@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from horo.elastic.commits import Commit
 from horo.elastic.membership import DriverLink
 
-__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "StateStanding", "State"]
+__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "State", "StateStanding"]
 
 
 class HostUpdateResult(enum.IntFlag):
