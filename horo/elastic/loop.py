@@ -28,7 +28,7 @@ class LoopJob(Protocol):
         """Gives a state the memory of its slot; whether that had a commit of an earlier worker, which it has now."""
 
     def forget(self, state: State) -> None:
-        """Removes the rests of a broken step: gradients, and reductions in progress."""
+        """Removes the gradients and reductions in progress of a step that was broken off."""
 
 
 def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, membership: DriverLink) -> _Result:
