@@ -38,6 +38,8 @@ __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
 _CULPRIT_S = 1.0
 """The time that a worker which others name as hung has to leave the generation itself."""
+_LATE_S = 10.0
+"""The time for which a worker may go on with ``init()`` that has been given up."""
 _SOON_S = 60.0
 """A worker that fails so soon after its start makes its slot wait ever longer."""
 _BACKOFF_MAX_S = 60.0
@@ -89,6 +91,10 @@ def _free_slots(state: DriverState) -> list[int]:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _by_state_and_age(worker: Worker) -> tuple[bool, bool, int]:
+    return not worker.has_state, not worker.is_heir, worker.number
 
 
 class _Turn:
@@ -145,7 +151,8 @@ class _Turn:
         record = self.slots.get(worker.slot, SlotRecord())
         failures = record.failures + 1 if self._now_s - worker.started_s < _SOON_S else 1
         pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
-        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
+        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s, event.commit is not None)
+        self.state.commit = max(self.state.commit, event.commit or 0)
         if is_member:
             self._gather(f"worker {worker.number}{rank} {event.how}")
 
@@ -173,14 +180,14 @@ class _Turn:
             self._finish()  # all have failed: so would others
 
     def form(self) -> None:
-        """FORMING: trains once all are in the generation; kills those that are not in time."""
+        """FORMING: trains once all are in the generation; gives it up where some are not in time."""
         late = [worker for worker in self._members() if worker.standing is not Standing.WITHIN]
         if not late:
             self._run()
         elif self._now_s >= self.state.since_s + self.state.limits.start_timeout_s:
-            for worker in late:
-                self._kill(worker, f"is not through init() after {self.state.limits.start_timeout_s:g} s")
-            self._gather("members were not through init() in time")
+            for worker in late:  # those that only wait for others leave now
+                self.suspects.setdefault(worker.number, self._now_s + _LATE_S)
+            self._gather(f"not all ranks were through init() after {self.state.limits.start_timeout_s:g} s")
 
     def train(self) -> None:
         """RUNNING: announces newcomers that can be seated, once there are any, and again once there are none."""
@@ -196,7 +203,7 @@ class _Turn:
         for worker in self._members():
             if worker.standing in _IN_GENERATION:
                 if self.suspects.get(worker.number, float("inf")) <= self._now_s:
-                    self._kill(worker, "does not go on, as others report")
+                    self._kill(worker, "does not go on")
                 elif is_late:
                     limit_s = self.state.limits.gather_timeout_s
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
@@ -231,20 +238,41 @@ class _Turn:
 
     def _seat_or_wait(self) -> None:
         ready = self._standing(Standing.READY)
-        if not any(worker.has_state for worker in self.workers.values() if worker.standing is not Standing.ENDING):
-            self._finish()  # nobody knows what was learnt
-        elif len(ready) >= self.state.limits.min_size:
+        if not self._is_state_kept():
+            self._finish()
+        elif len(ready) >= self.state.limits.min_size and any(worker.has_state or worker.is_heir for worker in ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
             self._report(f"{_ranks(len(ready))} left, and {self.state.limits.min_size} are needed")
             self._enter(Phase.SHORT)
+
+    def _is_state_kept(self) -> bool:
+        """Whether there is a worker with the state, or one will be, which gets it from the memory of its slot.
+
+        The second only if there were commits since that was so before: else the script ends all ranks at the same
+        place each time.
+        """
+        state = self.state
+        living = [each for each in self.workers.values() if each.standing is not Standing.ENDING]
+        if any(each.has_state for each in living):
+            return True
+        free = [self.slots[slot] for slot in _free_slots(state) if slot in self.slots]
+        is_kept = any(each.is_heir for each in living) or any(each.has_commit for each in free)
+        before = state.all_lost
+        if not is_kept or (before is not None and before[0] < state.generation and before[1] >= state.commit):
+            return False
+        if before is not None and before[0] == state.generation:
+            return True
+        state.all_lost = state.generation, state.commit
+        self._report(f"no rank is left: others go on from commit {state.commit}")
+        return True
 
     def _seat(self) -> None:
         state = self.state
         if state.generation > 0 and self._is_at_reset_limit():
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {state.limits.reset_limit})")
             return
-        ready = sorted(self._standing(Standing.READY), key=lambda worker: (not worker.has_state, worker.number))
+        ready = sorted(self._standing(Standing.READY), key=_by_state_and_age)
         state.members = tuple(worker.number for worker in ready[: state.limits.max_size])
         state.generation += 1
         state.changes, state.is_announced = 0, False
@@ -287,7 +315,8 @@ class _Turn:
             number = state.started
             state.started += 1
             forecast = StartWorker(number, slot, state.generation + 1, len(self.workers), size)
-            self.workers[number] = Worker(number, slot, self._now_s)
+            is_heir = slot in self.slots and self.slots[slot].has_commit
+            self.workers[number] = Worker(number, slot, self._now_s, is_heir=is_heir)
             self.actions.append(forecast)
             if not is_first:
                 self._report(f"worker {number} starts")

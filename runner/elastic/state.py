@@ -64,6 +64,7 @@ class Worker:
         started_s: the time of its start.
         standing: what it does.
         has_state: it has what the job has learnt so far: it began with the job, or has synced or committed.
+        is_heir: the memory of its slot had a commit when it started.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Worker:
     started_s: float
     standing: Standing = Standing.COMING
     has_state: bool = False
+    is_heir: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class SlotRecord:
     Attributes:
         failures: how many have failed in a row soon after their start.
         free_s: the time from which it may have the next one.
+        has_commit: its memory has a commit.
     """
 
     failures: int = 0
     free_s: float = float("-inf")
+    has_commit: bool = False
 
 
 @dataclass
@@ -105,6 +109,8 @@ class DriverState:
         is_announced: the last one says that workers have come.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
+        commit: the highest number of a commit that a worker has left behind.
+        all_lost: the generation whose workers with the state had all ended, and that number then; None: none.
     """
 
     limits: Elastic
@@ -121,6 +127,8 @@ class DriverState:
     is_announced: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
+    commit: int = 0
+    all_lost: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -169,11 +177,19 @@ class Committed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The process of a worker, and those that it had started, have ended; ``how``: in words."""
+    """The process of a worker, and those that it had started, have ended.
+
+    Attributes:
+        worker: its number.
+        has_failed: it has not ended with code 0.
+        how: in words.
+        commit: the number of the last commit in the memory of its slot; None: there is none.
+    """
 
     worker: int
     has_failed: bool
     how: str = ""
+    commit: int | None = None
 
 
 ElasticEvent = Tick | Ready | Within | Waits | Committed | Ended

@@ -64,14 +64,15 @@ class Driver:
 def running(size: int = 3, **limits: Any) -> Driver:
     driver = Driver(size, **limits)
     driver.on(*(Ready(worker) for worker in range(size)))
+    assert driver.state.generation == 1
     driver.on(*(Within(worker, 1) for worker in range(size)))
     driver.on(*(Committed(worker) for worker in range(size)))
     assert driver.phase is Phase.RUNNING
     return driver
 
 
-def killed(worker: int) -> Ended:
-    return Ended(worker, True, "was killed by SIGKILL")
+def killed(worker: int, commit: int | None = None) -> Ended:
+    return Ended(worker, True, "was killed by SIGKILL", commit)
 
 
 def test_a_job_starts_as_many_workers_as_it_has_ranks() -> None:
@@ -136,13 +137,15 @@ def test_a_member_that_ends_before_it_is_within_fails_the_generation() -> None:
     assert actions == [WriteSeats(2, (1, 2))]
 
 
-def test_a_member_that_does_not_come_within_is_killed() -> None:
-    driver = Driver(2)
-    driver.on(Ready(0), Ready(1), Within(0, 1))
-    actions = driver.tick()
-    assert actions[0] == Kill(1) and isinstance(actions[1], Fail)
-    assert driver.on(Waits(0, 1, None, True)) == []  # the other one may still be at work
-    assert WriteSeats(2, (0,)) in driver.on(killed(1))
+def test_a_generation_that_does_not_form_is_given_up_and_who_does_not_leave_it_is_killed() -> None:
+    driver = Driver(3)
+    driver.on(Ready(0), Ready(1), Ready(2), Within(0, 1))
+    (fail,) = driver.tick()
+    assert isinstance(fail, Fail)
+    driver.on(Waits(0, 1, None, True), Waits(2, 1), after_s=1.0)  # 2 has only waited for 1
+    assert driver.tick() == [Kill(1)]
+    assert driver.now_s == pytest.approx(170.0)
+    assert WriteSeats(2, (0, 2)) in driver.on(killed(1))
 
 
 def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
@@ -201,6 +204,42 @@ def test_a_job_whose_state_is_lost_ends() -> None:
     driver = running(2)
     driver.on(killed(0), Ready(2))
     assert driver.on(killed(1)) == [Finish()]
+
+
+def test_a_job_whose_ranks_all_die_goes_on_from_commits_that_are_left() -> None:
+    driver = running(2)
+    driver.on(killed(0, commit=7))
+    driver.on(killed(1, commit=8))
+    assert driver.phase is Phase.SHORT
+    assert "no rank is left: others go on from commit 8" in driver.words
+    assert sorted(driver.state.workers) == [2, 3]
+    assert driver.on(Ready(2)) == [WriteSeats(2, (2,))]
+
+
+def test_a_job_whose_ranks_all_die_again_without_a_commit_ends() -> None:
+    driver = running(2)
+    driver.on(killed(0, commit=7), killed(1, commit=7), Ready(2), Within(2, 2))
+    driver.on(killed(3, commit=7))
+    assert driver.on(killed(2, commit=7))[-1] == Finish()
+
+
+def test_a_job_whose_ranks_all_die_again_after_a_commit_goes_on() -> None:
+    driver = running(2)
+    driver.on(killed(0, commit=7), killed(1, commit=7), Ready(2), Within(2, 2))
+    driver.on(killed(3, commit=7))
+    driver.on(killed(2, commit=9))
+    assert driver.phase is Phase.SHORT
+    while not driver.actions:
+        driver.tick()
+    assert all(isinstance(action, StartWorker) for action in driver.actions)
+
+
+def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
+    driver = running(2, max_size=3)
+    assert [worker.has_state for worker in driver.state.workers.values()] == [True, True, False]
+    driver.on(Ready(2), killed(0, commit=7), killed(1, commit=7))
+    assert driver.phase is Phase.SHORT
+    assert driver.on(Ready(3)) == [WriteSeats(2, (3, 2))]
 
 
 def test_a_worker_that_has_not_synced_has_no_state() -> None:
