@@ -239,7 +239,7 @@ class _Turn:
     def _seat_or_wait(self) -> None:
         ready = self._standing(Standing.READY)
         if not self._is_state_kept():
-            self._finish()
+            self._finish("no rank is left that has the state of the training" if self.workers else "")
         elif len(ready) >= self.state.limits.min_size and any(worker.has_state or worker.is_heir for worker in ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
@@ -288,7 +288,8 @@ class _Turn:
             idle_s = self._now_s - state.idle_since_s
             if state.generation > 1:
                 state.lost_s += idle_s
-                who = f"{_ranks(len(state.members))} (workers {', '.join(map(str, state.members))})"
+                names = ", ".join(map(str, state.members))
+                who = f"{_ranks(len(state.members))} (worker{'s' if len(state.members) > 1 else ''} {names})"
                 self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")
             state.idle_since_s = None
         self._enter(Phase.RUNNING)

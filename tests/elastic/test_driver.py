@@ -26,6 +26,8 @@ from horo.runner.elastic.state import (
     WriteSeats,
 )
 
+LOST = Finish("no rank is left that has the state of the training")
+
 
 class Driver:
     """A driver with the actions of its last step, without those that are words for the user."""
@@ -203,7 +205,7 @@ def test_the_oldest_worker_with_state_has_rank_0() -> None:
 def test_a_job_whose_state_is_lost_ends() -> None:
     driver = running(2)
     driver.on(killed(0), Ready(2))
-    assert driver.on(killed(1)) == [Finish()]
+    assert driver.on(killed(1)) == [LOST]
 
 
 def test_a_job_whose_ranks_all_die_goes_on_from_commits_that_are_left() -> None:
@@ -246,7 +248,7 @@ def test_a_worker_that_has_not_synced_has_no_state() -> None:
     driver = running(2)
     driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2), Ready(2), Waits(1, 2, None, True), Within(1, 3))
     driver.on(Within(2, 3), killed(1))
-    assert driver.on(Waits(2, 3, 1, False)) == [Finish()]
+    assert driver.on(Waits(2, 3, 1, False)) == [LOST]
 
 
 def test_too_few_ranks_wait_for_replacements() -> None:
