@@ -238,8 +238,11 @@ def plain_table(rows: Sequence[Row]) -> list[str]:
         rows = [row for found in sizes_shown(rows).values() for row in found]
     columns = list(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN))
     columns = [key for key in columns if not any(isinstance(row.get(key), list | dict) for row in rows)]
-    titles = [title_of(key) for key in columns]
-    return markdown_table(titles, [[cell_of(key, row.get(key)) for key in columns] for row in rows])
+    cells = {title_of(key): [cell_of(key, row.get(key)) for row in rows] for key in columns}
+    same = {title: column[0] for title, column in cells.items() if len(column) > 1 and len(set(column)) == 1}
+    remark = [f"In all rows: {', '.join(' '.join(pair) for pair in same.items())}.", ""] if same else []
+    titles = [title for title in cells if title not in same]
+    return [*remark, *markdown_table(titles, list(zip(*(cells[title] for title in titles), strict=True)))]
 
 
 def title_of(key: str) -> str:

@@ -28,7 +28,7 @@ class HostSpec:
     """A host as the user names it.
 
     Attributes:
-        name: what ``HOROVOD_HOSTNAME`` says and ssh connects to: a host name, an ssh alias, a numeric address.
+        name: for ``HOROVOD_HOSTNAME`` and ssh: a host name, an ssh alias, a numeric address.
         user: the user to log in as; None: as ssh decides.
         port: the port of its ssh; None: as ssh decides.
         slots: how many ranks it takes; None: its GPUs, or its cores where it has none.

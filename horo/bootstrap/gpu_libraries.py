@@ -34,7 +34,7 @@ def find_cuda(places: Sequence[str] | None = None, *, initializes: bool = False)
     """The CUDA driver, at one of these places or where it is mostly; see ``find_library``.
 
     Raises:
-        ResourceError: there is none of use; says of every place why.
+        ResourceError: none can be used; names each place with the reason.
     """
     return find_library("cuda", places or CUDA_PLACES, initializes=initializes)
 
@@ -43,7 +43,7 @@ def find_nccl() -> Library:
     """NCCL, that of torch first; see ``find_library``.
 
     Raises:
-        ResourceError: there is none of use; says of every place why.
+        ResourceError: none can be used; names each place with the reason.
     """
     return find_library("nccl", nccl_places())
 

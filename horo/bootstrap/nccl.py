@@ -25,7 +25,7 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 _STAGED = "HORO_GPU_OPERATIONS=staged does without NCCL"
 _WAITS, _DONE = b"waits", b"done"
 _REPORT_MS = 500
-"""The time after which a rank that NCCL still connects tells so, and learns whether another one has failed."""
+"""The time after which a rank that NCCL still connects reports that, and reads whether another one has failed."""
 
 
 def choose_device(wanted: int | None, local_rank: int, count: int) -> int:

@@ -49,7 +49,7 @@ def file_of_start(path: str, number: int) -> str:
 
 
 def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
-    """Starts the timeline of a rank, if it is to write one, as ``Context.start_timeline``; tells nobody else.
+    """Starts the timeline of a rank, if it is to write one, as ``Context.start_timeline``, and sends nothing.
 
     Raises:
         UsageError: the file cannot be written.

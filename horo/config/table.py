@@ -104,9 +104,7 @@ class Config:
             key="stall_check: enabled",
             stands_for=False,
         ),
-        Option(
-            "--stall-check", "warn (the default), whatever the environment says", value="0", key="stall_check: enabled"
-        ),
+        Option("--stall-check", "warn (the default), against the environment", value="0", key="stall_check: enabled"),
     )
     stall_check_time_s: float = variable(
         "STALL_CHECK_TIME_SECONDS",
@@ -168,7 +166,7 @@ class Config:
         ),
         Option(
             "--no-timeline-mark-cycles",
-            "do not (the default), whatever the environment says",
+            "do not (the default), against the environment",
             value="0",
             key="timeline: mark_cycles",
             stands_for=False,
@@ -305,7 +303,7 @@ class Config:
         Option("--autotune", "look for better sizes and switch points while the job runs", value="1", key=_ENABLED),
         Option(
             "--no-autotune",
-            "keep them (the default), whatever the environment says",
+            "keep them (the default), against the environment",
             value="0",
             key=_ENABLED,
             stands_for=False,

@@ -1,4 +1,4 @@
-"""The extension with the native core, or an error that says why it is not there and what to type."""
+"""The extension with the native core, or an error with the reason and the command to type."""
 
 from __future__ import annotations
 

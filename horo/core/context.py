@@ -171,7 +171,7 @@ class Context:
             self.finish(buffer.last_handle[0])
 
     def _submit_again(self, buffer: RequestBuffer) -> None:
-        """Submits a refused request again with a buffer for the message, and tells the other members of it."""
+        """Submits a refused request again with a buffer for the message; the other members get the refusal."""
         error = error_buffer()
         status = _submit(self._context, buffer.request, buffer.handle_out, error, _MESSAGE_MAX)
         if is_told := status in {lib.HORO_ERR_USAGE, lib.HORO_ERR_UNSUPPORTED, lib.HORO_ERR_RESOURCE}:

@@ -54,7 +54,7 @@ def find_library(kind: str, paths: Sequence[str], *, initializes: bool = False) 
         initializes: initialize the CUDA driver, too; children that this process forks cannot use CUDA then.
 
     Raises:
-        ResourceError: there is none of use; says of every place why.
+        ResourceError: none can be used; names each place with the reason.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
     found, error = ffi.new("horo_library *"), error_buffer()
@@ -69,7 +69,7 @@ def use_cuda(context: Context, paths: Sequence[str]) -> None:
     """Lets requests of the context have tensors on GPUs; see ``horo_use_cuda``. Blocks until the driver is initialized.
 
     Raises:
-        ResourceError: there is no driver of use; says of every place why.
+        ResourceError: no driver can be used; names each place with the reason.
     """
     names = [ffi.new("char[]", path.encode()) for path in paths]
     error = error_buffer()

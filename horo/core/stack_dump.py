@@ -1,4 +1,4 @@
-"""The thread that says in the log where the program of this rank stands, when a rank that waits for it asks."""
+"""The thread that logs the stack of this rank's program when another rank waits for it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Timeline:
     began_us: float
     """Time 0 of the file on that clock."""
     began_epoch_us: float
-    """The same on the clock that tells the date, which may be wrong by any amount."""
+    """The same on the clock of the date, which may be wrong by any amount."""
     events: list[dict[str, Any]]
     is_torn: bool
     """The end of the file cannot be read: its writer, or the machine, was stopped in the middle of a write."""

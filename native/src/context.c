@@ -12,6 +12,7 @@
 #include "base/timeline.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
+#include "engine/membership/membership.h"
 #include "node/node_setup.h"
 
 struct horo_context {
@@ -205,13 +206,13 @@ static int add_team(horo_context *context, const horo_team_setup *setup, int64_t
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
     HR_TRY(check_process(context, error));
-    HR_TRY(hr_engine_check_team(&context->engine, setup->ranks, setup->size, error));
+    HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
     if (is_member(context, setup)) {
         HR_TRY(create_team(context, setup, &team, &backend, error));
     }
     const int has_links = team != NULL && team->transport != NULL;
     const int host_count = has_links ? team->host_count : 0;
-    HR_TRY(hr_engine_add_team(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
+    HR_TRY(hr_sets_add(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
     /* the transport has its own */
     hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds);
     return HORO_OK;
@@ -230,7 +231,7 @@ HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_remove_team(&context->engine, team, handle, &failure);
+    status = status != HORO_OK ? status : hr_sets_remove(&context->engine, team, handle, &failure);
     if (status != HORO_OK) {
         copy_error(&failure, error, error_bytes);
     }
@@ -241,7 +242,7 @@ HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, cha
     struct hr_error failure = {0};
     int status = check_process(context, &failure);
     if (status == HORO_OK) {
-        status = hr_engine_join(&context->engine, team, handle, &failure);
+        status = hr_join_submit(&context->engine, team, handle, &failure);
     }
     if (status != HORO_OK) {
         copy_error(&failure, error, error_bytes);
@@ -267,12 +268,12 @@ HORO_API int horo_poll(horo_context *context, int64_t handle) {
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_added_team(&context->engine, handle) : status;
+    return status == HORO_OK ? hr_sets_added(&context->engine, handle) : status;
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
     const int status = usable(context);
-    return status == HORO_OK ? hr_engine_joined_last(&context->engine, handle) : status;
+    return status == HORO_OK ? hr_joined_last(&context->engine, handle) : status;
 }
 
 static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,

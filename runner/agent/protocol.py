@@ -29,8 +29,8 @@ PAYLOAD_MAX_BYTES = 64 << 20
 PING_S = 1.0
 """The time between two signs of life of either side.
 
-TCP sends again what is lost after ever longer pauses, each as long as all before. So what was sent just before an
-outage has come when the link is there again for as long as it was gone; what a side sent long before tells nothing.
+TCP repeats lost data after growing pauses, each as long as all before. So data that was sent just before an outage has
+arrived once the link is there again for as long as it was gone. Data that was sent long before shows nothing.
 """
 _NOISE_MAX_BYTES = 1 << 20
 _HEADER = struct.Struct("!BII")

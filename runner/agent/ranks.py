@@ -180,7 +180,7 @@ class HostRanks:
             binding: the cores and GPUs that they are bound to.
 
         Raises:
-            StartError: the first one that could not be started says why; those before it run.
+            StartError: one could not be started, for the named reason; those before it run.
         """
         self._host = host
         self._guard.tell(self._tree, self._grace_s)
@@ -457,7 +457,7 @@ def _spawn(
 
 
 def reap(owners: Sequence[Callable[[int, int], None]]) -> None:
-    """Reaps every child that has ended and tells all ``owners`` its pid and wait status."""
+    """Reaps every child that has ended and passes its pid and wait status to all ``owners``."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

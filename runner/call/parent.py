@@ -335,8 +335,8 @@ def check_outcomes(outcomes: Sequence[Outcome | None], code: int, report: str) -
     """Returns if every rank has a result.
 
     Raises:
-        Exception: of the rank that failed first, rather one of the script than one that tells of another rank's end,
-            and rather one with an error than ``sys.exit(0)``.
+        Exception: of the rank that failed first. The script's own come before those about another rank's end, and
+            errors before ``sys.exit(0)``.
         UsageError: hororun has refused the job.
         HoroError: a rank has left neither a result nor an exception.
     """

@@ -18,7 +18,7 @@ _FLUSH_TIMEOUT_S = 1.0
 
 
 class Console:
-    """Takes the output of the ranks; ``full`` tells when the ranks have to wait.
+    """Takes the output of the ranks; while ``full``, the ranks have to wait.
 
     The handler of a signal sets ``interrupted`` to end a ``flush``.
     """

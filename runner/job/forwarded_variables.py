@@ -54,10 +54,10 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Tells glibc to keep freed memory for the next allocation. By default it gives large blocks back to the kernel, and a
-training step frees all its gradients: getting as many zeroed pages again costs more than to exchange them. And tells it
-(2.35 and later; older ones ignore the word) to ask for huge pages where the kernel gives them on request, as most do:
-the memory that is kept then causes fewer misses of the TLB."""
+"""Makes glibc keep freed memory for the next allocation. By default it gives large blocks back to the kernel, and a
+training step frees all its gradients: to get as many zeroed pages again costs more than their exchange. Makes glibc
+2.35 and later also ask for huge pages, which most kernels give on request, so kept memory causes fewer misses of the
+TLB."""
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables of ``--torch-env``."""

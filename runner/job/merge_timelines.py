@@ -25,7 +25,7 @@ def run_and_merge(wanted: TimelineMerge, size: int, run: Callable[[], int], say:
         wanted: the timelines to merge, and the file for the result.
         size: number of ranks.
         run: runs the job; returns its exit code.
-        say: says a sentence to the user.
+        say: prints a sentence for the user.
 
     Returns:
         The job's exit code.

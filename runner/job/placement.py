@@ -67,7 +67,7 @@ def place(
 
     Hosts are filled in order; ``evenly``: all get as many, as far as their slots allow, the first ones one more. With
     ``oversubscribe``, ranks beyond the last slot are dealt to the hosts in turn, up to ``most`` for each (None: any
-    number). Hosts that get no rank are left out of every count. ``source`` says where the slots come from, for the
+    number). Hosts that get no rank are left out of every count. ``source`` names the origin of the slots, for the
     message.
 
     Raises:

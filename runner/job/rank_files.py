@@ -69,7 +69,7 @@ class RankFiles:
         """Opens the files of the ranks that have none yet; ``hosts``: of each rank.
 
         Raises:
-            OSError: one cannot be made, or what has its name is not the user's own; its ``filename`` says which one.
+            OSError: one cannot be made, or a file of that name is not the user's own; ``filename`` is its path.
         """
         for rank in range(len(self._fds) // 2, len(hosts)):
             path = Path(self._directory, f"rank.{rank:0{self._width}}{f'.{hosts[rank]}' if self._named else ''}")

@@ -174,7 +174,7 @@ def signal_name(number: int) -> str:
 
 def how_it_ended(ending: Ending) -> str:
     """``exited with code 7``, ``killed by SIGSEGV``."""
-    asked = " when told to end" if ending.asked else ""
+    asked = " when asked to end" if ending.asked else ""
     if ending.lost:
         return f"lost with its host ({ending.lost})"
     if ending.signal:

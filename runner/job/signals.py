@@ -73,7 +73,7 @@ class SignalsToRanks:
         """Takes the signals that come to this process.
 
         Args:
-            loop: tells of them.
+            loop: reports them.
             end: ends the job, for the signals that do.
             run: whether any rank runs.
             batch: whether this is a job of a batch system.

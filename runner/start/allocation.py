@@ -77,7 +77,7 @@ def _slurm(environ: Mapping[str, str], _read: Read) -> Allocation | None:
 
 
 def _slurm_slots(environ: Mapping[str, str], count: int) -> tuple[str, list[int]]:
-    """The variable that says how many ranks each of ``count`` hosts takes, and the numbers."""
+    """The variable with the number of ranks for each of ``count`` hosts, and the numbers."""
     asked = any(environ.get(name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"))
     step = _number(environ, "SLURM_STEP_ID")
     gpus = _gpu_variable(environ, count)
@@ -113,7 +113,7 @@ def _one_of_many_tasks(environ: Mapping[str, str]) -> None:
 
 
 def _gpu_variable(environ: Mapping[str, str], count: int) -> str | None:
-    """The variable that says how many GPUs each of ``count`` hosts has; None: none does."""
+    """The variable with the number of GPUs of each of ``count`` hosts; None: no such variable is set."""
     if environ.get("SLURM_GPUS_PER_NODE"):
         return "SLURM_GPUS_PER_NODE"
     # --gres gives every host the same; --gpus, a number for the whole job, may not.

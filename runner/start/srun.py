@@ -94,8 +94,8 @@ class SrunLauncher:
         return f"srun --overlap --nodelist={host} hostname"
 
     def cause(self, lines: Sequence[str]) -> str:
-        """See ``RemoteLauncher``: Slurm's first error, else the agent's last line, else the end of the task, as srun
-        tells it, else srun's last line."""
+        """See ``RemoteLauncher``: Slurm's first error, else the agent's last line, else srun's line about the end
+        of the task, else srun's last line."""
         own, others, end = _sorted(lines)
         errors = [line for line in own if re.search(r": (error|fatal): ", line)]
         found = errors[:1] or others[-1:] or end or own[-1:]

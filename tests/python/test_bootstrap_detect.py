@@ -216,7 +216,7 @@ REFUSED = [
     ((0, 1), DAEMON, "the mpirun of another MPI"),
     ((0, 1), {**SRUN, **OPEN_MPI}, "the mpirun of another MPI"),
     ((0, 1), {**HORORUN, "HORO_CONTROLLER": "mpi"}, "to MPI this is a single process, while hororun started 2"),
-    (None, {**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+    (None, {**OPEN_MPI, "HORO_CONTROLLER": "gloo"}, "OMPI_COMM_WORLD_SIZE=4 shows that MPI started this process"),
     (None, {**OPEN_MPI, "HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
     (None, {"HORO_CONTROLLER": "slurm"}, "not one of several that srun started"),
     (None, {"HORO_CONTROLLER": "hand"}, "HORO_CONTROLLER='hand' is not one of auto, mpi, gloo, slurm"),
@@ -263,7 +263,7 @@ def test_an_argument_that_rules_a_launcher_out_is_named_as_one(no_mpi4py: None) 
     for environ, controller, told in [
         ({}, "mpi", "mpi'): ranks that MPI starts need mpi4py"),
         ({}, "slurm", "slurm'), but this process is not one of several that srun started"),
-        (OPEN_MPI, "gloo", "gloo'), but OMPI_COMM_WORLD_SIZE=4 says that MPI started this process"),
+        (OPEN_MPI, "gloo", "gloo'), but OMPI_COMM_WORLD_SIZE=4 shows that MPI started this process"),
     ]:
         with pytest.raises((UsageError, ResourceError)) as caught:
             detect_launch(environ, read_config(environ, {"controller": controller}))

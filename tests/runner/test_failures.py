@@ -35,7 +35,7 @@ def test_an_exception_is_reported_with_its_line_and_shown_once(hororun: Hororun,
         "[1] ValueError: bad sample",
         f"hororun: rank 1 on {host} ended with ValueError: bad sample (train.py, line 7; exited with code 1); "
         "the job was ended",
-        "hororun: the others: rank 0 killed by SIGTERM when told to end",
+        "hororun: the others: rank 0 killed by SIGTERM when asked to end",
     ]
 
 
@@ -61,7 +61,7 @@ def test_a_rank_that_ends_long_after_its_victim_is_the_cause(hororun: Hororun, w
     assert done.returncode == 1
     host = "localhost" if where.startswith("localhost") else "one"
     assert done.stderr.splitlines()[-2:] == [
-        f"hororun: rank 1 on {host} ended with ValueError: bad sample (train.py, line 9; killed by SIGTERM when told "
+        f"hororun: rank 1 on {host} ended with ValueError: bad sample (train.py, line 9; killed by SIGTERM when asked "
         "to end); the job was ended",
         "hororun: the others: rank 0 exited with code 3",
     ]

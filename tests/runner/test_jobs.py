@@ -91,7 +91,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
         "hororun: its last lines on stderr:",
         "  | first",
         "  | last words",
-        "hororun: the others: ranks 0,2 exited with code 0 when told to end",
+        "hororun: the others: ranks 0,2 exited with code 0 when asked to end",
     ]
 
 
@@ -104,7 +104,7 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(
     done = hororun.run("-np", "3", *shell(script, flags), where=where)
     assert done.returncode == code
     assert f"rank 2 on {'localhost' if where.startswith('localhost') else 'two'} was killed by SIG{name}" in done.stderr
-    assert "ranks 0-1 killed by SIGTERM when told to end" in done.stderr
+    assert "ranks 0-1 killed by SIGTERM when asked to end" in done.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

@@ -59,7 +59,7 @@ def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end
     assert root_cause(endings) == late
     assert exit_code(late) == 1
     assert report(late, endings) == (
-        b"hororun: rank 1 on h ended with ValueError: bad sample (train.py, line 7; killed by SIGTERM when told to "
+        b"hororun: rank 1 on h ended with ValueError: bad sample (train.py, line 7; killed by SIGTERM when asked to "
         b"end); the job was ended\nhororun: the others: rank 0 exited with code 3\n"
     )
 
@@ -110,7 +110,7 @@ def test_the_report_names_rank_host_end_and_last_words_then_the_others() -> None
     assert b"  | line 11" in lines
     assert b"  | line 10" not in lines
     assert b"  | \xff end" in lines
-    assert lines[-2] == b"hororun: the others: ranks 0-1 killed by SIGTERM when told to end; rank 5 exited with code 0"
+    assert lines[-2] == b"hororun: the others: ranks 0-1 killed by SIGTERM when asked to end; rank 5 exited with code 0"
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

@@ -43,7 +43,7 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "announce": ("requests",),
         "round": ("drive", "requests"),
         "lead": ("drive", "agree", "announce", "round"),
-        "execute": ("engine.h", "group", "requests", "gpu"),
+        "execute": ("engine.h", "group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute", "engine.h"),
         "membership": ("engine.h", "drive", "requests", "gpu"),
         "report": ("engine.h", "gpu"),

@@ -29,7 +29,7 @@ from horo.errors import ResourceError, UsageError
 
 __all__ = ["detect_launch"]
 
-_INSTEAD = "HORO_CONTROLLER=slurm says so without asking MPI"
+_INSTEAD = "HORO_CONTROLLER=slurm does so without asking MPI"
 
 
 def detect_launch(environ: Mapping[str, str], config: Config, comm: Any = None) -> Launch:
@@ -99,7 +99,7 @@ def _detect(environ: Mapping[str, str], config: Config) -> Any:
         if launch is None:
             raise UsageError(
                 f"{config.told('controller')}, but this process is not one of several that srun started: "
-                "SLURM_STEP_ID, SLURM_PROCID and SLURM_STEP_NUM_TASKS do not say so"
+                "see SLURM_STEP_ID, SLURM_PROCID and SLURM_STEP_NUM_TASKS"
             )
         return launch
     launch = read_launch(environ)
@@ -108,8 +108,8 @@ def _detect(environ: Mapping[str, str], config: Config) -> Any:
     if config.controller == "gloo":
         if launch.kind == "none":
             raise UsageError(
-                f"{config.told('controller')}, but {variable} says that MPI started this process, and nothing else "
-                "tells ranks of each other; leave it out, or start the job with hororun, torchrun or srun"
+                f"{config.told('controller')}, but {variable} shows that MPI started this process, and nothing else "
+                "connects the ranks; leave it out, or start the job with hororun, torchrun or srun"
             )
         return launch
     if launch.slurm is not None and _is_set_by_srun(variable, launch):

@@ -216,7 +216,7 @@ def calls_scaled_step(frame: FrameType) -> bool:
 
 
 def is_unscaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a GradScaler has told an optimizer with a fused step what it has found in the gradients."""
+    """Whether a GradScaler has passed its findings about the gradients to an optimizer with a fused step."""
     return getattr(optimizer, "found_inf", None) is not None
 
 

@@ -72,8 +72,8 @@ class Joining:
     """The joins of this rank in the job of a runtime.
 
     A round ends in two steps. When all members of each team have joined, names are counted anew, and this rank may
-    submit again. It says so to all ranks by a barrier if there are process sets, for ranks outside a set may be done
-    while members are not: were they to leave the job then, its members would lose their round.
+    submit again. If there are process sets, a barrier of all ranks follows: ranks outside a set may be done before its
+    members, and members would lose their round if those left the job.
 
     A signal handler may end ``join`` by an exception anywhere. So each step may be done twice, and its last line notes
     that it is done. The next operation does the steps that are left, see ``settle``.

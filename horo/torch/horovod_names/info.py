@@ -65,7 +65,7 @@ def nccl_built() -> int:
     """The version of the NCCL that this process can use, by NCCL's numbering: 22304 is 2.23.4; 0: there is none.
 
     It is found at run time: loaded by torch, from the package nvidia-nccl, or installed on the system.
-    ``hororun --check-build`` says where, or why not. It is used with
+    ``hororun --check-build`` shows where, or why not. It is used with
     ``HORO_GPU_OPERATIONS=nccl``.
     """
     try:
@@ -87,7 +87,7 @@ def ccl_built() -> bool:
 def cuda_built() -> bool:
     """Whether this process can use a CUDA driver, which is found at run time; it is not initialized for this.
 
-    ``hororun --check-build`` says where it is, or why there is none. Tensors on GPUs are copied by it.
+    ``hororun --check-build`` shows where it is, or why there is none. It copies tensors on GPUs.
     """
     try:
         find_cuda()

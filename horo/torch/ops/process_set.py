@@ -286,7 +286,7 @@ def register_all(runtime: _runtime.Runtime, process_sets: list[ProcessSet]) -> N
     """Registers the sets that ``init`` was given.
 
     Raises:
-        UsageError: A set is there twice, or cannot be; says which.
+        UsageError: A set is given twice, or is wrong; names it.
         MismatchError: Ranks gave different sets.
     """
     what = _BY_INIT

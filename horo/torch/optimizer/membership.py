@@ -212,7 +212,7 @@ class Membership:
             runtime.joining.settle_before("the gradients of a DistributedOptimizer")
 
     def _begin_anew(self, rounds: int) -> None:
-        """Forgets what ranks have told each other, since some of them may have been in another job, or joined."""
+        """Forgets all comparisons of ranks, since some of them may have been in another job, or joined."""
         self.checked = 0
         self._are_named = False
         for state in self.states.values():

@@ -65,6 +65,6 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) ->
 def scaler_has_looked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler calls the step. It has unscaled the gradients then, which cannot be seen on them.
 
-    It tells an optimizer with a fused step; else only the call stack shows it.
+    It notes that on an optimizer with a fused step; otherwise only the call stack shows it.
     """
     return is_unscaled(optimizer) or any(map(calls_scaled_step, callers()))

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/membership/membership.h"
 #include "node/node_setup.h"
 
 /* The handlers of messages that are none of a leader's own. */
@@ -14,6 +15,17 @@ static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_BLOCKED] = hr_blocked_handle,
     [HR_WIRE_QUERY] = hr_blocked_handle_query,
     [HR_WIRE_ASK] = hr_stall_handle_question,
+};
+
+static const struct hr_executor_ops EXECUTOR_OPS = {
+    .handlers = {[HR_WIRE_REQUEST] = hr_stand_in_describe,
+                 [HR_WIRE_JOINED] = hr_join_execute,
+                 [HR_WIRE_TUNE] = hr_tuning_execute},
+    .change = hr_membership_change,
+    .absent = hr_stand_in_for,
+    .backend_on_gpu = hr_gpu_backend,
+    .end_on_gpu = hr_gpu_end_batch,
+    .bury = hr_gpu_bury,
 };
 
 static void free_parts(struct hr_engine *engine) {
@@ -64,6 +76,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
                 .leader.handlers = on_message,
                 .leader.fusion_bytes = setup->fusion_bytes,
                 .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
+                .executor_ops = &EXECUTOR_OPS,
                 .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
                 .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
             },

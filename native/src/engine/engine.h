@@ -152,20 +152,6 @@ int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, i
 /* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
 int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
                             const char *reason);
-/* sets.c */
-/* Whether there can be a team of these ranks. */
-int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
-/*
- * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member.
- * They are the engine's, also where it fails.
- */
-int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
-                       struct hr_backend *backend, int64_t *handle, struct hr_error *error);
-int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
-int hr_engine_added_team(struct hr_engine *engine, int64_t handle);
-/* join.c: as horo_join and horo_joined_last. */
-int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
-int hr_engine_joined_last(struct hr_engine *engine, int64_t handle);
 /* join.c: with the lock held, whether this rank may join: not while a change of teams is pending. */
 int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error);
 int hr_engine_poll(struct hr_engine *engine, int64_t handle);
@@ -239,18 +225,8 @@ void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *requ
 const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
                                                 struct hr_error *error);
 
-/*
- * sets.c: the batch of an operation of teams, as hr_task.progress; HR_DONE with the status of the request in
- * *outcome.
- */
-int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
-                           size_t text_bytes);
-/*
- * Before the announcement of one that removes a team, which from then on may end on other ranks; and where the ranks do
- * not agree on it.
- */
+/* Before the announcement of one that removes a team, which from then on may end on other ranks. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
-void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request);
 /* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */
 void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request);
 
@@ -268,8 +244,8 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
 /* tuning.c */
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
-/* A TUNE record of this lane's log. HORO_OK or HORO_ERR_INTERNAL. */
-int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record);
+/* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
+int hr_tuning_execute(void *lane, const struct hr_wire_message *record);
 
 /* events.c: what the flight recorder gets, and when it is shown. */
 /* A request that has been put into the queue; with the lock held. */

@@ -76,9 +76,9 @@ enum hr_wire_type {
     HR_WIRE_JOINED = 15,
     HR_WIRE_TUNE = 16,
 };
+enum { HR_WIRE_TYPES = HR_WIRE_TUNE + 1 };
 
 enum {
-    HR_WIRE_TYPES = HR_WIRE_TUNE + 1, /* room for them all */
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,

@@ -65,8 +65,8 @@ struct hr_agree_list {
     struct hr_agree_entry *first, *last;
 };
 
-/* From the first announcement of JOIN until its round ends. */
-struct hr_agree_joined {
+/* Members that have joined, from the first announcement of JOIN until its round ends. */
+struct hr_agree_absent {
     struct hr_agree_entry *entry; /* NULL: nobody here has joined */
     int is_known;                 /* some rank below has, its member perhaps not wholly; it needs requests in full */
     int last;                     /* the rank below that joined last, and when */
@@ -75,7 +75,7 @@ struct hr_agree_joined {
 
 struct hr_agree {
     struct hr_agree_config config;
-    struct hr_agree_joined joined;
+    struct hr_agree_absent absent;
     struct hr_map entries;            /* by name */
     struct hr_pool pool;              /* of the entries, and of what they keep from round to round */
     struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
@@ -131,10 +131,10 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
  * join.c. A rank of this subtree has joined, at a time of this host's. And: something has moved here, so those
  * who wait for others to join have no reason to doubt that they will.
  */
-void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at);
-void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns);
+void hr_agree_note_absence(struct hr_agree *agree, int rank, uint64_t at);
+void hr_agree_excuse_absent(struct hr_agree *agree, int64_t now_ns);
 /* Whether a member has: of a host below, whether all of its ranks and of those below it have. */
-int hr_agree_has_joined(const struct hr_agree *agree, int member);
+int hr_agree_is_absent(const struct hr_agree *agree, int member);
 
 /* A tensor that some members have announced and others not; valid until the agreement changes. */
 struct hr_agree_waiting {

@@ -1,6 +1,7 @@
 /* The agreement's way in: who has announced which tensor, and whether they mean the same. */
 #include <string.h>
 
+#include "base/op.h"
 #include "engine/agree/private.h"
 
 /* For the coordinator's timeline. */
@@ -23,7 +24,7 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
         entry->first_ns = now_ns;
         hr_agree_move(agree, entry, HR_AGREE_WAITING);
         agree->active++;
-        hr_agree_count_joined(agree, entry);
+        hr_agree_count_absent(agree, entry);
     }
     entry->announced[member / 64] |= 1ull << (member % 64);
     if (by_id) {
@@ -104,8 +105,8 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
     HR_TRY(compare_in(agree, entry, &request));
-    if (message->request.op == HORO_JOIN) {
-        HR_TRY(hr_agree_note_join(agree, entry));
+    if (hr_op_is_last(message->request.op)) {
+        HR_TRY(hr_agree_begin_absence(agree, entry));
     }
     return hr_agree_complete_if_all(agree, entry);
 }

@@ -128,8 +128,8 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     memset(entry->announced, 0, hr_agree_words(agree) * sizeof *entry->announced);
     memset(entry->by_id, 0, hr_agree_words(agree) * sizeof *entry->by_id);
     memset(entry->stood_in, 0, hr_agree_words(agree) * sizeof *entry->stood_in);
-    if (entry == agree->joined.entry) {
-        agree->joined = (struct hr_agree_joined){0};
+    if (entry == agree->absent.entry) {
+        agree->absent = (struct hr_agree_absent){0};
     }
     become_idle(agree, entry);
     if (entry->id == 0) {
@@ -203,7 +203,7 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     }
     const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     /* a rank that joins must not have to announce again what it has announced by id, see join.c */
-    if (agree->joined.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
+    if (agree->absent.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
         return 0;
     }
     return oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;

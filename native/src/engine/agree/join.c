@@ -9,20 +9,20 @@
 #include "base/op.h"
 #include "engine/agree/private.h"
 
-void hr_agree_note_joined(struct hr_agree *agree, int rank, uint64_t at) {
-    agree->joined.is_known = 1;
-    if (at >= agree->joined.last_at) {
-        agree->joined.last = rank;
-        agree->joined.last_at = at;
+void hr_agree_note_absence(struct hr_agree *agree, int rank, uint64_t at) {
+    agree->absent.is_known = 1;
+    if (at >= agree->absent.last_at) {
+        agree->absent.last = rank;
+        agree->absent.last_at = at;
     }
 }
 
-void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    if (agree->joined.entry == NULL || entry == agree->joined.entry) {
+void hr_agree_count_absent(struct hr_agree *agree, struct hr_agree_entry *entry) {
+    if (agree->absent.entry == NULL || entry == agree->absent.entry) {
         return;
     }
     for (size_t word = 0; word < hr_agree_words(agree); word++) {
-        const uint64_t others = agree->joined.entry->announced[word] & ~entry->announced[word];
+        const uint64_t others = agree->absent.entry->announced[word] & ~entry->announced[word];
         entry->stood_in[word] |= others;
         entry->announced[word] |= others;
         entry->announced_count += __builtin_popcountll(others);
@@ -113,13 +113,13 @@ int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entr
 }
 
 /* Completes what waited for this member only, before JOIN can be: it goes before it. */
-int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry) {
+int hr_agree_begin_absence(struct hr_agree *agree, struct hr_agree_entry *entry) {
     struct hr_agree_entry *next;
-    agree->joined.entry = entry;
-    agree->joined.is_known = 1;
+    agree->absent.entry = entry;
+    agree->absent.is_known = 1;
     for (struct hr_agree_entry *other = agree->lists[HR_AGREE_WAITING].first; other != NULL; other = next) {
         next = other->next;
-        hr_agree_count_joined(agree, other);
+        hr_agree_count_absent(agree, other);
         if (other != entry) {
             HR_TRY(hr_agree_complete_if_all(agree, other));
         }
@@ -127,12 +127,12 @@ int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry) {
     return HORO_OK;
 }
 
-int hr_agree_has_joined(const struct hr_agree *agree, int member) {
-    return agree->joined.entry != NULL && hr_agree_has(agree->joined.entry->announced, member);
+int hr_agree_is_absent(const struct hr_agree *agree, int member) {
+    return agree->absent.entry != NULL && hr_agree_has(agree->absent.entry->announced, member);
 }
 
-int hr_agree_has_all_joined(const struct hr_agree *agree) {
-    return agree->joined.entry != NULL && agree->joined.entry->state == HR_AGREE_REPORTED;
+int hr_agree_are_all_absent(const struct hr_agree *agree) {
+    return agree->absent.entry != NULL && agree->absent.entry->state == HR_AGREE_REPORTED;
 }
 
 int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message) {
@@ -140,7 +140,7 @@ int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *mess
     if (entry != NULL && entry->state == HR_AGREE_REPORTED) {
         return HORO_OK;
     }
-    if ((entry != NULL && entry->state != HR_AGREE_IDLE) || !hr_agree_has_all_joined(agree) ||
+    if ((entry != NULL && entry->state != HR_AGREE_IDLE) || !hr_agree_are_all_absent(agree) ||
         message->status != HORO_OK) {
         return HORO_ERR_INTERNAL;
     }
@@ -157,8 +157,8 @@ int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *mess
     return HORO_OK;
 }
 
-void hr_agree_excuse_join(struct hr_agree *agree, int64_t now_ns) {
-    struct hr_agree_entry *entry = agree->joined.entry;
+void hr_agree_excuse_absent(struct hr_agree *agree, int64_t now_ns) {
+    struct hr_agree_entry *entry = agree->absent.entry;
     if (entry != NULL && entry->state == HR_AGREE_WAITING) {
         entry->first_ns = now_ns;
         hr_agree_move(agree, entry, HR_AGREE_WAITING); /* behind those that have waited longer */

@@ -103,16 +103,16 @@ int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entr
 int hr_agree_merge_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *merged);
 
 /*
- * join.c. count_joined: those members that have joined count as announced, in an entry that has just been announced.
- * complete_if_all: puts an entry that all members have announced among the complete ones, with no rows of those that
- * have joined, or failed. note_join: a member has announced JOIN, which is this entry. All HORO_OK or
- * HORO_ERR_RESOURCE. has_all_joined: not the root, all of this subtree has, and the parent knows. describe: the parent
+ * join.c. Members that have joined are absent. count_absent: they count as announced, in an entry that has just been
+ * announced. complete_if_all: puts an entry that all members have announced among the complete ones, with no rows of
+ * those that are absent, or failed. begin_absence: a member has announced JOIN, which is this entry. All HORO_OK or
+ * HORO_ERR_RESOURCE. are_all_absent: not the root, all of this subtree are, and the parent knows. describe: the parent
  * tells of a request that this subtree has not announced.
  */
-void hr_agree_count_joined(struct hr_agree *agree, struct hr_agree_entry *entry);
+void hr_agree_count_absent(struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry);
-int hr_agree_note_join(struct hr_agree *agree, struct hr_agree_entry *entry);
-int hr_agree_has_all_joined(const struct hr_agree *agree);
+int hr_agree_begin_absence(struct hr_agree *agree, struct hr_agree_entry *entry);
+int hr_agree_are_all_absent(const struct hr_agree *agree);
 int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *message);
 
 #endif

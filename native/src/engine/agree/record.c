@@ -118,7 +118,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        if (entry == agree->joined.entry) { /* which means: nothing comes behind it */
+        if (entry == agree->absent.entry) { /* which means: nothing comes behind it */
             HR_TRY(put_ids(out, ids, id_count, frames));
             id_count = 0;
         }
@@ -198,9 +198,9 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 /* A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. */
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
-         agree->joined.is_known && entry != NULL; entry = entry->next) {
+         agree->absent.is_known && entry != NULL; entry = entry->next) {
         const struct hr_agree_copy *request = hr_agree_request(entry);
-        if (entry != agree->joined.entry && !is_known_by_id(entry)) {
+        if (entry != agree->absent.entry && !is_known_by_id(entry)) {
             HR_TRY(hr_frame_put(
                 out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
                                                .rank = request->rank,
@@ -239,11 +239,11 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     struct hr_agree_entry *entry;
     struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
     uint8_t last[HR_WIRE_VAR_MAX];
-    if (agree->lists[HR_AGREE_CHOSEN].first == agree->joined.entry) {
-        rows = hr_wire_encode_row(agree->joined.last, last);
+    if (agree->lists[HR_AGREE_CHOSEN].first == agree->absent.entry) {
+        rows = hr_wire_encode_row(agree->absent.last, last);
     }
     while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
-        HR_TRY(entry == agree->joined.entry ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
+        HR_TRY(entry == agree->absent.entry ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);
     }
@@ -279,7 +279,7 @@ void hr_agree_take_lone(struct hr_agree *agree) {
 static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
-    if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_has_all_joined(agree)) {
+    if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_are_all_absent(agree)) {
         return HORO_OK;
     }
     if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
@@ -301,7 +301,7 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
     }
     if (record->type == HR_WIRE_FAIL) {
         struct hr_agree_entry *entry = hr_agree_find(agree, record->name);
-        if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_has_all_joined(agree)) {
+        if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_are_all_absent(agree)) {
             return HORO_OK;
         }
         if (entry == NULL || entry->state != HR_AGREE_REPORTED) {

@@ -7,7 +7,6 @@
 #include "base/little_endian.h"
 #include "base/op.h"
 #include "engine/engine.h"
-#include "engine/gpu/gpu.h"
 
 void hr_lane_free_batch(struct hr_lane *lane) {
     if (lane->executor.batch != NULL) {
@@ -119,7 +118,7 @@ int hr_batch_begin(struct hr_lane *lane) {
     };
     struct hr_backend *backend = lane->backend;
     if (hr_request_is_on_gpu(batch->requests[0])) {
-        backend = hr_gpu_backend(batch->requests, batch->request_count);
+        backend = lane->executor.ops->backend_on_gpu(batch->requests, batch->request_count);
     }
     if (backend == NULL) {
         return HORO_ERR_INTERNAL;

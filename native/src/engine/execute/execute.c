@@ -7,7 +7,6 @@
 #include "base/op.h"
 #include "engine/execute/batch.h"
 #include "engine/engine.h"
-#include "engine/gpu/gpu.h"
 #include "wire/frame.h"
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
@@ -46,7 +45,7 @@ static void end_batch(struct hr_lane *lane) {
 static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
-    hr_engine_bury_staged(lane->engine, batch->requests, batch->request_count);
+    lane->executor.ops->bury(lane, batch->requests, batch->request_count);
 }
 
 /*
@@ -77,7 +76,7 @@ static int confirm(struct hr_lane *lane) {
 /* One on the GPU goes on there. 0: that has failed, and the group is about to end. */
 static int may_end_batch(const struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
-    return !hr_request_is_on_gpu(batch->requests[0]) || hr_gpu_end_batch(batch->requests);
+    return !hr_request_is_on_gpu(batch->requests[0]) || lane->executor.ops->end_on_gpu(batch->requests);
 }
 
 static int progress_task(struct hr_lane *lane) {
@@ -98,11 +97,11 @@ static int progress_task(struct hr_lane *lane) {
     return HR_MOVED;
 }
 
-static int change_teams(struct hr_lane *lane) {
+static int change(struct hr_lane *lane) {
     struct hr_request *request = lane->executor.batch->requests[0]; /* such an operation shares its batch with none */
     char text[HORO_MESSAGE_MAX];
     int outcome;
-    const int moved = hr_engine_change_teams(lane->engine, request, &outcome, text, sizeof text);
+    const int moved = lane->executor.ops->change(lane, request, lane->executor.row, &outcome, text, sizeof text);
     if (moved != HR_DONE) {
         return moved;
     }
@@ -120,18 +119,6 @@ static int refuse_batch(struct hr_lane *lane, const char *text) {
     return HORO_OK;
 }
 
-/* Of a join the record says who joined last. */
-static int note_last(struct hr_lane *lane, const struct hr_wire_message *record) {
-    const struct hr_batch *batch = lane->executor.batch;
-    const uint8_t *cursor = record->rows.data;
-    const int64_t last = record->rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
-    if (batch->request_count != 1 || last < 0 || last >= lane->node->size) {
-        return HORO_ERR_INTERNAL;
-    }
-    batch->requests[0]->joined_last = (int)last;
-    return HORO_OK;
-}
-
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(hr_batch_load(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
@@ -139,13 +126,13 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
                         batch->request_count > 0 && hr_request_is_on_gpu(batch->requests[0]));
     hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
-    if (hr_op_is_of_teams(op)) {
+    if (hr_op_is_of_members(op)) {
+        const uint8_t *cursor = record->rows.data;
+        lane->executor.row = record->rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
         lane->executor.state = HR_EXECUTION_CHANGING;
-        return HORO_OK;
+        return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
     }
-    if (op == HORO_JOIN) {
-        HR_TRY(note_last(lane, record));
-    } else if (!hr_op_tells_rows(op) && record->rows.count > 0) {
+    if (!hr_op_tells_rows(op) && record->rows.count > 0) {
         return HORO_ERR_INTERNAL;
     }
     if (hr_op_tells_rows(op)) {
@@ -213,9 +200,8 @@ static void pass_record(struct hr_lane *lane) {
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_request *request = hr_lane_find_name(lane, record->name);
     if (request == NULL) {
-        if (!lane->join.has_joined) {
-            return HORO_ERR_INTERNAL;
-        }
+        const struct hr_wire_text none = {NULL, 0};
+        HR_TRY(lane->executor.ops->absent(lane, record->name, none, &request));
         pass_record(lane);
         return HORO_OK;
     }
@@ -223,16 +209,9 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
     memcpy(text, record->text.data, bytes);
     text[bytes] = '\0';
-    hr_engine_expect_no_removal(lane->engine, request);
     hr_announcer_drop(&lane->announcer, request);
     end_record(lane);
     hr_engine_complete(lane->engine, &request, 1, record->status, text);
-    return HORO_OK;
-}
-
-static int execute_tuning(struct hr_lane *lane, const struct hr_wire_message *record) {
-    HR_TRY(hr_engine_execute_tuning(lane->engine, lane, record));
-    pass_record(lane);
     return HORO_OK;
 }
 
@@ -277,18 +256,16 @@ static int execute_record(struct hr_lane *lane, const struct hr_wire_message *re
     case HR_WIRE_BATCH: return execute_batch(lane, record);
     case HR_WIRE_RESULT: return execute_result(lane, record);
     case HR_WIRE_FAIL: return execute_fail(lane, record);
-    case HR_WIRE_TUNE: return execute_tuning(lane, record);
     case HR_WIRE_LEAVE: return execute_leave(lane, record);
-    case HR_WIRE_REQUEST:
-        HR_TRY(hr_lane_describe_stand_in(lane, &record->request));
-        pass_record(lane);
-        return HORO_OK;
-    case HR_WIRE_JOINED:
-        HR_TRY(hr_lane_execute_joined(lane, record->rank));
-        pass_record(lane);
-        return HORO_OK;
-    default: return HORO_ERR_INTERNAL;
+    default: break;
     }
+    hr_record_handler *handler = lane->executor.ops->handlers[record->type];
+    if (handler == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    HR_TRY(handler(lane, record));
+    pass_record(lane);
+    return HORO_OK;
 }
 
 int hr_lane_execute(struct hr_lane *lane) {
@@ -299,7 +276,7 @@ int hr_lane_execute(struct hr_lane *lane) {
         return confirm(lane);
     }
     if (lane->executor.state == HR_EXECUTION_CHANGING) {
-        return change_teams(lane);
+        return change(lane);
     }
     HR_TRY(take_log(lane));
     const uint8_t *data;

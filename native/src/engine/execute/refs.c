@@ -9,17 +9,15 @@ struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text n
 }
 
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
-    if (ref->name.bytes > 0) {
-        *request = hr_lane_find_name(lane, ref->name);
-        if (*request == NULL) {
-            *request = hr_lane_find_stand_in(lane, ref->name);
-        }
-        if (*request == NULL) {
-            return HORO_ERR_INTERNAL;
-        }
-        return ref->id == 0 ? HORO_OK : hr_announcer_learn(&lane->announcer, *request, ref->id);
+    struct hr_wire_text bytes = {NULL, 0};
+    if (ref->name.bytes == 0) {
+        HR_TRY(hr_announcer_take(&lane->announcer, ref->id, request, &bytes));
+        return *request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request);
     }
-    struct hr_wire_text bytes;
-    HR_TRY(hr_announcer_take(&lane->announcer, ref->id, request, &bytes));
-    return *request != NULL ? HORO_OK : hr_lane_make_stand_in(lane, bytes.data, bytes.bytes, request);
+    *request = hr_lane_find_name(lane, ref->name);
+    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
+    if (*request == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    return ref->id == 0 ? HORO_OK : hr_announcer_learn(&lane->announcer, *request, ref->id);
 }

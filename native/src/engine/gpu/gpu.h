@@ -26,8 +26,8 @@ int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t strea
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* After submission of one that is staged: it gets into the queue when the values are there. Without the lock. */
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: buries the memory on the host of a batch that was cut off. */
-void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count);
+/* Driver: buries the memory on the host of a batch of the lane that was cut off. */
+void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count);
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 

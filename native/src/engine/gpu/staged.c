@@ -166,9 +166,9 @@ static void drop(void *staging) {
     hr_staging_drop(staging);
 }
 
-void hr_engine_bury_staged(const struct hr_engine *engine, struct hr_request *const *requests, size_t count) {
+void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        hr_node_bury(engine->node, requests[i]->staging, drop);
+        hr_node_bury(((struct hr_lane *)lane)->node, requests[i]->staging, drop);
         requests[i]->staging = NULL;
     }
 }

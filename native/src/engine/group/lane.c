@@ -36,6 +36,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->team = team;
     created->backend = backend;
     created->is_leader = team->local_rank == 0;
+    created->executor.ops = setup->executor_ops;
     created->is_root = team->rank == 0;
     created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
     created->round.team = team;

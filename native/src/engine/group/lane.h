@@ -7,6 +7,7 @@
 #define HR_ENGINE_LANE_H
 
 #include "engine/announce/announcer.h"
+#include "engine/execute/executor.h"
 #include "engine/drive/part.h"
 #include "engine/lead/leader.h"
 #include "engine/requests/request.h"
@@ -23,30 +24,6 @@ struct hr_joining {
     int has_joined;          /* JOIN is announced */
 };
 
-/* ---- Executor: the log, record by record. The driver's. ---- */
-
-/* The state of the record at the front of the log. */
-enum hr_execution {
-    HR_EXECUTION_IDLE,     /* none has been begun */
-    HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
-    HR_EXECUTION_CHANGING, /* a batch that adds or removes a team */
-    HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
-};
-
-struct hr_executor {
-    enum hr_execution state;
-    int64_t confirm_ns;
-    uint64_t log_position;  /* bytes of the log taken out of the ring */
-    struct hr_buffer log_in; /* taken out, not begun */
-    uint64_t log_executed;  /* bytes of the log executed */
-    uint64_t place;         /* see hr_lane_place */
-    uint64_t moves;         /* stages of tasks and records of the log done */
-    uint64_t record_bytes;  /* of the record that is being executed; 0: of a batch that has none */
-    int has_executed_leave; /* the last record of the log */
-    struct hr_batch *batch; /* see batch.h */
-    struct hr_backend *backend; /* whose task the batch is: the lane's, or that of the GPU */
-};
-
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
@@ -60,6 +37,7 @@ struct hr_stall {
 /* The values that all lanes of a rank begin with. */
 struct hr_lane_setup {
     struct hr_leader_setup leader;
+    const struct hr_executor_ops *executor_ops;
     uint32_t cache_capacity;
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
 };
@@ -134,8 +112,6 @@ static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
 int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
 /* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
 int hr_lane_go_on_joining(struct hr_lane *lane);
-/* The record JOINED. HORO_OK or a status. */
-int hr_lane_execute_joined(struct hr_lane *lane, int rank);
 /* The request to join is over, well or not; with the lock of submission held. */
 void hr_lane_end_join(struct hr_lane *lane);
 /* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */
@@ -143,15 +119,6 @@ int hr_join_handle(void *lane, int member, const struct hr_wire_message *message
 
 /* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
-/*
- * Makes one from the canonical bytes of theirs, for the record that comes next; the lane's until end. HORO_OK,
- * HORO_ERR_RESOURCE, or HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in.
- */
-int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request);
-/* The record REQUEST: makes one, unless this rank has submitted it itself. As make. */
-int hr_lane_describe_stand_in(struct hr_lane *lane, const struct hr_wire_request *request);
-/* The one of this name; NULL: there is none. */
-struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_wire_text name);
 /* It is over; with the lock of submission held. */
 void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
 void hr_stand_in_destroy(struct hr_request *request);
@@ -169,34 +136,7 @@ int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);
 int hr_blocked_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 
-/* ---- execute.c ---- */
-
-/* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
-int hr_lane_execute(struct hr_lane *lane);
-/* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
-int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
-/* After the end of the group: gives the current batch up. */
-void hr_executor_cancel(struct hr_lane *lane);
-/* The request that a ref of a record stands for, or a stand-in; this rank learns what the record says of it. */
-int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
-/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
-int hr_lane_is_ending_batch(const struct hr_lane *lane);
-void hr_lane_free_batch(struct hr_lane *lane);
-
-/* ---- rows.c ---- */
-
-/*
- * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.
- * HORO_ERR_USAGE with a sentence, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
- * HORO_ERR_INTERNAL for rows that are not those of this request.
- */
-int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
-                      size_t text_bytes);
-/* The outcome of a request whose batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
-int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
-
-/* ---- stall_ask.c ---- */
+/* ---- stall.c ---- */
 
 /* A leader's handler of ASK: a leader above asks where the ranks of this subtree stand that wait for nothing. */
 int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);

@@ -61,7 +61,9 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
     return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for values of autotuning");
 }
 
-int hr_engine_execute_tuning(struct hr_engine *engine, struct hr_lane *lane, const struct hr_wire_message *record) {
+int hr_tuning_execute(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    struct hr_engine *engine = lane->engine;
     struct hr_tuned *tuned = &engine->tuned;
     uint64_t values[HORO_KNOB_COUNT];
     if (!tuned->is_on || record->count != HORO_KNOB_COUNT) {

@@ -20,7 +20,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/membership/membership.h"
 #include "wire/frame.h"
 
 /* ---- The callers' side, with the lock held ---- */
@@ -38,7 +38,7 @@ int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error)
     return HORO_OK;
 }
 
-int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
     const horo_request call = {
         .name = HR_JOIN_NAME,
         .op = HORO_JOIN,
@@ -50,7 +50,7 @@ int hr_engine_join(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     return hr_engine_submit_with(engine, &call, NULL, handle, error);
 }
 
-int hr_engine_joined_last(struct hr_engine *engine, int64_t handle) {
+int hr_joined_last(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
@@ -105,11 +105,12 @@ int hr_lane_go_on_joining(struct hr_lane *lane) {
     return HR_MOVED;
 }
 
-int hr_lane_execute_joined(struct hr_lane *lane, int rank) {
-    if (rank >= lane->node->size) {
+int hr_join_execute(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    if (record->rank >= lane->node->size) {
         return HORO_ERR_INTERNAL;
     }
-    if (rank == lane->node->rank) {
+    if (record->rank == lane->node->rank) {
         lane->join.is_heard = 1;
     }
     return HORO_OK;
@@ -127,7 +128,7 @@ void hr_lane_end_join(struct hr_lane *lane) {
 static int note_joined(struct hr_leader *leader, int rank, uint64_t at) {
     const struct hr_wire_message joined = {
         .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}; /* a record has none */
-    hr_agree_note_joined(&leader->agree, rank, at);
+    hr_agree_note_absence(&leader->agree, rank, at);
     return hr_frame_put(hr_leader_up(leader), &joined);
 }
 

@@ -9,6 +9,7 @@
 #include "base/op.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
+#include "engine/membership/membership.h"
 
 /* ---- The callers' side ---- */
 
@@ -28,7 +29,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     return hr_engine_submit_with(engine, &call, new_lane, handle, error);
 }
 
-int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
         return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
@@ -43,7 +44,7 @@ int hr_engine_check_team(const struct hr_engine *engine, const int32_t *ranks, i
     return HORO_OK;
 }
 
-int hr_engine_add_team(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
                        struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
@@ -110,7 +111,7 @@ static void take_back_removal(struct hr_engine *engine, int32_t id) {
     hr_drive_unlock(&engine->drive);
 }
 
-int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
     hr_drive_lock(&engine->drive);
     const int begun = begin_removal(engine, team, error);
     hr_drive_unlock(&engine->drive);
@@ -123,7 +124,7 @@ int hr_engine_remove_team(struct hr_engine *engine, int32_t team, int64_t *handl
     return status;
 }
 
-int hr_engine_added_team(struct hr_engine *engine, int64_t handle) {
+int hr_sets_added(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_engine_find_handle(engine, handle);
     const int known = request != NULL && atomic_load(&request->status) == HORO_OK && request->team_added >= 0;
@@ -156,17 +157,11 @@ void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request 
     }
 }
 
-void hr_engine_expect_no_removal(struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_lane *lane = lane_removed_by(engine, request);
-    if (lane != NULL) {
-        lane->leader.expects_removal = 0;
-    }
-}
-
 void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = lane_removed_by(engine, request);
     if (lane != NULL) {
         lane->refuses_requests = 0;
+        lane->leader.expects_removal = 0;
     }
 }
 
@@ -263,11 +258,19 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_engine_change_teams(struct hr_engine *engine, struct hr_request *request, int *outcome, char *text,
-                           size_t text_bytes) {
+int hr_membership_change(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text,
+                         size_t text_bytes) {
+    struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     *outcome = HORO_OK;
+    if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
+        request->joined_last = (int)row;
+        return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
+    }
+    if (row >= 0) {
+        return HORO_ERR_INTERNAL;
+    }
     if (request->call.op == HORO_ADD_TEAM) {
         const int team = free_number(engine);
         if (team < HR_TEAMS_MAX) {

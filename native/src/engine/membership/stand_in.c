@@ -7,7 +7,7 @@
 
 #include "base/dtype.h"
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/membership/membership.h"
 
 enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };
 
@@ -179,7 +179,11 @@ static int can_stand_in(const struct hr_lane *lane, const struct hr_wire_request
            (op != HORO_BROADCAST || hr_team_member(lane->team, request->root_rank) >= 0);
 }
 
-int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request) {
+/*
+ * Makes one from the canonical bytes of theirs, for the record that comes next. HORO_OK, HORO_ERR_RESOURCE, or
+ * HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in.
+ */
+static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request) {
     struct hr_wire_request decoded = {0};
     struct draft draft = {0};
     HR_TRY(hr_wire_decode_request(bytes, byte_count, &decoded));
@@ -205,19 +209,28 @@ int hr_lane_make_stand_in(struct hr_lane *lane, const void *bytes, size_t byte_c
 
 /* ---- Until it is over ---- */
 
-int hr_lane_describe_stand_in(struct hr_lane *lane, const struct hr_wire_request *request) {
+static struct hr_request *find(const struct hr_lane *lane, struct hr_wire_text name) {
+    return hr_map_find(&lane->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
+}
+
+int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request) {
+    struct hr_lane *lane = owner;
+    if (bytes.bytes > 0) {
+        return make(lane, bytes.data, bytes.bytes, request);
+    }
+    *request = find(lane, name);
+    return *request != NULL || lane->join.has_joined ? HORO_OK : HORO_ERR_INTERNAL;
+}
+
+int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    const struct hr_wire_request *request = &record->request;
     struct hr_request *made;
     if (hr_lane_find_name(lane, request->name) != NULL) {
         return HORO_OK; /* submitted here, too */
     }
-    if (hr_lane_find_stand_in(lane, request->name) != NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    return hr_lane_make_stand_in(lane, request->bytes, request->byte_count, &made);
-}
-
-struct hr_request *hr_lane_find_stand_in(const struct hr_lane *lane, struct hr_wire_text name) {
-    return hr_map_find(&lane->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
+    return find(lane, request->name) != NULL ? HORO_ERR_INTERNAL
+                                             : make(lane, request->bytes, request->byte_count, &made);
 }
 
 void hr_stand_in_destroy(struct hr_request *request) {

@@ -8,6 +8,7 @@
 
 #include "arena/question.h"
 #include "base/clock.h"
+#include "base/op.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 #include "engine/report/stall.h"
@@ -31,7 +32,7 @@ static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
  * have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends the job.
  */
 static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *request) {
-    const int is_excused = request->call.op == HORO_JOIN && lane->stall.all_moved_ns > request->submit_ns;
+    const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
     return is_excused ? lane->stall.all_moved_ns : request->submit_ns;
 }
 
@@ -86,7 +87,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
             continue;
         }
         stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-        const int is_excused = request->call.op == HORO_JOIN || request->refused != 0;
+        const int is_excused = hr_op_is_last(request->call.op) || request->refused != 0;
         if (!is_excused && since_ns < stalled->blocked_ns) {
             stalled->blocked_ns = since_ns;
         }
@@ -295,7 +296,7 @@ static int show_alive(struct hr_engine *engine, int64_t now_ns) {
     const struct hr_node *node = engine->node;
     _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
     const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (engine->drive.expects_others) {
+    if (engine->drive.expects_others && node->stall_warning_ns > 0) {
         atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
     }
     return was_stopped;
@@ -323,7 +324,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
         stall->all_moves = all_moves;
         stall->all_moved_ns = now_ns;
         if (lane->is_leader) {
-            hr_agree_excuse_join(&lane->leader.agree, now_ns);
+            hr_agree_excuse_absent(&lane->leader.agree, now_ns);
         }
     }
     const uint64_t moves = hr_lane_moves(lane);

@@ -94,7 +94,7 @@ static uint32_t submitted_by(const struct hr_lane *lane, const struct hr_stalled
     for (int i = 0; i < stalled->count; i++) {
         names |= (uint32_t)hr_agree_has(stalled->names[i].announced, member) << i;
     }
-    return hr_agree_has_joined(&lane->leader.agree, member) ? names | HAS_JOINED : names;
+    return hr_agree_is_absent(&lane->leader.agree, member) ? names | HAS_JOINED : names;
 }
 
 static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {

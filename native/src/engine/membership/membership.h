@@ -1,0 +1,42 @@
+/*
+ * Changes of who takes part: process sets that are added and removed (sets.c), ranks that join (join.c, stand_in.c),
+ * and ranks that leave (leave.c). A `lane` that is a void pointer is that of the executor, or of the leader, who calls.
+ */
+#ifndef HR_ENGINE_MEMBERSHIP_MEMBERSHIP_H
+#define HR_ENGINE_MEMBERSHIP_MEMBERSHIP_H
+
+#include "engine/engine.h"
+
+/* ---- sets.c ---- */
+
+/* Whether there can be a team of these ranks. */
+int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
+/*
+ * `team` is this rank's part in it with its links, and `backend` does its collectives; both NULL where it is no member.
+ * They are the engine's, also where it fails.
+ */
+int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
+                struct hr_backend *backend, int64_t *handle, struct hr_error *error);
+int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
+/* As horo_added_team. */
+int hr_sets_added(struct hr_engine *engine, int64_t handle);
+/* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
+int hr_membership_change(void *lane, struct hr_request *request, int64_t row, int *outcome, char *text,
+                         size_t text_bytes);
+
+/* ---- join.c ---- */
+
+/* As horo_join and horo_joined_last. */
+int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
+int hr_joined_last(struct hr_engine *engine, int64_t handle);
+/* The executor's handler of the record JOINED. */
+int hr_join_execute(void *lane, const struct hr_wire_message *record);
+
+/* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
+
+/* The executor's: see absent in struct hr_executor_ops; a stand-in is the lane's until its batch is over. */
+int hr_stand_in_for(void *lane, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request);
+/* The executor's handler of the record REQUEST: makes one, unless this rank has submitted the request itself. */
+int hr_stand_in_describe(void *lane, const struct hr_wire_message *record);
+
+#endif
