@@ -93,10 +93,6 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _by_state_and_age(worker: Worker) -> tuple[bool, bool, int]:
-    return not worker.has_state, not worker.is_heir, worker.number
-
-
 class _Turn:
     """One step: a copy of the state that changes, and the actions so far."""
 
@@ -127,6 +123,9 @@ class _Turn:
                 self._on_waits(worker, event)
         elif isinstance(event, Committed):
             self.workers[worker.number] = replace(worker, has_state=True)
+            self.state.commit = max(self.state.commit, event.number)
+            if event.is_kept:
+                self.state.kept |= {worker.slot}
         else:
             self._on_ended(worker, event)
 
@@ -151,8 +150,7 @@ class _Turn:
         record = self.slots.get(worker.slot, SlotRecord())
         failures = record.failures + 1 if self._now_s - worker.started_s < _SOON_S else 1
         pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
-        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s, event.commit is not None)
-        self.state.commit = max(self.state.commit, event.commit or 0)
+        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
         if is_member:
             self._gather(f"worker {worker.number}{rank} {event.how}")
 
@@ -238,41 +236,33 @@ class _Turn:
 
     def _seat_or_wait(self) -> None:
         ready = self._standing(Standing.READY)
-        if not self._is_state_kept():
+        living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
+        if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
-        elif len(ready) >= self.state.limits.min_size and any(worker.has_state or worker.is_heir for worker in ready):
+        elif len(ready) >= self.state.limits.min_size and any(
+            worker.has_state or worker.slot in self.state.kept for worker in ready
+        ):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
             self._report(f"{_ranks(len(ready))} left, and {self.state.limits.min_size} are needed")
             self._enter(Phase.SHORT)
 
-    def _is_state_kept(self) -> bool:
-        """Whether there is a worker with the state, or one will be, which gets it from the memory of its slot.
-
-        The second only if there were commits since that was so before: else the script ends all ranks at the same
-        place each time.
-        """
+    def _goes_on_from_memory(self) -> bool:
+        """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
         state = self.state
-        living = [each for each in self.workers.values() if each.standing is not Standing.ENDING]
-        if any(each.has_state for each in living):
-            return True
-        free = [self.slots[slot] for slot in _free_slots(state) if slot in self.slots]
-        is_kept = any(each.is_heir for each in living) or any(each.has_commit for each in free)
-        before = state.all_lost
-        if not is_kept or (before is not None and before[0] < state.generation and before[1] >= state.commit):
+        if state.phase is not Phase.SHORT and (state.commit <= state.restored or self._is_at_reset_limit()):
             return False
-        if before is not None and before[0] == state.generation:
-            return True
-        state.all_lost = state.generation, state.commit
-        self._report(f"no rank is left: others go on from commit {state.commit}")
-        return True
+        if state.kept and state.restored < state.commit:
+            state.restored = state.commit
+            self._report(f"no rank is left: others go on from commit {state.commit}")
+        return bool(state.kept)
 
     def _seat(self) -> None:
         state = self.state
         if state.generation > 0 and self._is_at_reset_limit():
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {state.limits.reset_limit})")
             return
-        ready = sorted(self._standing(Standing.READY), key=_by_state_and_age)
+        ready = sorted(self._standing(Standing.READY), key=lambda worker: (not worker.has_state, worker.number))
         state.members = tuple(worker.number for worker in ready[: state.limits.max_size])
         state.generation += 1
         state.changes, state.is_announced = 0, False
@@ -316,8 +306,7 @@ class _Turn:
             number = state.started
             state.started += 1
             forecast = StartWorker(number, slot, state.generation + 1, len(self.workers), size)
-            is_heir = slot in self.slots and self.slots[slot].has_commit
-            self.workers[number] = Worker(number, slot, self._now_s, is_heir=is_heir)
+            self.workers[number] = Worker(number, slot, self._now_s)
             self.actions.append(forecast)
             if not is_first:
                 self._report(f"worker {number} starts")

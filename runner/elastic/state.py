@@ -64,7 +64,6 @@ class Worker:
         started_s: the time of its start.
         standing: what it does.
         has_state: it has what the job has learnt so far: it began with the job, or has synced or committed.
-        is_heir: the memory of its slot had a commit when it started.
     """
 
     number: int
@@ -72,7 +71,6 @@ class Worker:
     started_s: float
     standing: Standing = Standing.COMING
     has_state: bool = False
-    is_heir: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,10 @@ class SlotRecord:
     Attributes:
         failures: how many have failed in a row soon after their start.
         free_s: the time from which it may have the next one.
-        has_commit: its memory has a commit.
     """
 
     failures: int = 0
     free_s: float = float("-inf")
-    has_commit: bool = False
 
 
 @dataclass
@@ -109,8 +105,9 @@ class DriverState:
         is_announced: the last one says that workers have come.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
-        commit: the highest number of a commit that a worker has left behind.
-        all_lost: the generation whose workers with the state had all ended, and that number then; None: none.
+        kept: the slots whose memory has a commit.
+        commit: the highest number of a commit that was reported.
+        restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
     """
 
     limits: Elastic
@@ -127,8 +124,9 @@ class DriverState:
     is_announced: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
+    kept: frozenset[int] = frozenset()
     commit: int = 0
-    all_lost: tuple[int, int] | None = None
+    restored: int = -1
 
 
 @dataclass(frozen=True)
@@ -170,9 +168,17 @@ class Waits:
 
 @dataclass(frozen=True)
 class Committed:
-    """A worker has committed or synced its state."""
+    """A worker has committed or synced its state.
+
+    Attributes:
+        worker: its number.
+        number: of the commit.
+        is_kept: the commit is in the memory of its slot, where the next worker finds it.
+    """
 
     worker: int
+    number: int = 0
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,13 +189,11 @@ class Ended:
         worker: its number.
         has_failed: it has not ended with code 0.
         how: in words.
-        commit: the number of the last commit in the memory of its slot; None: there is none.
     """
 
     worker: int
     has_failed: bool
     how: str = ""
-    commit: int | None = None
 
 
 ElasticEvent = Tick | Ready | Within | Waits | Committed | Ended

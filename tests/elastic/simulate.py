@@ -230,13 +230,12 @@ class Simulation:
         elif self.added.get(generation):
             self.leave(process, None)
         else:
-            if not process.has_state:
-                process.has_state = True
-                self.note(Committed(process.worker))
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
+            process.has_state = True
             if self.has_memories:
                 self.memories[process.slot] = 100 - self.steps_left
+            self.note(Committed(process.worker, 100 - self.steps_left, self.has_memories))
             self.later(STEP_S, lambda: self.work(process, generation))
 
     def is_broken(self, generation: int) -> int | None:
@@ -261,7 +260,7 @@ class Simulation:
         """The process ends, and its agent reports that."""
         if process.mode != "dead":
             process.mode = "dead"
-            ended = Ended(process.worker, has_failed, "ended", self.memories.get(process.slot))
+            ended = Ended(process.worker, has_failed, "ended")
             self.later(self.random.uniform(0.01, 0.5), lambda: self.tell(ended))
 
     def fault(self) -> None:

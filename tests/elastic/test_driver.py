@@ -73,8 +73,8 @@ def running(size: int = 3, **limits: Any) -> Driver:
     return driver
 
 
-def killed(worker: int, commit: int | None = None) -> Ended:
-    return Ended(worker, True, "was killed by SIGKILL", commit)
+def killed(worker: int) -> Ended:
+    return Ended(worker, True, "was killed by SIGKILL")
 
 
 def test_a_job_starts_as_many_workers_as_it_has_ranks() -> None:
@@ -208,42 +208,6 @@ def test_a_job_whose_state_is_lost_ends() -> None:
     assert driver.on(killed(1)) == [LOST]
 
 
-def test_a_job_whose_ranks_all_die_goes_on_from_commits_that_are_left() -> None:
-    driver = running(2)
-    driver.on(killed(0, commit=7))
-    driver.on(killed(1, commit=8))
-    assert driver.phase is Phase.SHORT
-    assert "no rank is left: others go on from commit 8" in driver.words
-    assert sorted(driver.state.workers) == [2, 3]
-    assert driver.on(Ready(2)) == [WriteSeats(2, (2,))]
-
-
-def test_a_job_whose_ranks_all_die_again_without_a_commit_ends() -> None:
-    driver = running(2)
-    driver.on(killed(0, commit=7), killed(1, commit=7), Ready(2), Within(2, 2))
-    driver.on(killed(3, commit=7))
-    assert driver.on(killed(2, commit=7))[-1] == Finish()
-
-
-def test_a_job_whose_ranks_all_die_again_after_a_commit_goes_on() -> None:
-    driver = running(2)
-    driver.on(killed(0, commit=7), killed(1, commit=7), Ready(2), Within(2, 2))
-    driver.on(killed(3, commit=7))
-    driver.on(killed(2, commit=9))
-    assert driver.phase is Phase.SHORT
-    while not driver.actions:
-        driver.tick()
-    assert all(isinstance(action, StartWorker) for action in driver.actions)
-
-
-def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
-    driver = running(2, max_size=3)
-    assert [worker.has_state for worker in driver.state.workers.values()] == [True, True, False]
-    driver.on(Ready(2), killed(0, commit=7), killed(1, commit=7))
-    assert driver.phase is Phase.SHORT
-    assert driver.on(Ready(3)) == [WriteSeats(2, (3, 2))]
-
-
 def test_a_worker_that_has_not_synced_has_no_state() -> None:
     driver = running(2)
     driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2), Ready(2), Waits(1, 2, None, True), Within(1, 3))
@@ -369,3 +333,48 @@ def test_a_step_leaves_the_state_before_it_as_it_was() -> None:
     driver.on(killed(0))
     assert before.workers == workers and before.phase is Phase.RUNNING
     assert workers[0].standing is Standing.WITHIN
+
+
+def all_killed(number: int, *, is_kept: bool = True) -> Driver:
+    """Two workers with a commit of that number have died."""
+    driver = running(2, min_size=2)
+    driver.on(Committed(0, number, is_kept), Committed(1, number, is_kept))
+    driver.on(killed(0))
+    driver.on(killed(1))
+    return driver
+
+
+def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots() -> None:
+    driver = all_killed(7)
+    assert driver.phase is Phase.SHORT
+    assert driver.on(Ready(2)) == []
+    assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]
+
+
+def test_without_such_a_memory_it_ends() -> None:
+    assert all_killed(7, is_kept=False).phase is Phase.OVER
+
+
+def test_a_job_whose_ranks_all_die_again_without_a_commit_in_between_ends() -> None:
+    driver = all_killed(7)
+    driver.on(Ready(2), Ready(3), Within(2, 2), Within(3, 2), Committed(2, 7, True), Committed(3, 7, True))
+    driver.on(killed(2))
+    driver.on(killed(3))
+    assert driver.phase is Phase.OVER
+
+
+def test_it_goes_on_again_after_a_commit() -> None:
+    driver = all_killed(7)
+    driver.on(Ready(2), Ready(3), Within(2, 2), Within(3, 2), Committed(2, 8, True))
+    driver.on(killed(2))
+    driver.on(killed(3))
+    assert driver.phase is Phase.SHORT
+
+
+def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
+    driver = running(2, max_size=3)
+    driver.on(Committed(0, 7, True), Ready(2), killed(0), killed(1))
+    assert "no rank is left: others go on from commit 7" in driver.words
+    assert driver.phase is Phase.SHORT
+    assert driver.state.workers[3].slot == 0
+    assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]
