@@ -108,7 +108,7 @@ class TorchState(ObjectState):
         return [(name, each) for name, each in self._handlers.items() if isinstance(each, PartHandler)]
 
     def _own_handlers(self) -> list[StateHandler]:
-        """Those that users have registered."""
+        """The handlers that users have registered."""
         return [each for each in self._handlers.values() if not isinstance(each, PartHandler)]
 
     def _capture(self, tensors: list[torch.Tensor]) -> dict[str, Any]:

@@ -387,7 +387,7 @@ def states_of_all() -> Iterator[ParameterState]:
 
 
 def forget_all() -> None:
-    """Removes what a step that was broken off has left in the optimizers of this process, their gradients too.
+    """Clears the optimizers of this process, their gradients too, after a step that was broken off.
 
     The job is another one than that of the step.
     """
