@@ -117,7 +117,7 @@ BREAKS = (
         "const int is_ready = ready(node, arg);",
         "const int is_ready = arg == NULL && ready(node, arg);",
         "Now and then a rank sleeps on although what it waits for has happened.",
-        "tests/native/test_stress.py -k arithmetic",
+        "tests/native/test_stress.py -k 'whatever_happens or one_host'",
     ),
     Break(
         "node-set-neighbours",
@@ -406,7 +406,7 @@ BREAKS = (
         "return 128 + cause.signal if cause.signal else cause.code",
         "return cause.signal or cause.code",
         "hororun ends with 9 instead of 137 where a rank was killed.",
-        "tests/runner/test_report.py",
+        "tests/runner/test_failures.py",
     ),
     Break(
         "runner-carriage-return",
@@ -422,7 +422,7 @@ BREAKS = (
         "columns = [other for other, others in enumerate(counts) if others > local_rank]",
         "columns = [other for other, others in enumerate(counts) if others]",
         "cross_size() counts hosts that have no rank with this local rank.",
-        "tests/runner/test_placement.py",
+        "tests/runner/test_hosts.py",
     ),
     Break(
         "timeline-offset",
