@@ -117,7 +117,7 @@ BREAKS = (
         "const int is_ready = ready(node, arg);",
         "const int is_ready = arg == NULL && ready(node, arg);",
         "Now and then a rank sleeps on although what it waits for has happened.",
-        "tests/native/test_stress.py -k 'whatever_happens or one_host'",
+        "tests/native/test_waits.py -k behind_its_mark",
     ),
     Break(
         "node-set-neighbours",

@@ -7,10 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
+from horo.errors import DeadlockError, PeerLostError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 
@@ -146,3 +146,16 @@ def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(rank: Rank) -> No
         refused(rank, "x", 0)
     with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
         call(rank, "x" if rank.rank == 0 else "y")
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_refusals_that_stand_behind_each_other_end_with_the_group(hosts: list[int]) -> None:
+    """Whoever ends lets the next one of its name into the queue, where it must not stay."""
+    with Group(hosts) as group:
+        rank = Rank(group.contexts[0])
+        for name in ("a", "a", "b"):
+            rank.context.refuse(0, name, UsageError("it is refused here"))
+        handle = rank.submit("allreduce", "b", [np.ones(2, np.float32)], reduce_op=context.REDUCE_OPS["sum"])
+        group.kill(1)
+        with pytest.raises(PeerLostError):
+            rank.finish(handle)

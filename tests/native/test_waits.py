@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks, run_ranks, wait_for
+from ranks import Group, Rank, context_of, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core import request_buffer
@@ -343,3 +344,11 @@ def test_it_does_not_poll(hosts: list[int]) -> None:
 
     run_ranks(body, hosts)
     assert sleeps[0] < 50  # it was 250 with a look every 2 ms
+
+
+def test_no_sleep_begins_without_a_look_behind_its_mark(native: ModuleType) -> None:
+    """Whoever changes something before the mark is set wakes nobody."""
+    with Group([1]) as group:
+        context = context_of(native, Rank(group.contexts[0]))
+        assert native.lib.shim_wait_looks_last(context, 5 * 10**9)
+        assert native.lib.shim_wait_prepares_with_a_look(context)

@@ -161,9 +161,10 @@ int hr_requests_fail_all(struct hr_requests *requests) {
     }
     while (requests->oldest != NULL) {
         hr_requests_complete_locked(requests, requests->oldest, end.code, text);
+        /* What stood behind it is in the queue now, and may be the next one to be freed. */
+        requests->queue_head = NULL;
+        requests->queue_tail = &requests->queue_head;
     }
-    requests->queue_head = NULL;
-    requests->queue_tail = &requests->queue_head;
     atomic_store(&requests->queued, 0);
     hr_drive_wake_waiters(requests->drive);
     hr_drive_unlock(requests->drive);
