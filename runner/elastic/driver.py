@@ -123,9 +123,8 @@ class _Turn:
                 self._on_waits(worker, event)
         elif isinstance(event, Committed):
             self.workers[worker.number] = replace(worker, has_state=True)
-            self.state.commit = max(self.state.commit, event.number)
             if event.is_kept:
-                self.state.kept |= {worker.slot}
+                self.state.kept = {**self.state.kept, worker.slot: event.number}
         else:
             self._on_ended(worker, event)
 
@@ -173,7 +172,7 @@ class _Turn:
             self._seat()
         elif is_late:
             came = f"{_ranks(len(ready))} of {limits.size} called init() within {limits.start_timeout_s:g} s"
-            self._finish(f"{came} (--start-timeout), and {limits.min_size} are needed", EXIT_ELASTIC_TIMEOUT)
+            self._finish(f"{came} (--start-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
         elif self.state.started and not self.workers:
             self._finish()  # all have failed: so would others
 
@@ -214,7 +213,7 @@ class _Turn:
         self._seat_or_wait()
         if self.state.phase is Phase.SHORT and self._now_s >= self.state.since_s + limits.elastic_timeout_s:
             came = f"{_ranks(len(self._standing(Standing.READY)))} within {limits.elastic_timeout_s:g} s"
-            self._finish(f"{came} (--elastic-timeout), and {limits.min_size} are needed", EXIT_ELASTIC_TIMEOUT)
+            self._finish(f"{came} (--elastic-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
 
     def end(self) -> None:
         """FINISHING: one worker has ended well; the rest of its generation comes to its end, too."""
@@ -239,23 +238,38 @@ class _Turn:
         living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
         if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
-        elif len(ready) >= self.state.limits.min_size and any(
-            worker.has_state or worker.slot in self.state.kept for worker in ready
-        ):
+        elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
-            self._report(f"{_ranks(len(ready))} left, and {self.state.limits.min_size} are needed")
+            if ready:
+                self._report(f"{_ranks(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)")
             self._enter(Phase.SHORT)
 
     def _goes_on_from_memory(self) -> bool:
         """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
         state = self.state
-        if state.phase is not Phase.SHORT and (state.commit <= state.restored or self._is_at_reset_limit()):
+        latest = max(state.kept.values(), default=-1)
+        if state.phase is not Phase.SHORT and (latest <= state.restored or self._is_at_reset_limit()):
             return False
-        if state.kept and state.restored < state.commit:
-            state.restored = state.commit
-            self._report(f"no rank is left: others go on from commit {state.commit}")
+        if latest > state.restored:
+            state.restored = latest
+            self._report(f"no rank is left: others go on from commit {latest}")
         return bool(state.kept)
+
+    def _has_state(self, ready: list[Worker]) -> bool:
+        """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
+        state = self.state
+        if any(worker.has_state for worker in ready):
+            return True
+        own = max((state.kept[worker.slot] for worker in ready if worker.slot in state.kept), default=-1)
+        is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
+        if own < max(state.kept.values(), default=0) and (own < 0 or not is_late):
+            return False
+        if own < state.restored:
+            self._report(f"the slot with commit {state.restored} has no worker: others go on from commit {own}")
+            state.restored = own
+            state.kept = {slot: number for slot, number in state.kept.items() if number <= own}
+        return True
 
     def _seat(self) -> None:
         state = self.state

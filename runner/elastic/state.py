@@ -105,8 +105,7 @@ class DriverState:
         is_announced: the last one says that workers have come.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
-        kept: the slots whose memory has a commit.
-        commit: the highest number of a commit that was reported.
+        kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
     """
 
@@ -124,8 +123,7 @@ class DriverState:
     is_announced: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
-    kept: frozenset[int] = frozenset()
-    commit: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
     restored: int = -1
 
 

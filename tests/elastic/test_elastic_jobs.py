@@ -88,7 +88,7 @@ def test_the_death_of_all_ranks_ends_the_job_with_its_cause(elastic: Elastic) ->
 def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
     words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
     _, err = elastic.train(*words, "30", "0:10:kill", code=75)
-    assert "hororun: 1 rank within 0.5 s (--elastic-timeout), and 2 are needed" in err
+    assert "hororun: 1 rank within 0.5 s (--elastic-timeout), of at least 2 (--min-np)" in err
 
 
 def test_the_reset_limit_ends_the_job(elastic: Elastic) -> None:
