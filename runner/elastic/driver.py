@@ -15,6 +15,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -115,18 +116,23 @@ class _Turn:
         if isinstance(event, Ready):
             if worker.standing is Standing.COMING:
                 self._set(worker, Standing.READY)
-        elif isinstance(event, Within):
-            if worker.standing is Standing.SEATED and event.generation == self.state.generation:
-                self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
-        elif isinstance(event, Waits):
-            if worker.standing in _IN_GENERATION and event.generation == self.state.generation:
-                self._on_waits(worker, event)
+        elif isinstance(event, (Within, Done, Waits)):
+            if worker.standing in (*_IN_GENERATION, Standing.DONE) and event.generation == self.state.generation:
+                self._on_course(worker, event)
         elif isinstance(event, Committed):
             self.workers[worker.number] = replace(worker, has_state=True)
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
         else:
             self._on_ended(worker, event)
+
+    def _on_course(self, worker: Worker, event: Within | Done | Waits) -> None:
+        if isinstance(event, Within):
+            self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
+        elif isinstance(event, Done):
+            self._set(worker, Standing.DONE)
+        else:
+            self._on_waits(worker, event)
 
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
@@ -140,7 +146,9 @@ class _Turn:
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
-        is_done = not event.has_failed and is_member and worker.standing is not Standing.ENDING
+        is_done = worker.standing is Standing.DONE or (
+            not event.has_failed and is_member and worker.standing is not Standing.ENDING
+        )
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
             return
@@ -178,7 +186,7 @@ class _Turn:
 
     def form(self) -> None:
         """FORMING: trains once all are in the generation; gives it up where some are not in time."""
-        late = [worker for worker in self._members() if worker.standing is not Standing.WITHIN]
+        late = [worker for worker in self._members() if worker.standing not in (Standing.WITHIN, Standing.DONE)]
         if not late:
             self._run()
         elif self._now_s >= self.state.since_s + self.state.limits.start_timeout_s:
@@ -216,7 +224,7 @@ class _Turn:
             self._finish(f"{came} (--elastic-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
 
     def end(self) -> None:
-        """FINISHING: one worker has ended well; the rest of its generation comes to its end, too."""
+        """FINISHING: one worker has ended, well or after its training; the rest of its generation does so, too."""
         for worker in list(self.workers.values()):
             is_newcomer = self.state.generation > 0 and worker.number not in self.state.members
             if is_newcomer and worker.standing is not Standing.ENDING:
@@ -224,7 +232,7 @@ class _Turn:
         left = [worker.number for worker in self._standing(Standing.READY)]
         if left:
             self._finish(
-                f"worker {left[0]} has work left, but another one has ended with code 0: all ranks have to come to the "
+                f"worker {left[0]} has work left, but another one has come to its end: all ranks have to come to the "
                 "end of the script together",
                 1,
             )

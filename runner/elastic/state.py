@@ -12,6 +12,7 @@ __all__ = [
     "Action",
     "Announce",
     "Committed",
+    "Done",
     "DriverState",
     "ElasticEvent",
     "Ended",
@@ -51,6 +52,7 @@ class Standing(Enum):
     READY = "waits for a seat"
     SEATED = "has a seat and is not in the generation"
     WITHIN = "is in the generation"
+    DONE = "is in the generation, and all members have come to the end of hvd.elastic.run"
     ENDING = "has been killed"
 
 
@@ -180,6 +182,14 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Done:
+    """``hvd.elastic.run`` returns in a worker, as in all others of a generation."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """The process of a worker, and those that it had started, have ended.
 
@@ -194,7 +204,7 @@ class Ended:
     how: str = ""
 
 
-ElasticEvent = Tick | Ready | Within | Waits | Committed | Ended
+ElasticEvent = Tick | Ready | Within | Waits | Committed | Done | Ended
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -191,8 +192,8 @@ class ElasticSupervisor(Supervisor):
         """One line on the generations of the job and the workers that have failed; none if nothing has happened."""
         if self._state.generation < 2:
             return
-        gone = [each for each in self._endings if each.rank not in self._dismissed]
-        failed = [f"{each.rank} ({each.note.error or how_it_ended(each)})" for each in gone if each.failed and not each.asked]
+        gone = [each for each in self._endings if each.rank not in self._dismissed and each.failed and not each.asked]
+        failed = [f"{each.rank} ({each.note.error or how_it_ended(each)})" for each in gone]
         words = [f"{self._state.generation} generations of workers {ranges(self._came)}"]
         if failed:
             words.append(f"failed: {', '.join(failed)}")
@@ -212,6 +213,9 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     within = report.get("within")
     if isinstance(within, int):
         events.append(Within(worker, within))
+    done = report.get("done")
+    if isinstance(done, int):
+        events.append(Done(worker, done))
     if report.get("ready") is True:
         events.append(Ready(worker))
     return events

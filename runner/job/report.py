@@ -12,7 +12,17 @@ from horo.runner.agent.rank_reports import Note
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.text import printable
 
-__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "how_it_failed", "overdue", "report", "root_cause", "signal_name"]
+__all__ = [
+    "Ending",
+    "awaited",
+    "exit_code",
+    "how_it_ended",
+    "how_it_failed",
+    "overdue",
+    "report",
+    "root_cause",
+    "signal_name",
+]
 
 _LAST_LINES = 20
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
@@ -181,7 +191,7 @@ def how_it_ended(ending: Ending) -> str:
 
 
 def how_it_failed(ending: Ending) -> str:
-    """``was killed by SIGSEGV``, or the exception and its place: ``ended with KeyError: 1 (a.py, line 7; exited ...)``."""
+    """``was killed by SIGSEGV``, or ``ended with`` the exception and its line in the script."""
     note = ending.note
     if ending.lost or not note.error:
         return ("was " if ending.lost or ending.signal else "") + how_it_ended(ending)

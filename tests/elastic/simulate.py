@@ -23,6 +23,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -45,7 +46,7 @@ BOUND_S = 3000.0
 
 @dataclass
 class Process:
-    """The process of a worker. ``mode``: importing, waiting, forming, working, or dead."""
+    """The process of a worker. ``mode``: importing, waiting, forming, working, done, or dead."""
 
     worker: int
     slot: int
@@ -172,14 +173,14 @@ class Simulation:
             commits = [each.commit for each in members if each.commit is not None]
             assert commits, f"nobody in generation {action.generation} has the state"
             self.check_commit(action.generation, max(commits))
-        at_work = [each for each in self.processes.values() if each.mode == "working"]
+        at_work = [each for each in self.processes.values() if each.mode in ("working", "done")]
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
 
     def check_commit(self, generation: int, commit: int) -> None:
-        """A generation goes on from the latest commit, or from the one before, if the last report was on its way."""
-        is_lost = not any(each.commit is not None and each.taken > 0 for each in self.living())
-        if is_lost:
-            self.restored = commit
+        """If all have failed, others go on from the latest commit, or the one before, whose report was on its way."""
+        if any(each.commit is not None and each.taken > 0 for each in self.living()):
+            return
+        self.restored = commit
         if not self.is_lossy and not self.gives_up_waiting():
             latest = max([commit, *self.memories.values()])
             assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
@@ -257,8 +258,10 @@ class Simulation:
         if gone is not None:
             self.leave(process, gone)
         elif self.steps_left <= 0:
+            process.mode = "done"
             self.ends_well.add(process.worker)
-            self.end(process, False)
+            self.note(Done(process.worker, generation))
+            self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif self.added.get(generation):
             self.leave(process, None)
         else:

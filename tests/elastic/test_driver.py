@@ -11,6 +11,7 @@ from horo.runner.elastic.driver import begin, deadline_s, step
 from horo.runner.elastic.state import (
     Announce,
     Committed,
+    Done,
     Ended,
     Fail,
     Finish,
@@ -403,3 +404,26 @@ def test_they_go_on_in_the_end_if_it_does_not_come() -> None:
     assert driver.on(Within(2, 3), Committed(2, 8, True), killed(2))[0] == StartWorker(4, 1, 4, 1, 2)
     assert driver.phase is Phase.SHORT
     assert driver.on(Ready(4)) == [WriteSeats(4, (4,))]
+
+
+def test_a_worker_whose_training_is_over_is_not_killed_when_another_fails_after_it() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1), Done(1, 1))
+    assert driver.on(killed(1)) == []
+    assert driver.phase is Phase.FINISHING and deadline_s(driver.state) is None
+    assert driver.on(Ended(0, False)) == [Finish()]
+
+
+def test_a_worker_whose_training_is_over_has_its_time_while_others_wait() -> None:
+    driver = running(3)
+    driver.on(Done(0, 1), killed(2), Waits(1, 1, 2, True))
+    assert driver.on(Tick(), after_s=100.0) == []
+    *_, finish = driver.on(Ended(0, False))
+    assert "worker 1 has work left" in finish.reason
+
+
+def test_another_training_may_begin_after_one() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1), Done(1, 1), Within(0, 1), Within(1, 1), killed(1))
+    assert driver.phase is Phase.GATHERING
+    assert driver.on(Waits(0, 1, 1, True)) == [WriteSeats(2, (0,))]
