@@ -161,7 +161,7 @@ int hr_requests_fail_all(struct hr_requests *requests) {
     }
     while (requests->oldest != NULL) {
         hr_requests_complete_locked(requests, requests->oldest, end.code, text);
-        /* What stood behind it is in the queue now, and may be the next one to be freed. */
+        /* The call behind it has gone into the queue, and may be the next one that is freed. */
         requests->queue_head = NULL;
         requests->queue_tail = &requests->queue_head;
     }
