@@ -13,6 +13,7 @@
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
+#include "engine/report/report.h"
 #include "node/node_setup.h"
 
 struct horo_context {

@@ -149,7 +149,7 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
     *partition = (struct hr_partition){0};
 }
 
-void hr_partition_join(const struct hr_arena *arena, int team) {
+void hr_partition_enter(const struct hr_arena *arena, int team) {
     atomic_store(&arena->blocks[arena->local_rank].log_executed[team], 0);
     (void)atomic_fetch_add(&arena->header->users[team], 1);
 }

@@ -174,7 +174,7 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
  * A rank joins a team, whose partition it has mapped, and leaves it. The last one to leave cleans the partition: all
  * its words are 0 again, and its pages are given back. 1 for that one.
  */
-void hr_partition_join(const struct hr_arena *arena, int team);
+void hr_partition_enter(const struct hr_arena *arena, int team);
 int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition);
 
 /* Slot `which` (0 or 1) of a local rank: segment_bytes bytes, aligned to a cache line at least. */

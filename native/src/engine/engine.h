@@ -109,9 +109,14 @@ struct hr_tuned {
     int is_final;                      /* likewise */
 };
 
+struct hr_membership_ops;
+struct hr_report_ops;
+
 struct hr_engine {
     struct hr_node *node;
     struct hr_lane_setup lane_setup;
+    const struct hr_membership_ops *membership;
+    const struct hr_report_ops *report;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
     int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_submission submission;
@@ -175,10 +180,7 @@ int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
-/* blocked.c: as horo_report_blocked, horo_blocked_question and horo_callers. */
-int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
-                             const char *others);
-uint32_t hr_engine_blocked_question(const struct hr_engine *engine);
+/* As horo_callers. */
 int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity);
 
 /* ---- Between the files of the engine ---- */
@@ -187,14 +189,10 @@ extern const struct hr_part_ops hr_part_end;         /* leave.c */
 extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-extern const struct hr_part_ops hr_part_stall;       /* stall.c */
-extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
 
 /* blocked.c */
 /* The calling thread has submitted something, or waits; with the lock held. */
 void hr_engine_note_caller(struct hr_engine *engine);
-/* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
-int hr_engine_tell_blocked(struct hr_engine *engine);
 
 
 /* submit.c: new_lane is the request's with HORO_OK, else the caller's. */

@@ -1,5 +1,6 @@
 /* The part that takes what callers have submitted, and their reports, to the lanes. */
-#include "engine/engine.h"
+#include "engine/membership/membership.h"
+#include "engine/report/report.h"
 
 static struct hr_request *take_queue(struct hr_engine *engine) {
     hr_drive_lock(&engine->drive);
@@ -23,7 +24,7 @@ static int announce(struct hr_engine *engine) {
         request->is_announced = 1;
         if (status == HORO_OK) {
             const int joins = request->call.op == HORO_JOIN;
-            status = joins ? hr_lane_begin_join(lane, request) : hr_lane_announce(lane, request);
+            status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
@@ -46,7 +47,7 @@ static int turn(struct hr_part *part) {
         moved = HR_MOVED;
     }
     for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
-        const int joined = hr_lane_go_on_joining(engine->lanes[i]);
+        const int joined = hr_join_go_on(engine->lanes[i]);
         HR_TRY(joined);
         moved |= joined;
     }

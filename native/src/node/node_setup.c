@@ -231,7 +231,7 @@ int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *
     }
     world->tuning.direct = (size_t)setup->direct_bytes;
     hr_peer_memory_show(node);
-    hr_partition_join(&node->arena, world->number);
+    hr_partition_enter(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;
 }
