@@ -36,6 +36,7 @@ class WorkerMembership:
     Attributes:
         worker: its number, which no other process of the job ever has.
         has_joined: it is in a generation.
+        generation: the one that it has joined last; 0: none yet.
         is_newcomer: the job had begun before this process; its ``init()`` connects to nothing.
         forecast: the seat that the driver has planned for it when it started the process.
     """
@@ -45,6 +46,7 @@ class WorkerMembership:
             raise UsageError("HORO_WORKER is set, but not all other variables of hororun; start the job with hororun")
         self.worker = own.worker
         self.has_joined = False
+        self.generation = 0
         self.is_newcomer = (own.generation or 1) > 1
         local = own.local_rank or 0, own.local_size or 1
         cross = own.cross_rank or 0, own.cross_size or 1
@@ -128,6 +130,7 @@ class WorkerMembership:
         if self._seat is None:
             raise UsageError("this worker of an elastic job has no seat")
         self.has_joined, self._waits = True, {}
+        self.generation = self._seat.generation
         self._changes_seen, self._change = 0, Change()
         with contextlib.suppress(HoroError):  # hororun is gone, and the end of this process is near
             self._connected().post(change_key(self._job_id, self._seat.generation, 1))
@@ -164,17 +167,21 @@ class WorkerMembership:
                     self._store.post(change_key(self._job_id, self._seat.generation, self._changes_seen + 1))
         return self._change or None
 
-    def committed(self, number: int) -> None:
+    def committed(self, number: int, *, is_kept: bool = False) -> None:
         """Reports the number of the last commit of this worker's state, at most once per second.
 
         To be called after each commit, and after each sync with the number that the state then has.
+
+        Args:
+            number: of the commit.
+            is_kept: it is in the memory of this worker's slot.
         """
         is_first = self._commit is None
         self._commit = number
         now_s = time.monotonic()
         if is_first or now_s - self._reported_s >= _COMMIT_INTERVAL_S:
             self._reported_s = now_s
-            self._reporter.elastic(commit=number)
+            self._reporter.elastic(commit=number, **({"kept": True} if is_kept else {}))
 
     def _next_seat(self) -> Seat:
         self._seats_taken += 1

@@ -63,6 +63,11 @@ class LaunchVariables:
         low=1,
         high=(1 << 31) - 1,
     )
+    commit_fd: str | None = exact_variable(
+        "HORO_COMMIT_FD",
+        str,
+        "In an elastic job: memory for the commits of this process, which outlives it: its descriptor and inode.",
+    )
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",
         str,

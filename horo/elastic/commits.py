@@ -16,6 +16,7 @@ import hmac
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,8 +26,8 @@ from horo.errors import ResourceError
 __all__ = ["Commit", "CommitMemory", "Found", "create", "inherited", "words_of"]
 
 _MAGIC = b"horocmt1"
-_RECORD = struct.Struct("<8sQQQQ32s32s")
-"""Magic, generation, number, bytes of data, bytes of objects, layout digest, MAC of the objects; a checksum follows."""
+_RECORD = struct.Struct("<8sQQQQQ32s32s")
+"""Magic and the fields of ``_Record``; a checksum follows."""
 _CHECKSUM = struct.Struct("<I")
 _RECORD_SPACING = 512
 _SLOT_SPACING = 1 << 40
@@ -40,7 +41,7 @@ LAYOUT_BYTES = 32
 
 
 class Commit(NamedTuple):
-    """A commit of the job. The greater of two is the later one, and equal ones have the same state on all ranks."""
+    """A commit of the job. The greatest of several has the most training in it."""
 
     generation: int
     """The one in which it was made; 0: there has been no commit yet."""
@@ -61,11 +62,14 @@ class Found(NamedTuple):
 
 
 class _Record(NamedTuple):
+    sequence: int
+    """The number of the write, from 1; the higher one of two is the later one, whatever their commits are."""
     commit: Commit
     data_bytes: int
     object_bytes: int
     layout: bytes
     mac: bytes
+    """Of this record, with zeros here, and the objects."""
 
 
 def create() -> int:
@@ -105,7 +109,7 @@ class CommitMemory:
     """The commits of one worker, and of the one that had its slot before. For one thread at a time.
 
     Args:
-        fd: From ``create``; closed by ``close``.
+        fd: From ``create``; closed by ``close``, or with this object.
         secret: The job's. Objects that somebody without it has written are as none.
         keeps_last: Whether a write that does not come to its end leaves the commit before it. Else it leaves none, and
             needs half the memory.
@@ -113,6 +117,8 @@ class CommitMemory:
 
     def __init__(self, fd: int, secret: bytes, *, keeps_last: bool = True) -> None:
         self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
         self._key = hmac.digest(secret, b"horo commit", "sha256")
         self._slots = _SLOTS if keeps_last else 1
         self._records = mmap.mmap(fd, mmap.PAGESIZE)
@@ -122,12 +128,16 @@ class CommitMemory:
         """Closes the descriptor. Data that were read stay valid."""
         self._records.close()
         self._maps = [None] * _SLOTS
-        os.close(self._fd)
+        self._closer()
 
     def latest(self) -> Found | None:
-        """The latest whole commit; None: there is none."""
-        found = [each for each in map(self._read, range(_SLOTS)) if each is not None]
-        return max(found, key=lambda each: each.commit, default=None)
+        """The whole commit that was written last; None: there is none."""
+        sequences = self._sequences()
+        for slot in sorted(range(_SLOTS), key=sequences.__getitem__, reverse=True):
+            found = self._read(slot)
+            if found is not None:
+                return found
+        return None
 
     def write(
         self, commit: Commit, layout: bytes, data_bytes: int, objects: bytes, fill: Callable[[mmap.mmap], None]
@@ -135,7 +145,7 @@ class CommitMemory:
         """Makes a commit the latest one.
 
         Args:
-            commit: Greater than, or equal to, those before it.
+            commit: Any.
             layout: Digest of the layout of the data, of ``LAYOUT_BYTES``.
             data_bytes: The length of the data.
             objects: Pickled objects.
@@ -145,20 +155,20 @@ class CommitMemory:
         Raises:
             ResourceError: There is not enough address space.
         """
-        slot = self._next_slot()
+        sequences = self._sequences()
+        slot = sequences.index(min(sequences[: self._slots]))
         objects_at = _aligned(data_bytes)
         memory = self._map(slot, objects_at + len(objects))
         self._set_record(slot, bytes(_RECORD.size + _CHECKSUM.size))
         fill(memory)
         memory[objects_at : objects_at + len(objects)] = objects
-        head = _Record(commit, data_bytes, len(objects), layout, b"")
+        head = _Record(max(sequences) + 1, commit, data_bytes, len(objects), layout, b"")
         packed = _pack(head._replace(mac=self._mac(head, objects)))
         self._set_record(slot, packed + _CHECKSUM.pack(zlib.crc32(packed)))
 
-    def _next_slot(self) -> int:
-        """The slot that does not have the latest commit."""
-        commits = [(-1, -1) if record is None else record.commit for record in map(self._record, range(self._slots))]
-        return commits.index(min(commits))
+    def _sequences(self) -> list[int]:
+        """The number of the write in each slot; 0: it has none that is whole."""
+        return [0 if record is None else record.sequence for record in map(self._record, range(_SLOTS))]
 
     def _set_record(self, slot: int, value: bytes) -> None:
         begin = slot * _RECORD_SPACING
@@ -169,10 +179,10 @@ class CommitMemory:
         end = begin + _RECORD.size
         packed = self._records[begin:end]
         (checksum,) = _CHECKSUM.unpack_from(self._records, end)
-        magic, generation, number, data_bytes, object_bytes, layout, mac = _RECORD.unpack(packed)
+        magic, sequence, generation, number, data_bytes, object_bytes, layout, mac = _RECORD.unpack(packed)
         if magic != _MAGIC or checksum != zlib.crc32(packed) or data_bytes + object_bytes >= _SLOT_SPACING // 2:
             return None
-        return _Record(Commit(generation, number), data_bytes, object_bytes, layout, mac)
+        return _Record(sequence, Commit(generation, number), data_bytes, object_bytes, layout, mac)
 
     def _read(self, slot: int) -> Found | None:
         record = self._record(slot)
@@ -205,4 +215,5 @@ def _aligned(size: int) -> int:
 
 
 def _pack(record: _Record) -> bytes:
-    return _RECORD.pack(_MAGIC, *record.commit, record.data_bytes, record.object_bytes, record.layout, record.mac)
+    sequence, commit, *others = record
+    return _RECORD.pack(_MAGIC, sequence, *commit, *others)

@@ -21,14 +21,13 @@ from horo.version import HOROVOD_VERSION
 __all__ = ["install", "is_installed"]
 
 _MODULES = {
+    "horovod.common.elastic": "horo.elastic.state",
     "horovod.common.exceptions": "horo.horovod.exceptions",
     "horovod.common.process_sets": "horo.torch.ops.process_set",
     "horovod.common.util": "horo.horovod.util",
     "horovod.runner": "horo.runner.call",
 }
 _TORCH = "horovod.torch"
-_ELASTIC = ("horovod.common.elastic", "horovod.runner.elastic")
-"""Modules of elastic jobs: they are there when ``horovod.torch.elastic`` is."""
 
 
 class _Loader:
@@ -58,8 +57,6 @@ def _target_of(name: str) -> str:
     """The module of horo that has this name of Horovod; empty: there is none."""
     if name == _TORCH or name in _MODULES:
         return _MODULES.get(name, "horo.torch")
-    if name.startswith(_ELASTIC):
-        name = f"{_TORCH}.elastic"
     if not name.startswith(_TORCH + "."):
         return ""  # horovod.tensorflow, say: as if it were not installed
     own = name.replace("horovod", "horo", 1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, NoReturn
-
 from horo.errors import (
     AbortedError,
     DeadlockError,
@@ -43,7 +40,6 @@ from horo.torch.horovod_names.info import (
     nccl_built,
     rocm_built,
 )
-from horo.torch.horovod_names.missing import raise_missing as _raise_missing
 from horo.torch.lifecycle import config, init, is_initialized, shutdown
 from horo.torch.nn.sync_batch_norm import SyncBatchNorm
 from horo.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
@@ -170,11 +166,5 @@ __all__ = [
     "synchronize",
 ]
 
-
-if not TYPE_CHECKING:  # a type checker would take every name for one that is there
-
-    def __getattr__(name: str) -> NoReturn:
-        _raise_missing(sys.modules[__name__], name)
-
-
+from horo.torch import elastic as elastic  # after the names above, of which a script may import each from here
 from horo.torch import mpi_ops as mpi_ops

@@ -5,9 +5,6 @@ For scripts that call ``hvd.mpi_ops.synchronize`` and the like. It has nothing t
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, NoReturn
-
 from horo.errors import HorovodInternalError
 from horo.torch.engine.topology import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from horo.torch.horovod_names import basics as _basics  # noqa: F401 - scripts of Horovod ask it
@@ -24,7 +21,6 @@ from horo.torch.horovod_names.info import (
     nccl_built,
     rocm_built,
 )
-from horo.torch.horovod_names.missing import raise_missing
 from horo.torch.lifecycle import init, is_initialized, shutdown
 from horo.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from horo.torch.ops.allreduce import (
@@ -125,9 +121,3 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker would take every name for one that is there
-
-    def __getattr__(name: str) -> NoReturn:
-        raise_missing(sys.modules[__name__], name)

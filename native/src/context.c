@@ -129,11 +129,11 @@ HORO_API void horo_leave(horo_context *context, int32_t status, const char *word
 }
 
 HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
-    atomic_store(&context->engine.step, step);
+    atomic_store(&context->node.step, step);
 }
 
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
-    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.submission.count_of[op]);
+    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.requests.count_of[op]);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
@@ -142,33 +142,44 @@ HORO_API void horo_after_fork(horo_context *context) {
     hr_drive_close_fd(&context->engine.drive);
 }
 
-/* HORO_OK in the process that made the context. */
-static int check_process(const horo_context *context, struct hr_error *error) {
+/* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */
+static int enter(const horo_context *context, char *error, size_t error_bytes) {
+    struct hr_error failure;
+    failure.code = HORO_OK; /* the text is written only with a code */
     if (context == NULL) {
-        return hr_fail(error, HORO_ERR_NOT_INITIALIZED, "horo has not been initialized, or was shut down; call init()");
-    }
-    if (!hr_owner_is_here(&context->owner)) {
-        return hr_fail(
-            error, HORO_ERR_FORKED,
+        (void)hr_fail(&failure, HORO_ERR_NOT_INITIALIZED,
+                      "horo has not been initialized, or was shut down; call init()");
+    } else if (!hr_owner_is_here(&context->owner)) {
+        (void)hr_fail(
+            &failure, HORO_ERR_FORKED,
             "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
             "process only",
             (int)context->owner.pid);
+    } else {
+        return HORO_OK;
     }
-    return HORO_OK;
+    copy_error(&failure, error, error_bytes);
+    return failure.code;
+}
+
+static int usable(const horo_context *context) {
+    return enter(context, NULL, 0);
+}
+
+/* Returns the status; of an error, its sentence goes into `error`. */
+static int leave(int status, const struct hr_error *failure, char *error, size_t error_bytes) {
+    if (status < 0) {
+        copy_error(failure, error, error_bytes);
+    }
+    return status;
 }
 
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
                          size_t error_bytes) {
     struct hr_error failure;
     failure.code = HORO_OK; /* the text is written only with a code */
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_submit(&context->engine, request, handle, &failure);
-    }
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_submit(&context->engine, request, handle, &failure), &failure, error, error_bytes);
 }
 
 /* This rank's part in a team, with its links, and what does its collectives. */
@@ -206,7 +217,6 @@ static int is_member(const horo_context *context, const horo_team_setup *setup) 
 static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
-    HR_TRY(check_process(context, error));
     HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
     if (is_member(context, setup)) {
         HR_TRY(create_team(context, setup, &team, &backend, error));
@@ -222,71 +232,46 @@ static int add_team(horo_context *context, const horo_team_setup *setup, int64_t
 HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
                            size_t error_bytes) {
     struct hr_error failure = {0};
-    const int status = add_team(context, setup, handle, &failure);
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(add_team(context, setup, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_sets_remove(&context->engine, team, handle, &failure);
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_sets_remove(&context->engine, team, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_join_submit(&context->engine, team, handle, &failure);
-    }
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
-}
-
-static int usable(const horo_context *context) {
-    struct hr_error failure;
-    failure.code = HORO_OK;
-    return check_process(context, &failure);
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_join_submit(&context->engine, team, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason) {
-    const int outcome = usable(context);
-    return outcome == HORO_OK ? hr_engine_refuse(&context->engine, team, name, status, reason) : outcome;
+    HR_TRY(usable(context));
+    return hr_engine_refuse(&context->engine, team, name, status, reason);
 }
 
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_poll(&context->engine, handle) : status;
+    HR_TRY(usable(context));
+    return hr_requests_poll(&context->engine.requests, handle);
 }
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_sets_added(&context->engine, handle) : status;
+    HR_TRY(usable(context));
+    return hr_sets_added(&context->engine, handle);
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_joined_last(&context->engine, handle) : status;
+    HR_TRY(usable(context));
+    return hr_joined_last(&context->engine, handle);
 }
 
 static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,
                     size_t error_bytes) {
-    struct hr_error failure;
-    failure.code = HORO_OK;
-    const int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        return hr_engine_wait(&context->engine, handle, timeout_ms, end, error, error_bytes);
-    }
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return hr_requests_wait(&context->engine.requests, handle, timeout_ms, end, error, error_bytes);
 }
 
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {
@@ -297,59 +282,48 @@ HORO_API int horo_use_cuda(horo_context *context, const char *const *paths, int3
                            size_t error_bytes) {
     struct hr_error failure = {0};
     const size_t count = path_count < 0 ? 0 : (size_t)path_count;
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_use_cuda(&context->engine, paths, count, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_use_cuda(&context->engine, paths, count, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_use_nccl(horo_context *context, const char *const *paths, int32_t path_count, int32_t device,
                            horo_gpu *found, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     const size_t count = path_count < 0 ? 0 : (size_t)path_count;
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_use_nccl(&context->engine, paths, count, device, found, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    const int status = hr_engine_use_nccl(&context->engine, paths, count, device, found, &failure);
+    return leave(status, &failure, error, error_bytes);
 }
 
 HORO_API int horo_nccl_id(horo_context *context, char *id, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_nccl_id(&context->engine, id, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_nccl_id(&context->engine, id, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_connect_nccl(horo_context *context, const char *id, int32_t size, int32_t rank, char *error,
                                size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_connect_nccl(&context->engine, id, size, rank, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_connect_nccl(&context->engine, id, size, rank, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_await_nccl(horo_context *context, int32_t is_world, int32_t timeout_ms, char *error,
                              size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_await_nccl(&context->engine, is_world, timeout_ms, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_await_nccl(&context->engine, is_world, timeout_ms, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stream, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    status = status != HORO_OK ? status : hr_engine_copy_back(&context->engine, handle, stream, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_copy_back(&context->engine, handle, stream, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_wait_any(&context->engine, handles, count, timeout_ms) : status;
+    HR_TRY(usable(context));
+    return hr_requests_wait_any(&context->engine.requests, handles, count, timeout_ms);
 }
 
 HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {
@@ -358,8 +332,8 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
 
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
                                  const char *others) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_report_blocked(&context->engine, waits, count, question, others) : status;
+    HR_TRY(usable(context));
+    return hr_engine_report_blocked(&context->engine, waits, count, question, others);
 }
 
 HORO_API uint32_t horo_blocked_question(horo_context *context) {
@@ -367,10 +341,7 @@ HORO_API uint32_t horo_blocked_question(horo_context *context) {
 }
 
 HORO_API int horo_await_question(horo_context *context) {
-    const int status = usable(context);
-    if (status != HORO_OK) {
-        return status;
-    }
+    HR_TRY(usable(context));
     return hr_arena_await_question(&context->node.arena, &context->has_stopped_answers) ? HORO_OK : HORO_ERR_ABORTED;
 }
 
@@ -386,8 +357,8 @@ HORO_API void horo_stop_answers(horo_context *context) {
 }
 
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_callers(&context->engine, threads, capacity) : status;
+    HR_TRY(usable(context));
+    return hr_requests_callers(&context->engine.requests, threads, capacity);
 }
 
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
@@ -398,19 +369,14 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
 }
 
 HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
-    struct hr_error failure = {0};
-    const int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        return hr_engine_error(&context->engine, handle, error, error_bytes);
-    }
-    copy_error(&failure, error, error_bytes);
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return hr_requests_error(&context->engine.requests, handle, error, error_bytes);
 }
 
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_take(&context->engine, handle, index, data, bytes, first_dims) : status;
+    HR_TRY(usable(context));
+    return hr_requests_take(&context->engine.requests, handle, index, data, bytes, first_dims);
 }
 
 HORO_API void horo_free(void *data) {
@@ -418,20 +384,14 @@ HORO_API void horo_free(void *data) {
 }
 
 HORO_API int horo_release(horo_context *context, int64_t handle) {
-    const int status = usable(context);
-    return status == HORO_OK ? hr_engine_release(&context->engine, handle) : status;
+    HR_TRY(usable(context));
+    return hr_requests_release(&context->engine.requests, handle);
 }
 
 HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_health(&context->engine, &failure);
-    }
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_end_check(&context->node, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {
@@ -442,14 +402,9 @@ HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int
 HORO_API int horo_start_timeline(horo_context *context, int descriptor, int32_t marks_batches, char *error,
                                  size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_timeline_start(&context->timeline, descriptor, marks_batches, &failure);
-    }
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    const int status = hr_timeline_start(&context->timeline, descriptor, marks_batches, &failure);
+    return leave(status, &failure, error, error_bytes);
 }
 
 HORO_API int horo_stop_timeline(horo_context *context) {
@@ -467,14 +422,8 @@ HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *
 HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, int32_t is_final, char *error,
                                  size_t error_bytes) {
     struct hr_error failure = {0};
-    int status = check_process(context, &failure);
-    if (status == HORO_OK) {
-        status = hr_engine_propose_tuning(&context->engine, values, is_final, &failure);
-    }
-    if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
-    }
-    return status;
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_engine_propose_tuning(&context->engine, values, is_final, &failure), &failure, error, error_bytes);
 }
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {

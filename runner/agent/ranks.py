@@ -168,6 +168,7 @@ class HostRanks:
         *,
         with_notes: bool = True,
         binding: Binding = _NOT_BOUND,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts one process per rank.
 
@@ -178,6 +179,7 @@ class HostRanks:
             host: its name, for messages.
             with_notes: each gets a pipe for notes.
             binding: the cores and GPUs that they are bound to.
+            pass_fds: descriptors that each inherits, under the same numbers.
 
         Raises:
             StartError: one could not be started, for the named reason; those before it run.
@@ -197,7 +199,7 @@ class HostRanks:
             if is_switched_on(environment):
                 environment = with_horovod(environment)
             try:
-                process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes)
+                process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes, pass_fds=pass_fds)
             except OSError as error:
                 raise explain_failure(error, argv[0], cwd, host) from error
             except ValueError as error:  # a NUL byte
@@ -440,15 +442,21 @@ def _share_gpus(environments: Mapping[int, Mapping[str, str]]) -> dict[int, str]
 
 
 def _spawn(
-    argv: Sequence[str], environment: Mapping[str, str], cwd: str, cpus: Collection[int], *, with_notes: bool
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: str,
+    cpus: Collection[int],
+    *,
+    with_notes: bool,
+    pass_fds: Sequence[int],
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """A rank, and the read end of its pipe for notes."""
     if not with_notes:
-        return spawn(argv, environment=environment, cwd=cwd, cpus=cpus), None
+        return spawn(argv, environment=environment, cwd=cwd, pass_fds=pass_fds, cpus=cpus), None
     read_fd, write_fd, name = open_pipe()
     named = {**environment, PIPE_NAME: name}
     try:
-        return spawn(argv, environment=named, cwd=cwd, pass_fds=(write_fd,), cpus=cpus), read_fd
+        return spawn(argv, environment=named, cwd=cwd, pass_fds=(write_fd, *pass_fds), cpus=cpus), read_fd
     except BaseException:
         os.close(read_fd)
         raise

@@ -121,6 +121,9 @@ class _Turn:
                 self._on_waits(worker, event)
         elif isinstance(event, Committed):
             self.workers[worker.number] = replace(worker, has_state=True)
+            self.state.commit = max(self.state.commit, event.number)
+            if event.is_kept:
+                self.state.kept |= {worker.slot}
         else:
             self._on_ended(worker, event)
 
@@ -231,13 +234,25 @@ class _Turn:
 
     def _seat_or_wait(self) -> None:
         ready = self._standing(Standing.READY)
-        if not any(worker.has_state for worker in self.workers.values() if worker.standing is not Standing.ENDING):
+        living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
+        if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
             self._finish()  # nobody knows what was learnt
-        elif len(ready) >= self.state.limits.min_size:
+        elif len(ready) >= self.state.limits.min_size and any(
+            worker.has_state or worker.slot in self.state.kept for worker in ready
+        ):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
             self._report(f"{_ranks(len(ready))} left, and {self.state.limits.min_size} are needed")
             self._enter(Phase.SHORT)
+
+    def _goes_on_from_memory(self) -> bool:
+        """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
+        state = self.state
+        if state.phase is not Phase.SHORT and (state.commit <= state.restored or self._is_at_reset_limit()):
+            return False
+        if state.kept:
+            state.restored = state.commit
+        return bool(state.kept)
 
     def _seat(self) -> None:
         state = self.state

@@ -105,6 +105,9 @@ class DriverState:
         is_announced: the last one says that workers have come.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
+        kept: the slots whose memory has a commit.
+        commit: the highest number of a commit that was reported.
+        restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
     """
 
     limits: Elastic
@@ -121,6 +124,9 @@ class DriverState:
     is_announced: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
+    kept: frozenset[int] = frozenset()
+    commit: int = 0
+    restored: int = -1
 
 
 @dataclass(frozen=True)
@@ -162,9 +168,17 @@ class Waits:
 
 @dataclass(frozen=True)
 class Committed:
-    """A worker has committed or synced its state."""
+    """A worker has committed or synced its state.
+
+    Attributes:
+        worker: its number.
+        number: of the commit.
+        is_kept: the commit is in the memory of its slot, where the next worker finds it.
+    """
 
     worker: int
+    number: int = 0
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
+from horo.elastic import commits
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.rank_reports import NoteReader
 from horo.runner.agent.ranks import HostRanks, Noted
@@ -56,6 +57,7 @@ class ElasticSupervisor(Supervisor):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._seats_given: dict[int, int] = {}
+        self._memories: dict[int, int] = {}  # by slot; they outlive its workers
         self._came: list[int] = []
         self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
         self._timer: Timer | None = None
@@ -148,11 +150,15 @@ class ElasticSupervisor(Supervisor):
         local_size = max(action.size, action.slot + 1)
         placement = Placement(action.rank, action.size, action.slot, local_size, 0, 1, 0)
         own = {_WORKER: str(action.worker), "HORO_GENERATION": str(action.generation)}
+        memory = self._memories.get(action.slot)
+        if memory is None:
+            memory = self._memories[action.slot] = commits.create()
+        own["HORO_COMMIT_FD"] = commits.words_of(memory)
         environment = {**self._environment, **self._variables_of(placement), **own}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
         try:
-            self._host_ranks.start(command, {action.worker: environment}, cwd, name)
+            self._host_ranks.start(command, {action.worker: environment}, cwd, name, pass_fds=[memory])
         except StartError as error:
             if self._state.generation == 0:
                 raise
@@ -202,8 +208,8 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     if isinstance(generation, int):
         named = culprit if isinstance(culprit, int) else None
         events.append(Waits(worker, generation, named, report.get("commit") is not None))
-    elif report.get("commit") is not None:
-        events.append(Committed(worker))
+    elif isinstance(commit := report.get("commit"), int):
+        events.append(Committed(worker, commit, report.get("kept") is True))
     within = report.get("within")
     if isinstance(within, int):
         events.append(Within(worker, within))

@@ -328,3 +328,39 @@ def test_a_step_leaves_the_state_before_it_as_it_was() -> None:
     driver.on(killed(0))
     assert before.workers == workers and before.phase is Phase.RUNNING
     assert workers[0].standing is Standing.WITHIN
+
+
+def all_killed(number: int, *, is_kept: bool = True) -> Driver:
+    """Two workers with a commit of that number have died."""
+    driver = running(2, min_size=2)
+    driver.on(Committed(0, number, is_kept), Committed(1, number, is_kept))
+    driver.on(killed(0))
+    driver.on(killed(1))
+    return driver
+
+
+def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots() -> None:
+    driver = all_killed(7)
+    assert driver.phase is Phase.SHORT
+    assert driver.on(Ready(2)) == []
+    assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]
+
+
+def test_without_such_a_memory_it_ends() -> None:
+    assert all_killed(7, is_kept=False).phase is Phase.OVER
+
+
+def test_a_job_whose_ranks_all_die_again_without_a_commit_in_between_ends() -> None:
+    driver = all_killed(7)
+    driver.on(Ready(2), Ready(3), Within(2, 2), Within(3, 2), Committed(2, 7, True), Committed(3, 7, True))
+    driver.on(killed(2))
+    driver.on(killed(3))
+    assert driver.phase is Phase.OVER
+
+
+def test_it_goes_on_again_after_a_commit() -> None:
+    driver = all_killed(7)
+    driver.on(Ready(2), Ready(3), Within(2, 2), Within(3, 2), Committed(2, 8, True))
+    driver.on(killed(2))
+    driver.on(killed(3))
+    assert driver.phase is Phase.SHORT

@@ -31,9 +31,14 @@ import horo.torch
 import torch
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.util import gloo_built
+from horovod.common.elastic import ObjectState
 from horovod.torch.compression import Compression
+from horovod.torch.elastic import run
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
 from horovod.torch.mpi_ops import allreduce_async, synchronize
 
+assert ElasticSampler is hvd.elastic.ElasticSampler and issubclass(TorchState, ObjectState) and run is hvd.elastic.run
 assert hvd is horo.torch and horovod.torch is hvd and Compression is hvd.Compression
 assert horovod.__version__ == "0.28.1" and HorovodInternalError is hvd.HorovodInternalError
 hvd.init()
@@ -175,9 +180,8 @@ def test_python_m_horo_horovod_says_how_it_is_used(tmp_path: Path) -> None:
 
 MISSING = [
     ("import horovod.tensorflow", "No module named 'horovod.tensorflow'"),
-    ("from horovod.torch import elastic", "horovod.torch has 'elastic'; this version of horo does not have it"),
-    ("import horovod.torch.elastic", "horovod.torch has 'elastic'; this version of horo does not have it"),
-    ("from horovod.common.elastic import run_fn", "horovod.torch has 'elastic'; this version of horo does not"),
+    ("from horovod.common.elastic import run_fn", "cannot import name 'run_fn'"),
+    ("import horovod.runner.elastic.worker", "No module named 'horovod.runner.elastic'"),
     ("import horovod.torch.nothing", "No module named 'horovod.torch.nothing'"),
 ]
 

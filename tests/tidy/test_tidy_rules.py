@@ -26,6 +26,8 @@ BAD: list[tuple[Check, str, str, str]] = [
     (tidy_c.check_names, "base/a.c", "static int hr_helper(int a) { return a; }", "bare"),
     (tidy_c.check_names, "base/a.h", "typedef struct { int a; } thing_t;", "thing_t"),
     (tidy_c.check_names, "base/a.h", "struct thing_t { int a; };", "thing_t"),
+    (tidy_c.check_statuses, "base/a.c", "hr_status hr_f(void) {\n    return 1;\n}\n", "a.c:2: hr_f is an hr_status"),
+    (tidy_c.check_statuses, "base/a.c", "hr_status hr_f(void);\nint g(void) {\n    hr_f();\n}\n", "a.c:3: the status"),
     (tidy_c.check_globals, "base/a.c", "static int counter;", "counter"),
     (tidy_c.check_globals, "base/a.c", "struct hr_x hr_state = {0};", "hr_state"),
     (tidy_c.check_globals, "base/a.c", "static struct { int a; } hidden;", "hidden"),

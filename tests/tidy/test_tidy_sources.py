@@ -63,6 +63,7 @@ RULES: dict[str, tuple[Check, Callable[[], Sequence[Path]]]] = {
     "sizes of C": (tidy_c.check_sizes, lambda: below("native", "tests", suffixes=(".c", ".h"))),
     "calls": (tidy_c.check_calls, c_files),
     "names": (tidy_c.check_names, c_files),
+    "statuses": (tidy_c.check_statuses, c_files),
     "globals": (tidy_c.check_globals, c_files),
     "comments": (tidy_c.check_comments, c_files),
     "includes": (includes, c_files),

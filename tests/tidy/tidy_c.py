@@ -6,6 +6,7 @@ clang-format-shaped C has every definition at depth 0.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,13 +39,13 @@ MAY_INCLUDE: dict[str, set[str]] = {
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "drive": (),
-        "requests": ("drive", "engine.h", "gpu"),
+        "requests": ("drive",),
         "agree": (),
         "announce": ("requests",),
         "round": ("drive", "requests"),
         "lead": ("drive", "agree", "announce", "round"),
         "execute": ("engine.h", "group", "requests"),
-        "group": ("drive", "requests", "announce", "round", "lead", "execute", "engine.h"),
+        "group": ("drive", "requests", "announce", "round", "lead", "execute"),
         "membership": ("engine.h",),
         "report": ("engine.h",),
         "gpu": ("engine.h", "report"),
@@ -229,6 +230,37 @@ def check_names(path: Path, text: str) -> list[str]:
         for match in filter(None, (declared, tagged)):
             found.append(finding(path, item.first_line, f"type {match.group(1)}: _t belongs to POSIX"))
     return found
+
+
+def check_statuses(path: Path, text: str) -> list[str]:
+    """A function declared hr_status returns no progress and no truth, and nobody drops what it returns unsaid."""
+    code = code_only(text)
+    found = []
+    for item in items(code):
+        if item.body is not None and re.match(r"(?:static )?(?:inline )?hr_status\b", item.head):
+            for match in re.finditer(r"return (\d+|HR_(?:STILL|MOVED|DONE)|HORO_IN_PROGRESS);", item.body):
+                line = item.last_line - item.body.count("\n", match.start())
+                found.append(finding(path, line, f"{item.function_name} is an hr_status: no {match.group(1)}"))
+    statuses = _statuses(path) | set(_STATUS.findall(code))
+    for match in re.finditer(r"(?<=[;{}])\s+(\w+)\(", code):
+        if match.group(1) in statuses:
+            line = code.count("\n", 0, match.end()) + 1
+            found.append(finding(path, line, f"the status of {match.group(1)} is dropped: (void), or look at it"))
+    return found
+
+
+_STATUS = re.compile(r"^(?:static )?(?:inline )?hr_status (\w+)\(", re.MULTILINE)
+
+
+@functools.cache
+def _statuses_below(folder: Path) -> set[str]:
+    return {name for header in folder.rglob("*.h") for name in _STATUS.findall(header.read_text(encoding="utf-8"))}
+
+
+def _statuses(path: Path) -> set[str]:
+    """Functions that headers of the core declare hr_status."""
+    sources = [folder for folder in path.parents if folder.name == "src"]
+    return _statuses_below(sources[0]) if sources else set()
 
 
 def check_globals(path: Path, text: str) -> list[str]:

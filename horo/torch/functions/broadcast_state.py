@@ -18,7 +18,17 @@ from horo.torch.functions.objects import first_operation, gather_objects, share_
 from horo.torch.ops.allreduce import Average
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
 
-__all__ = ["average_buffers", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = [
+    "agree",
+    "average_buffers",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "describe_groups",
+    "describe_shape",
+    "overwrite",
+    "put_together",
+    "take_apart",
+]
 
 
 _CHUNK_BYTES = 64 << 20
@@ -56,10 +66,10 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
         root_rank = check_root(root_rank, what, team)
         for name, tensor in state.tensors:
             check_tensor(tensor, what, name)
-    lines = [f"{name!r} {_shape(tensor)}" for name, tensor in state.tensors]
-    _agree([*lines, *(f"{name!r} object" for name in state.objects)], what, process_set)
+    lines = [f"{name!r} {describe_shape(tensor)}" for name, tensor in state.tensors]
+    agree([*lines, *(f"{name!r} object" for name in state.objects)], what, process_set)
     objects = share_object(lambda: state.objects, root_rank, what, None, team) if state.objects else {}
-    _overwrite([tensor for _, tensor in state.tensors], root_rank, what, team)
+    overwrite([tensor for _, tensor in state.tensors], root_rank, what, team)
     if topology.rank() != root_rank:
         state.replace(objects)
 
@@ -94,14 +104,14 @@ def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_pro
     with telling(first_operation(what, team)):
         for name, buffer in named:
             check_tensor(buffer, what, name)
-    ranks = _agree([f"{name!r} {_shape(buffer)}" for name, buffer in named], what, process_set)
+    ranks = agree([f"{name!r} {describe_shape(buffer)}" for name, buffer in named], what, process_set)
     inexact = [b for _, b in named if (b.is_floating_point() or b.is_complex()) and is_reducible(b.dtype)]
     if inexact:
         with torch.no_grad():
             scale = runtime.current().teams.size_for(team) / len(ranks)  # Average divides by all, joined ones too
             run_allreduce(inexact, Operation(what, None, Average, postscale=scale, team=team), in_place=True)
     averaged = set(map(id, inexact))
-    _overwrite([buffer for _, buffer in named if id(buffer) not in averaged], ranks[0], what, team)
+    overwrite([buffer for _, buffer in named if id(buffer) not in averaged], ranks[0], what, team)
 
 
 def broadcast_optimizer_state(
@@ -135,22 +145,23 @@ def broadcast_optimizer_state(
     team = resolve_process_set(process_set, what)
     with telling(first_operation(what, team)):
         root_rank = check_root(root_rank, what, team)
-        described = _describe_groups(optimizer)
-    _agree(described, what, process_set)
+        described = describe_groups(optimizer)
+    agree(described, what, process_set)
     tensors: list[torch.Tensor] = []
-    structure = share_object(lambda: _take_apart(optimizer, tensors, what), root_rank, what, None, team)
+    structure = share_object(lambda: take_apart(optimizer, tensors, what), root_rank, what, None, team)
     if topology.rank() != root_rank:
-        _put_together(optimizer, structure, tensors)
-    _overwrite(tensors, root_rank, what, team)
+        put_together(optimizer, structure, tensors)
+    overwrite(tensors, root_rank, what, team)
     if not optimizer.state:
         _give_zero_gradients(optimizer, model)
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def describe_shape(tensor: torch.Tensor) -> str:
+    """Its dtype and shape, in words."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int]:
+def agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int]:
     """Checks that all ranks describe the next operations alike: one small message, and the whole text only if not.
 
     Returns:
@@ -176,7 +187,7 @@ def _agree(lines: Sequence[str], what: str, process_set: ProcessSet) -> list[int
     return ranks
 
 
-def _overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str, team: int) -> None:
+def overwrite(tensors: Sequence[torch.Tensor], root_rank: int, what: str, team: int) -> None:
     """Broadcasts into tensors in a few large requests."""
     requests = []
     with torch.no_grad():
@@ -237,17 +248,20 @@ def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:
             parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
-def _describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    """A line for each parameter of an optimizer."""
     described = []
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             what = f"group {number} parameter {index}"
             refuse_lazy(parameter, f"broadcast_optimizer_state: {what}")
-            described.append(f"{what} {_shape(parameter)}")
+            described.append(f"{what} {describe_shape(parameter)}")
     return described
 
 
-def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
+def take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
+    """The options and the state of an optimizer without their tensors, which ``tensors`` receives, in order."""
+
     def strip(value: Any, like: torch.Tensor | None) -> Any:
         if isinstance(value, torch.Tensor):
             check_tensor(value, f"{what}: the root's state")
@@ -263,7 +277,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], w
     return _Structure(options, state)
 
 
-def _put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tensors: list[torch.Tensor]) -> None:
+def put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tensors: list[torch.Tensor]) -> None:
     """Builds the root's structure here; ``tensors`` receives the tensors that its values belong into, in order."""
     found: dict[int, torch.Tensor] = {}
 

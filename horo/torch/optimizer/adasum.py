@@ -253,6 +253,11 @@ class DeltaReducer:
         """Begins anew in another job: the requests of the one before have ended with it."""
         self._forget()
 
+    def forget(self) -> None:
+        """Begins anew at the values that parameters have now: a step that was broken off is not undone."""
+        self._forget()
+        self._depth = 0
+
     def begin_job(self) -> None:
         """There is nothing that ranks know of each other."""
 

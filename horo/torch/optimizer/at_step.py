@@ -136,6 +136,11 @@ class StepReducer(GradientReducer):
             self._reduce(is_at_step=True)
         self._stamp = self._take_stamp() if self._nested else None
 
+    def forget(self) -> None:
+        """As in the base class."""
+        super().forget()
+        self._stamp = None
+
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
         super().after_step(optimizer, args, kwargs)

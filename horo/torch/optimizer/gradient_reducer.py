@@ -193,6 +193,13 @@ class GradientReducer(abc.ABC):
         self.reset()
         self.is_reduced = False
 
+    def forget(self) -> None:
+        """Called when gradients were removed: the next backward is the first of a step."""
+        self.reset()
+        self.is_reduced = self.is_local = False
+        for state in self.states.values():
+            state.summed = None
+
     def reset(self) -> None:
         """Begins anew: nothing is in progress."""
         self._reset_counts()

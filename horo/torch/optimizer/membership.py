@@ -19,7 +19,7 @@ from horo.torch.engine.operation import refuse_lazy
 from horo.torch.ops.process_set import refuse_unregistered
 from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
 
-__all__ = ["HOOK_LOCK", "Membership", "Newer", "states_of_all"]
+__all__ = ["HOOK_LOCK", "Membership", "Newer", "forget_all", "states_of_all"]
 
 HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
 """Held for what the first hook of a backward does: autograd has a thread for each device that gradients are on."""
@@ -36,6 +36,9 @@ class Follower(Protocol):
 
     def begin_job(self) -> None:
         """Called at the beginning of a job, and when all ranks have joined: ranks know nothing of each other."""
+
+    def forget(self) -> None:
+        """Called when gradients were removed, and nothing is in progress: the next backward is the first of a step."""
 
 
 class Membership:
@@ -381,6 +384,19 @@ def states_of_all() -> Iterator[ParameterState]:
     """The parameters of all optimizers of this process."""
     for member in list(_members):
         yield from member.states.values()
+
+
+def forget_all() -> None:
+    """Clears the optimizers of this process, their gradients too, after a step that was broken off.
+
+    The job is another one than that of the step.
+    """
+    for member in list(_members):
+        member.follow_runtime(forget=True)
+        for parameter in member.states:
+            parameter.grad = None
+        if (follower := member._follower()) is not None:
+            follower.forget()
 
 
 _members: weakref.WeakSet[Membership] = weakref.WeakSet()

@@ -49,7 +49,8 @@ uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partiti
 }
 
 /* Memory for a part of the arena: of the caller's, or mapped. */
-static int map_part(const struct hr_arena *arena, size_t offset, size_t bytes, char **part, struct hr_error *error) {
+static hr_status map_part(const struct hr_arena *arena, size_t offset, size_t bytes, char **part,
+                          struct hr_error *error) {
     if (arena->fd < 0) {
         *part = arena->base + offset;
         return HORO_OK;
@@ -62,8 +63,8 @@ static int map_part(const struct hr_arena *arena, size_t offset, size_t bytes, c
     return HORO_OK;
 }
 
-int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
-                 size_t segment_bytes, struct hr_error *error) {
+hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank,
+                       int local_size, size_t segment_bytes, struct hr_error *error) {
     if (segment_bytes == 0 || segment_bytes % SEGMENT_UNIT != 0) {
         return hr_fail(error, HORO_ERR_USAGE, "segment size %zu is not a positive multiple of %d bytes", segment_bytes,
                        SEGMENT_UNIT);
@@ -106,7 +107,7 @@ void hr_arena_unmap(struct hr_arena *arena) {
 /* ---- Partitions ---- */
 
 /* By an allocation at its end, which never makes the file shorter, whoever is first. */
-static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *error) {
+static hr_status grow(const struct hr_arena *arena, size_t bytes, struct hr_error *error) {
     struct stat status;
     if (arena->fd < 0) {
         return bytes <= arena->memory_bytes
@@ -123,7 +124,8 @@ static int grow(const struct hr_arena *arena, size_t bytes, struct hr_error *err
                : hr_fail(error, HORO_ERR_RESOURCE, "cannot make the arena %zu bytes long: %s", bytes, strerror(failed));
 }
 
-int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error) {
+hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition,
+                           struct hr_error *error) {
     const struct layout layout = lay_out(arena->local_size, arena->segment_bytes);
     const size_t offset = common_bytes(arena->local_size) + (size_t)team * layout.bytes;
     char *base = NULL;

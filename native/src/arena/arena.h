@@ -162,12 +162,13 @@ uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partiti
  * threads of one process share one mapping), else fd, which stays the caller's and must live as long. HORO_OK, or
  * HORO_ERR_USAGE / HORO_ERR_RESOURCE with *error set.
  */
-int hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank, int local_size,
-                 size_t segment_bytes, struct hr_error *error);
+hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank,
+                       int local_size, size_t segment_bytes, struct hr_error *error);
 void hr_arena_unmap(struct hr_arena *arena);
 
 /* The partition of a team. The file grows with the first rank that maps it. Status and *error as hr_arena_map. */
-int hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition, struct hr_error *error);
+hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition,
+                           struct hr_error *error);
 void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *partition);
 
 /*

@@ -286,7 +286,7 @@ static int adasum_progress(struct hr_backend *backend) {
 
 /* ---- The table ---- */
 
-static int adasum_begin(struct hr_backend *backend, const struct hr_work *work) {
+static hr_status adasum_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct adasum *self = (struct adasum *)backend;
     const int is_adasum = work->reduce_op == HORO_ADASUM && work->op == HORO_ALLREDUCE;
     self->runs = is_adasum && self->team->size > 1;

@@ -43,7 +43,7 @@ static void end_parts(struct host_backend *host) {
     host->parts = (struct parts){0};
 }
 
-static int begin_parts(struct host_backend *host) {
+static hr_status begin_parts(struct host_backend *host) {
     struct parts *parts = &host->parts;
     const size_t size = (size_t)host->team->size;
     const int exchanges = host->work.op == HORO_ALLTOALL;
@@ -134,7 +134,7 @@ static int begin_kind(struct host_backend *host) {
 /* ---- Moves: broadcast, allgather, alltoall ---- */
 
 /* Makes the vectors. */
-static int lay_out_move(struct host_backend *host) {
+static hr_status lay_out_move(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int size = host->team->size;
     host->moved_bytes = 0;
@@ -170,7 +170,7 @@ static int lay_out_move(struct host_backend *host) {
 }
 
 /* From the others' memory where that pays, else through the slots, and between hosts. */
-static int begin_move(struct host_backend *host) {
+static hr_status begin_move(struct host_backend *host) {
     const struct hr_fused *by_rank = host->parts.by_rank;
     struct hr_team *team = host->team;
     struct hr_move move = {.shown_count = 1, .from = by_rank, .root_rank = -1, .tensors = host->work.count};
@@ -210,7 +210,7 @@ static int begin_move(struct host_backend *host) {
 
 /* ---- The table ---- */
 
-static int host_begin(struct hr_backend *backend, const struct hr_work *work) {
+static hr_status host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
     if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {

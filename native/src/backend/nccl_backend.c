@@ -50,7 +50,7 @@ int hr_nccl_can(const horo_request *call) {
 
 /* ---- A batch as calls ---- */
 
-static int reserve(struct hr_nccl_calls *self, size_t count) {
+static hr_status reserve(struct hr_nccl_calls *self, size_t count) {
     if (count > self->capacity) {
         struct hr_nccl_call *larger = realloc(self->items, count * sizeof *larger);
         if (larger == NULL) {
@@ -136,8 +136,8 @@ size_t hr_nccl_calls_of(const struct hr_team *team, const struct hr_work *work) 
     return work->count * (work->op == HORO_REDUCESCATTER ? (size_t)team->size : 1);
 }
 
-int hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
-                  const struct hr_work *work) {
+hr_status hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
+                        const struct hr_work *work) {
     uint64_t factors[HR_NCCL_DTYPES];
     HR_TRY(reserve(calls, hr_nccl_calls_of(team, work)));
     for (size_t i = 0; i < work->count; i++) {

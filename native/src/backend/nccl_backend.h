@@ -30,7 +30,7 @@ size_t hr_nccl_calls_of(const struct hr_team *team, const struct hr_work *work);
  * Launches the work on an IDLE communicator, whose ranks are numbered as the team's. HORO_OK, also where the
  * communicator is BROKEN then, or HORO_ERR_RESOURCE for lack of memory.
  */
-int hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
-                  const struct hr_work *work);
+hr_status hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
+                        const struct hr_work *work);
 
 #endif

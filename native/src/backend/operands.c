@@ -17,7 +17,7 @@ size_t hr_vectors_of(int op, int size) {
     }
 }
 
-int hr_pieces_reserve(struct hr_pieces *pieces, size_t count) {
+hr_status hr_pieces_reserve(struct hr_pieces *pieces, size_t count) {
     if (count <= pieces->capacity) {
         return HORO_OK;
     }
@@ -153,7 +153,7 @@ void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, s
  * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
  * by page takes as long as to fill it.
  */
-int hr_gathered_allocate(struct hr_gathered *result) {
+hr_status hr_gathered_allocate(struct hr_gathered *result) {
     const size_t bytes = (size_t)result->bytes;
     if (bytes < HUGE_WORTH_BYTES) {
         result->data = malloc(bytes == 0 ? 1 : bytes);

@@ -14,7 +14,7 @@ struct hr_pieces {
 /* The number of vectors that are made of the tensors of an operation: each needs a piece for each tensor. */
 size_t hr_vectors_of(int op, int size);
 /* HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
+hr_status hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
 void hr_pieces_fini(struct hr_pieces *pieces);
 
 /* Puts a piece of `count` values behind those that `fused`, whose codec is set, has, unless it is empty. */
@@ -65,7 +65,7 @@ void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_pi
                     struct hr_fused *from, size_t *bytes);
 
 /* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_gathered_allocate(struct hr_gathered *result);
+hr_status hr_gathered_allocate(struct hr_gathered *result);
 /* Buries what was allocated. */
 void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count);
 

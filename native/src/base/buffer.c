@@ -28,7 +28,7 @@ static uint8_t *enlarge(const struct hr_buffer *buffer, size_t capacity) {
     return data;
 }
 
-int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
+hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
     if (buffer->capacity - buffer->end >= bytes && buffer->data != NULL) {
         return HORO_OK;
     }

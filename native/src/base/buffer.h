@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/status.h"
 #include "base/pool.h"
 
 struct hr_buffer {
@@ -18,7 +19,7 @@ struct hr_buffer {
 void hr_buffer_fini(struct hr_buffer *buffer);
 
 /* Makes room for `bytes` more at data + end. HORO_OK or HORO_ERR_RESOURCE; nothing changes on failure. */
-int hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes);
+hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes);
 
 int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes);
 

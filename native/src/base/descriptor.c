@@ -29,7 +29,7 @@
 #define F_SEAL_SHRINK 0x0002
 #endif
 
-int hr_descriptor_memory(uint64_t bytes, int32_t *descriptor, struct hr_error *error) {
+hr_status hr_descriptor_memory(uint64_t bytes, int32_t *descriptor, struct hr_error *error) {
     const int memory = (int)syscall(SYS_memfd_create, "horo-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (memory < 0) {
         return hr_fail(error, HORO_ERR_RESOURCE, "cannot create shared memory (memfd_create): %s", strerror(errno));
@@ -44,7 +44,7 @@ int hr_descriptor_memory(uint64_t bytes, int32_t *descriptor, struct hr_error *e
     return HORO_OK;
 }
 
-int hr_descriptor_event(int32_t *descriptor, struct hr_error *error) {
+hr_status hr_descriptor_event(int32_t *descriptor, struct hr_error *error) {
     const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event < 0) {
         return hr_fail(error, HORO_ERR_RESOURCE, "cannot create an eventfd: %s", strerror(errno));

@@ -11,9 +11,9 @@
  * It has no name: the kernel frees it when its last descriptor and mapping are gone. HORO_OK or HORO_ERR_RESOURCE;
  * *descriptor is set on HORO_OK.
  */
-int hr_descriptor_memory(uint64_t bytes, int32_t *descriptor, struct hr_error *error);
+hr_status hr_descriptor_memory(uint64_t bytes, int32_t *descriptor, struct hr_error *error);
 
 /* A nonblocking eventfd at zero. HORO_OK or HORO_ERR_RESOURCE; *descriptor is set on HORO_OK. */
-int hr_descriptor_event(int32_t *descriptor, struct hr_error *error);
+hr_status hr_descriptor_event(int32_t *descriptor, struct hr_error *error);
 
 #endif

@@ -38,7 +38,7 @@ void *hr_map_find(const struct hr_map *map, uint64_t hash, const char *key, size
     return locate(map, hash, key, key_bytes)->value;
 }
 
-static int grow(struct hr_map *map) {
+static hr_status grow(struct hr_map *map) {
     struct hr_map larger = {.capacity = map->capacity == 0 ? 64 : 2 * map->capacity, .count = map->count};
     larger.slots = calloc(larger.capacity, sizeof *larger.slots);
     if (larger.slots == NULL) {
@@ -55,7 +55,7 @@ static int grow(struct hr_map *map) {
     return HORO_OK;
 }
 
-int hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value) {
+hr_status hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value) {
     if (2 * (map->count + 1) > map->capacity) {
         const int status = grow(map);
         if (status != HORO_OK) {

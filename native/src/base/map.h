@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/status.h"
+
 struct hr_map_slot {
     uint64_t hash;
     const char *key;
@@ -38,7 +40,7 @@ void hr_map_fini(struct hr_map *map);
 void *hr_map_find(const struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes);
 
 /* The key must be absent and value not NULL. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value);
+hr_status hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value);
 
 /* Returns the value removed, or NULL. */
 void *hr_map_remove(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes);

@@ -14,7 +14,7 @@ _Static_assert(sizeof ((horo_event *)0)->name > HR_RECORDER_NAME_BYTES, "a name 
 
 enum { MEMORY_BYTES = HR_RECORDER_TRACED_RECORDS * sizeof(struct hr_record) };
 
-int hr_recorder_init(struct hr_recorder *recorder) {
+hr_status hr_recorder_init(struct hr_recorder *recorder) {
     *recorder = (struct hr_recorder){.created = hr_tick_sample(), .mask = HR_RECORDER_RECORDS - 1};
     /* pages are touched only when used */
     void *memory = mmap(NULL, MEMORY_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

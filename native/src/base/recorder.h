@@ -12,6 +12,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 
+#include "base/status.h"
 #include "base/ticks.h"
 #include "horo.h"
 
@@ -87,7 +88,7 @@ struct hr_recorder {
 };
 
 /* HORO_OK or HORO_ERR_RESOURCE. Fini takes also what is all zero. */
-int hr_recorder_init(struct hr_recorder *recorder);
+hr_status hr_recorder_init(struct hr_recorder *recorder);
 void hr_recorder_fini(struct hr_recorder *recorder);
 
 /* Of a name that is too long the end is kept. Any thread. */

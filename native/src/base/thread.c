@@ -3,7 +3,8 @@
 #include <signal.h>
 #include <string.h>
 
-int hr_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *what, struct hr_error *error) {
+hr_status hr_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *what,
+                          struct hr_error *error) {
     sigset_t all;
     sigset_t before;
     (void)sigfillset(&all);

@@ -42,7 +42,7 @@ static void drain(struct hr_segments *segments, size_t k) {
 
 static const struct hr_segments_ops one_host = {.fill = fill, .keep = keep, .drain = drain};
 
-int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
+hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
     *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
     if (team->host_count > 1) {
         return hr_two_level_gather_begin(run);

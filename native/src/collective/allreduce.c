@@ -292,8 +292,8 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 
 /* ---- The task ---- */
 
-int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
-                       double prescale, struct hr_scale postscale) {
+hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused,
+                             int reduce_op, double prescale, struct hr_scale postscale) {
     *run = (struct hr_allreduce){
         .segments = {.team = team},
         .fused = *fused,

@@ -55,7 +55,7 @@ static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t cou
  * So many segments that what each rank shows fits its slot; a share is at most two units longer than the mean.
  * HORO_ERR_RESOURCE for so many ranks that a slot has no room for that.
  */
-static int cut_shares(struct hr_alltoall *run, size_t *count) {
+static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
     const size_t segment = team->tuning.segment;
     const size_t others = (size_t)team->size - 1;
@@ -82,7 +82,7 @@ static int cut_shares(struct hr_alltoall *run, size_t *count) {
     return HORO_OK;
 }
 
-static int begin_on_one_host(struct hr_alltoall *run) {
+static hr_status begin_on_one_host(struct hr_alltoall *run) {
     struct hr_team *team = run->segments.team;
     const size_t size = (size_t)team->size;
     size_t count;

@@ -111,8 +111,8 @@ struct hr_reducescatter {
  * host of p ranks: copies (p-1)/p in, reads p/p and writes 2/p for the share, copies (p-1)/p out. HORO_OK or
  * HORO_ERR_RESOURCE.
  */
-int hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused, int reduce_op,
-                       double prescale, struct hr_scale postscale);
+hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, const struct hr_fused *fused,
+                             int reduce_op, double prescale, struct hr_scale postscale);
 
 /*
  * The factor for partial results before they travel, so that the factor of postscale is divided by it. A sum of float16
@@ -129,7 +129,7 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
  * the outputs of all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link
  * carries all that is not its receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
+hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
 
 /*
  * to[r] has my inputs for rank r, and from[r] the outputs of what comes from it; bytes[s * size + d] of rank s for rank
@@ -147,7 +147,7 @@ int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struc
  * allreduce. Per rank and byte of its inputs on one host of p ranks: copies (p-1)/p in, reads and writes 1/p. HORO_OK
  * or HORO_ERR_RESOURCE.
  */
-int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
-                           int reduce_op, double prescale, struct hr_scale postscale);
+hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
+                                 int reduce_op, double prescale, struct hr_scale postscale);
 
 #endif

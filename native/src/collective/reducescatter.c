@@ -209,8 +209,8 @@ static int begin_next_run(struct hr_segments *segments) {
     return 1;
 }
 
-int hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
-                           int reduce_op, double prescale, struct hr_scale postscale) {
+hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
+                                 int reduce_op, double prescale, struct hr_scale postscale) {
     const struct hr_codec *codec = by_rank[0].codec;
     const size_t unit = hr_share_unit(codec->block_bytes);
     const size_t units = team->tuning.segment / unit;

@@ -5,7 +5,7 @@
 #include "base/clock.h"
 #include "base/cut.h"
 
-int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
+hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
     const size_t whole = hr_round_up(bytes, HR_CROSS_ALIGNMENT);
     if (whole <= team->cross_scratch_bytes) {
         return HORO_OK;
@@ -122,7 +122,7 @@ static int advance_on_one_host(struct hr_segments *segments) {
 /* ---- Between hosts ---- */
 
 /* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
-static int move_on(struct hr_team *team, struct hr_cross *cross) {
+static hr_status move_on(struct hr_team *team, struct hr_cross *cross) {
     const size_t before = cross->sent + cross->finished;
     const int status = hr_cross_progress(cross);
     team->pieces += cross->sent + cross->finished - before;

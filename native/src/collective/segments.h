@@ -106,6 +106,6 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
  * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or
  * HORO_ERR_RESOURCE.
  */
-int hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
+hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
 
 #endif

@@ -47,7 +47,7 @@ static inline int hr_walk_on(struct hr_walk *walk) {
 }
 
 /* Begins what hr_allgather_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_two_level_gather_begin(struct hr_allgather *run);
+hr_status hr_two_level_gather_begin(struct hr_allgather *run);
 
 /* The bytes that s has for d and that pass a slot. */
 static inline size_t hr_alltoall_bytes(const struct hr_alltoall *run, int s, int d) {
@@ -55,6 +55,6 @@ static inline size_t hr_alltoall_bytes(const struct hr_alltoall *run, int s, int
 }
 
 /* Begins what hr_alltoall_begin has filled in. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_two_level_exchange_begin(struct hr_alltoall *run);
+hr_status hr_two_level_exchange_begin(struct hr_alltoall *run);
 
 #endif

@@ -176,7 +176,7 @@ static size_t reserve(size_t *at, size_t bytes) {
 }
 
 /* The tables of a run stay in the scratch of the team until the next collective begins. */
-static int reserve_tables(struct hr_alltoall *run) {
+static hr_status reserve_tables(struct hr_alltoall *run) {
     struct hr_team *team = run->segments.team;
     const size_t hosts = (size_t)team->host_count;
     const size_t pairs = hosts * hosts;
@@ -229,7 +229,7 @@ static void measure_traffic(const struct hr_alltoall *run) {
  * So many segments that all shares find room in the slots of every host; a share is at most two units longer than the
  * mean. HORO_ERR_RESOURCE for so many hosts that a slot has no room for that.
  */
-static int count_segments(struct hr_alltoall *run, size_t *count) {
+static hr_status count_segments(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
     const size_t segment = team->tuning.segment;
     size_t streams = 0;
@@ -247,7 +247,7 @@ static int count_segments(struct hr_alltoall *run, size_t *count) {
     return HORO_OK;
 }
 
-int hr_two_level_exchange_begin(struct hr_alltoall *run) {
+hr_status hr_two_level_exchange_begin(struct hr_alltoall *run) {
     struct hr_team *team = run->segments.team;
     HR_TRY(reserve_tables(run));
     /* of all streams, in their order: how long they are, and where in them what I have and what I get */

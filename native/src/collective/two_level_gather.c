@@ -133,7 +133,7 @@ static int begin_next_run(struct hr_segments *segments) {
     return 1;
 }
 
-int hr_two_level_gather_begin(struct hr_allgather *run) {
+hr_status hr_two_level_gather_begin(struct hr_allgather *run) {
     struct hr_team *team = run->segments.team;
     HR_TRY(hr_segments_reserve_scratch(
         team, HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count * sizeof(struct hr_cross_part)));

@@ -85,7 +85,7 @@ struct hr_cross_ops {
 size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
                               size_t piece_bytes);
 /* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
-int hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
+hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
 /*
  * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (state->lost_host says with whom) or
  * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.

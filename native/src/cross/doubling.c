@@ -59,7 +59,7 @@ static size_t doubling_scratch_bytes(int host_count, size_t block_bytes, size_t 
     return hr_pipeline_scratch_bytes(block_bytes, bytes, piece_bytes);
 }
 
-static int doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     const struct role role = role_of(call->host, call->host_count);
     plan->step_count = role.sits_out ? 2 : role.rounds + 2 * (role.partner >= 0);
     plan->part_count = 1;

@@ -69,7 +69,7 @@ static size_t exchange_scratch_bytes(int host_count, size_t block_bytes, size_t 
     return (size_t)steps * sizeof(struct hr_step);
 }
 
-static int exchange_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status exchange_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     if (!hr_cross_has_byte_parts(call) || call->scratch == NULL) {
         return HORO_ERR_INTERNAL;
     }

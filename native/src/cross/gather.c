@@ -37,7 +37,7 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     step->after = index - known;
 }
 
-static int gather_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status gather_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
     return hr_cross_has_byte_parts(call) ? HORO_OK : HORO_ERR_INTERNAL;

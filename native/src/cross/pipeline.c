@@ -30,7 +30,7 @@ size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, si
     return ops->scratch_bytes == NULL ? 0 : ops->scratch_bytes(host_count, block_bytes, bytes, piece_bytes);
 }
 
-int hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
+hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
     if (call->host_count < 2 || call->host < 0 || call->host >= call->host_count || call->codec == NULL ||
         call->piece_bytes == 0 || call->root_host < 0 || call->root_host >= call->host_count ||
@@ -118,7 +118,7 @@ static void finish_received(struct hr_cross *state) {
     }
 }
 
-static int post_receives(struct hr_cross *state) {
+static hr_status post_receives(struct hr_cross *state) {
     struct hr_transport *transport = state->call.transport;
     const size_t reuse = (size_t)state->plan.reuse_distance * state->piece_count;
     while (state->recv_posted < state->total && state->recv_posted < state->finished + HR_CROSS_WINDOW) {
@@ -140,7 +140,7 @@ static int post_receives(struct hr_cross *state) {
     return HORO_OK;
 }
 
-static int post_sends(struct hr_cross *state) {
+static hr_status post_sends(struct hr_cross *state) {
     struct hr_transport *transport = state->call.transport;
     while (state->send_posted < state->total && state->send_posted < state->sent + HR_CROSS_WINDOW) {
         const size_t q = state->send_posted;

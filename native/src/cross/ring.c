@@ -30,7 +30,7 @@ static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t byte
     return hr_pipeline_scratch_bytes(block_bytes, bytes / (size_t)host_count + block_bytes, piece_bytes);
 }
 
-static int ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = 2 * (call->host_count - 1);
     plan->part_count = (size_t)call->host_count;
     /* Gathering step t receives the part that reducing step t sent. */

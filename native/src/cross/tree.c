@@ -51,7 +51,7 @@ static void chain_step(const struct hr_cross *state, int index, struct hr_step *
     }
 }
 
-static int tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     const int v = place_of(call);
     int children = 0;
     while (child_distance(v, call->host_count, children) > 0) {
@@ -62,7 +62,7 @@ static int tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     return HORO_OK;
 }
 
-static int chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static hr_status chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     const int v = place_of(call);
     plan->step_count = (v != 0) + (v != call->host_count - 1);
     plan->part_count = 1;

@@ -28,7 +28,7 @@ void hr_block_destroy(struct hr_block *block) {
     }
 }
 
-static int fill(struct hr_block *block, struct hr_error *error) {
+static hr_status fill(struct hr_block *block, struct hr_error *error) {
     const struct hr_cuda *cuda = block->device->cuda;
     void *data = NULL;
     struct hr_error refusal = {0};
@@ -43,7 +43,7 @@ static int fill(struct hr_block *block, struct hr_error *error) {
                          error);
 }
 
-int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error) {
+hr_status hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error) {
     struct hr_block *made = calloc(1, sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");

@@ -22,7 +22,7 @@ struct hr_block {
 };
 
 /* The caller has entered the device. HORO_OK, or HORO_ERR_RESOURCE with a sentence that names the size. */
-int hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error);
+hr_status hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error);
 /* Waits for all that runs on the device. */
 void hr_block_destroy(struct hr_block *block);
 /* Whether no copy uses it. The caller has entered the device. */

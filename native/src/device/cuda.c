@@ -30,7 +30,7 @@ static const struct hr_symbol symbols[] = {
     {"cuLaunchHostFunc", offsetof(struct hr_cuda, launch_host_function)},
 };
 
-int hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error) {
+hr_status hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error) {
     if (code == HR_CUDA_OK) {
         return HORO_OK;
     }

@@ -62,6 +62,6 @@ int hr_cuda_load(struct hr_cuda *cuda, const char *const *paths, size_t path_cou
 int hr_cuda_initialize(const struct hr_cuda *cuda, int *device_count, struct hr_error *error);
 
 /* HORO_OK, or HORO_ERR_RESOURCE with the name of the function and the driver's text for the code. */
-int hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error);
+hr_status hr_cuda_check(const struct hr_cuda *cuda, int code, const char *function, struct hr_error *error);
 
 #endif

@@ -38,7 +38,7 @@ int hr_device_create_stream(const struct hr_device *device, void **stream, struc
                          "cuStreamCreateWithPriority", error);
 }
 
-int hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error) {
+hr_status hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;
     int state = 0;
     HR_TRY(hr_cuda_check(cuda, cuda->stream_is_capturing(stream, &state), "cuStreamIsCapturing", error));

@@ -38,7 +38,7 @@ void hr_device_leave(const struct hr_device *device, const struct hr_device_visi
  * For a caller that has entered the device. HORO_OK; HORO_ERR_USAGE with a sentence: the stream is being captured into
  * a graph, which would repeat what horo puts on it, but not the exchange; HORO_ERR_RESOURCE.
  */
-int hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error);
+hr_status hr_device_refuse_capture(const struct hr_device *device, void *stream, struct hr_error *error);
 /* Likewise: a stream of its own, of highest priority, that does not order itself by the default stream. */
 int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error);
 

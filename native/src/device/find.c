@@ -4,8 +4,8 @@
 #include "device/cuda.h"
 #include "device/nccl.h"
 
-static int find_cuda(const char *const *paths, size_t path_count, int initializes, horo_library *found,
-                     struct hr_error *error) {
+static hr_status find_cuda(const char *const *paths, size_t path_count, int initializes, horo_library *found,
+                           struct hr_error *error) {
     struct hr_cuda cuda;
     horo_library library;
     struct hr_error refusal = {0};
@@ -18,8 +18,8 @@ static int find_cuda(const char *const *paths, size_t path_count, int initialize
     return HORO_OK;
 }
 
-static int find(int kind, const char *const *paths, int32_t path_count, int initializes, horo_library *found,
-                struct hr_error *error) {
+static hr_status find(int kind, const char *const *paths, int32_t path_count, int initializes, horo_library *found,
+                      struct hr_error *error) {
     struct hr_nccl nccl;
     if (path_count < 0) {
         return hr_fail(error, HORO_ERR_USAGE, "a library cannot be looked for at %d places", path_count);

@@ -19,8 +19,8 @@ static void add_reason(struct reasons *reasons, const char *reason) {
     reasons->length = fits ? reasons->length + (size_t)written : sizeof reasons->text - 1;
 }
 
-static int check(const struct hr_library_kind *kind, void *library, const char *name, void *table, horo_library *found,
-                 struct hr_error *error) {
+static hr_status check(const struct hr_library_kind *kind, void *library, const char *name, void *table,
+                       horo_library *found, struct hr_error *error) {
     struct link_map *map = NULL;
     const char *path = dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] != '\0' ? map->l_name : name;
     char version_text[24];
@@ -51,8 +51,8 @@ static int check(const struct hr_library_kind *kind, void *library, const char *
 }
 
 /* RTLD_NODELETE: a driver that has been asked anything may have threads, and must not go away under them. */
-static int try_library(const struct hr_library_kind *kind, const char *name, int flags, void *table,
-                       horo_library *found, struct reasons *reasons) {
+static hr_status try_library(const struct hr_library_kind *kind, const char *name, int flags, void *table,
+                             horo_library *found, struct reasons *reasons) {
     void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE | flags);
     if (library == NULL) {
         if ((flags & RTLD_NOLOAD) == 0) {
@@ -70,8 +70,8 @@ static int try_library(const struct hr_library_kind *kind, const char *name, int
     return status;
 }
 
-int hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
-                    horo_library *found, struct hr_error *error) {
+hr_status hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
+                          horo_library *found, struct hr_error *error) {
     struct reasons reasons = {.length = 0};
     int status = HORO_ERR_RESOURCE;
     for (size_t i = 0; i < path_count && status != HORO_OK; i++) {

@@ -35,7 +35,7 @@ struct hr_library_kind {
  * loading takes. HORO_OK, or HORO_ERR_RESOURCE with a sentence that says of every place why it is of no use. Any
  * thread.
  */
-int hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
-                    horo_library *found, struct hr_error *error);
+hr_status hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
+                          horo_library *found, struct hr_error *error);
 
 #endif

@@ -17,7 +17,7 @@ static int create_event(struct hr_mark *mark, void *stream, struct hr_error *err
     return status;
 }
 
-int hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error) {
+hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error) {
     struct hr_mark *made = malloc(sizeof *made);
     struct hr_device_visit visit;
     if (made == NULL) {

@@ -22,7 +22,7 @@ static const struct hr_symbol symbols[] = {
     {"ncclRedOpDestroy", offsetof(struct hr_nccl, red_op_destroy)},
 };
 
-static int version_of(const void *table, int *version, struct hr_error *error) {
+static hr_status version_of(const void *table, int *version, struct hr_error *error) {
     const struct hr_nccl *nccl = table;
     const int code = nccl->get_version(version);
     return code == HR_NCCL_OK ? HORO_OK
@@ -49,8 +49,8 @@ int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_cou
     return hr_library_load(&kind, paths, path_count, nccl, found, error);
 }
 
-int hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
-                  struct hr_error *error) {
+hr_status hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
+                        struct hr_error *error) {
     if (code == HR_NCCL_OK || code == HR_NCCL_IN_PROGRESS) {
         return HORO_OK;
     }

@@ -68,7 +68,7 @@ void hr_nccl_write_version(int version, char *text, size_t text_bytes);
  * HORO_OK for success and for what is in progress; else HORO_ERR_RESOURCE with the name of the function, NCCL's text
  * for the code, and what it said last of `comm`, which may be NULL.
  */
-int hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
-                  struct hr_error *error);
+hr_status hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
+                        struct hr_error *error);
 
 #endif

@@ -68,7 +68,7 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 /* ---- Launching ---- */
 
-static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
+static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
     const struct hr_nccl *nccl = comm->nccl;
     const int is_scaled = call->op == HR_NCCL_SUM && comm->has_scale[call->dtype];
     const int op = is_scaled ? comm->scales[call->dtype] : call->op;
@@ -98,8 +98,8 @@ static int enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
 }
 
 /* One operation for each dtype that occurs. */
-static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                         const uint64_t *factors) {
+static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
+                               const uint64_t *factors) {
     for (size_t i = 0; i < count; i++) {
         const int dtype = calls[i].dtype;
         const int is_sum = calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM;
@@ -115,7 +115,8 @@ static int create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *c
 }
 
 /* With the device entered. */
-static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
+static hr_status launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
+                        const uint64_t *factors) {
     if (factors != NULL) {
         HR_TRY(create_scales(comm, calls, count, factors));
     }
@@ -128,7 +129,8 @@ static int launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, s
     return status == HORO_OK ? ended : status;
 }
 
-int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors) {
+hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
+                         const uint64_t *factors) {
     struct hr_device_visit visit;
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         return broken(comm);
@@ -145,7 +147,7 @@ int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, 
 /* ---- Polling ---- */
 
 /* All of the launch is on the stream: from here on an event behind it means its end. */
-static int finish_launch(struct hr_nccl_comm *comm) {
+static hr_status finish_launch(struct hr_nccl_comm *comm) {
     const struct hr_cuda *cuda = comm->device->cuda;
     for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) {
         if (comm->has_scale[dtype]) {

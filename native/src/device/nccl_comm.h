@@ -71,7 +71,8 @@ int hr_nccl_poll(struct hr_nccl_comm *comm);
  * `factors`: by dtype, the bits of what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is
  * BROKEN.
  */
-int hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count, const uint64_t *factors);
+hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
+                         const uint64_t *factors);
 
 /*
  * IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. NCCL waits for the work of

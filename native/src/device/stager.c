@@ -37,7 +37,7 @@ struct hr_stager {
 /* ---- Devices ---- */
 
 /* With opening held. */
-static int open_device(struct hr_stager *stager, int number, struct hr_error *error) {
+static hr_status open_device(struct hr_stager *stager, int number, struct hr_error *error) {
     if (number < 0 || number >= stager->library.device_count || number >= DEVICES_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "there is no device %d; this process sees %d", number,
                        stager->library.device_count);
@@ -118,8 +118,8 @@ static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_d
     return taken;
 }
 
-int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
-                         struct hr_error *error) {
+hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes,
+                               struct hr_block **block, struct hr_error *error) {
     struct hr_block *busy = NULL;
     struct hr_block *taken = take_fitting(stager, device, bytes);
     for (int i = 1; taken != NULL && !hr_block_is_done(taken); i++) {
@@ -246,7 +246,7 @@ int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct
 }
 
 /* Whether copies have failed: then on_ready never comes. HORO_OK, or HORO_ERR_RESOURCE with a sentence. */
-static int check_copies(struct hr_block *block, struct hr_error *error) {
+static hr_status check_copies(struct hr_block *block, struct hr_error *error) {
     struct hr_stager *stager = block->stager;
     struct hr_device_visit visit;
     HR_TRY(hr_device_enter(block->device, &visit, error));
@@ -421,8 +421,8 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     }
 }
 
-int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
-                     hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
+hr_status hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
+                           hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
     struct hr_stager *made = calloc(1, sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");

@@ -23,8 +23,8 @@ struct hr_stager;
  * Loads and initializes the driver from one of the paths. HORO_OK, or HORO_ERR_RESOURCE with a sentence. The stager
  * must be closed.
  */
-int hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
-                     hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
+hr_status hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
+                           hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
 /* Pinned memory is not freed at the end: something may run on a device for ever, and freeing waits for that. */
 void hr_stager_keep_all(struct hr_stager *stager);
 
@@ -42,8 +42,8 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
  * with a sentence that names the size. One that something may touch for ever is not given back: it is neither used
  * again nor freed, and the device's context, which would free it, stays.
  */
-int hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes, struct hr_block **block,
-                         struct hr_error *error);
+hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes,
+                               struct hr_block **block, struct hr_error *error);
 /*
  * Copies may use it still: it is used again when they are done. If it is launched, nobody is told any more. Nothing is
  * freed here: that waits for all that runs on the device, perhaps for a rank that is gone, and this thread may be the

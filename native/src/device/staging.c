@@ -28,7 +28,7 @@ static int record(struct hr_staging *staging, void *event, void *stream, struct 
 
 /* ---- To the host ---- */
 
-static int copy_all_to_host(const struct hr_staging *staging, struct hr_error *error) {
+static hr_status copy_all_to_host(const struct hr_staging *staging, struct hr_error *error) {
     const struct hr_cuda *cuda = staging->block->device->cuda;
     for (size_t i = 0; i < staging->count; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
@@ -51,8 +51,8 @@ static int await_values(struct hr_staging *staging, void *stream, struct hr_erro
     return wait_for(device->cuda, staging->from_device, event, error);
 }
 
-static int begin(struct hr_stager *stager, struct hr_device *device, struct hr_staging *staging, void *stream,
-                 struct hr_error *error) {
+static hr_status begin(struct hr_stager *stager, struct hr_device *device, struct hr_staging *staging, void *stream,
+                       struct hr_error *error) {
     const size_t bytes = place(staging->tensors, staging->count);
     HR_TRY(hr_device_refuse_capture(device, stream, error));
     HR_TRY(hr_stager_take_block(stager, device, bytes, &staging->block, error));
@@ -62,8 +62,8 @@ static int begin(struct hr_stager *stager, struct hr_device *device, struct hr_s
     return copied != HORO_OK ? copied : recorded;
 }
 
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
-                      size_t count, struct hr_staging **staging, struct hr_error *error) {
+hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                            size_t count, struct hr_staging **staging, struct hr_error *error) {
     struct hr_device *opened;
     HR_TRY(hr_stager_device(stager, device, &opened, error));
     struct hr_staging *made = calloc(1, sizeof *made + count * sizeof *tensors);
@@ -99,7 +99,7 @@ void hr_staging_drop(struct hr_staging *staging) {
 
 /* ---- Back to the device ---- */
 
-static int copy_all_to_device(const struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
+static hr_status copy_all_to_device(const struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
     const struct hr_device *device = staging->block->device;
     for (size_t i = 0; i < staging->count; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
@@ -113,7 +113,7 @@ static int copy_all_to_device(const struct hr_staging *staging, const size_t *by
     return HORO_OK;
 }
 
-static int copy_out(struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
+static hr_status copy_out(struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
     struct hr_block *block = staging->block;
     const struct hr_device *device = block->device;
     /* targets may be in use up to where the request was submitted, also where nothing was copied in */

@@ -48,8 +48,8 @@ struct hr_staging {
  * nothing left behind. Blocks for as long as pinning new memory takes. Any thread, which may have to wait for the
  * program's stream where it is far ahead of that.
  */
-int hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
-                      size_t count, struct hr_staging **staging, struct hr_error *error);
+hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
+                            size_t count, struct hr_staging **staging, struct hr_error *error);
 
 static inline void *hr_staging_host(const struct hr_staging *staging, size_t tensor) {
     return staging->block->data + staging->tensors[tensor].offset;

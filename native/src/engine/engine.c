@@ -1,11 +1,11 @@
-/* The callers' side of the engine, behind submit.c: poll, wait, release; and its beginning and end. */
+/* Makes an engine of its rooms. */
 #include "engine/engine.h"
-#include "engine/gpu/gpu.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "base/op.h"
+#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
 #include "node/node_setup.h"
@@ -35,12 +35,13 @@ static const struct hr_membership_ops MEMBERSHIP_OPS = {
 static const struct hr_report_ops REPORT_OPS = {.awaits = hr_gpu_awaits};
 
 static void free_parts(struct hr_engine *engine) {
+    hr_requests_fini(&engine->requests);
+    hr_engine_end_cuda(engine);
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_membership_forget(engine->lanes[i]);
         hr_lane_destroy(engine->lanes[i]);
     }
     hr_deadlock_fini(&engine->judge);
-    hr_map_fini(&engine->submission.handles);
     (void)pthread_mutex_destroy(&engine->staging_lock);
     hr_drive_fini(&engine->drive);
 }
@@ -61,11 +62,9 @@ static void add_parts(struct hr_engine *engine) {
 static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                             const horo_setup *setup, struct hr_error *error) {
     HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
-    for (int number = 0; number < HR_TEAMS_MAX; number++) {
-        engine->teams[number].id = number;
-    }
     add_parts(engine);
-    engine->teams[0] = (struct hr_team_place){.is_used = 1, .has_local = 1, .lane = engine->lanes[0]};
+    engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
+    engine->teams[0].has_local = 1;
     engine->lane_count = 1;
     HR_TRY(hr_engine_init_tuning(engine, setup, error));
     return hr_drive_start(&engine->drive, error);
@@ -85,11 +84,12 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
                 .leader.fusion_bytes = setup->fusion_bytes,
                 .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
                 .executor_ops = &EXECUTOR_OPS,
+                .requests = &engine->requests,
+                .lane_count = &engine->lane_count,
                 .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
                 .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
             },
     };
-    engine->submission.queue_tail = &engine->submission.queue_head;
     hr_status status = hr_drive_init(&engine->drive, node, (int64_t)setup->spin_us * 1000, error);
     if (status != HORO_OK) {
         hr_backend_destroy(backend);
@@ -97,6 +97,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
         hr_node_close_fds(node);
         return status;
     }
+    hr_requests_init(&engine->requests, &engine->drive);
     atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
     status = init_parts(engine, world, backend, setup, error);
@@ -111,10 +112,11 @@ void hr_engine_close_links(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         hr_team_close_links(engine->lanes[i]->team);
     }
-    for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
-        const struct hr_request *request = engine->submission.handles.slots[i].value;
-        if (request != NULL && request->new_lane != NULL) {
-            hr_team_close_links(request->new_lane->team);
+    for (size_t i = 0; i < engine->requests.handles.capacity; i++) {
+        const struct hr_request *request = engine->requests.handles.slots[i].value;
+        const struct hr_lane *added = hr_sets_lane_of(request);
+        if (added != NULL) {
+            hr_team_close_links(added->team);
         }
     }
 }
@@ -133,242 +135,63 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
 
 void hr_engine_fini(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
-    hr_drive_lock(&engine->drive);
-    while (engine->submission.calls > 0) { /* which end now, for all that they wait for has ended */
-        hr_drive_wait(&engine->drive, INT64_MAX);
-    }
-    hr_drive_unlock(&engine->drive);
+    hr_requests_await_calls(&engine->requests); /* which end now, for all that they wait for has ended */
     hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
-    for (size_t i = 0; i < engine->submission.handles.capacity; i++) {
-        hr_request_destroy(engine->submission.handles.slots[i].value);
-    }
-    hr_engine_end_cuda(engine);
     free_parts(engine);
 }
 
-struct hr_request *hr_lane_next_pending(const struct hr_lane *lane, const struct hr_request *last) {
-    struct hr_request *request = last == NULL ? lane->engine->submission.oldest : last->newer;
-    while (request != NULL && request->lane != lane) {
-        request = request->newer;
-    }
-    return request;
-}
-
-struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle) {
-    return hr_map_find(&engine->submission.handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
-}
-
-/* With the lock held, for a request that is not done: it may have been submitted for a wait that has not come. */
-static void kick_if_idle(struct hr_engine *engine) {
-    if (hr_drive_is_free(&engine->drive)) {
-        hr_drive_kick(&engine->drive);
-    }
-}
-
-int hr_engine_poll(struct hr_engine *engine, int64_t handle) {
+/* Its tensors stay on the GPU, or are on their way to the host; none of what is refused. */
+static hr_status submit_on_gpu(struct hr_engine *engine, const horo_request *call, int64_t *handle,
+                               struct hr_error *error) {
+    struct hr_request *request = NULL;
+    HR_TRY(hr_requests_create(&engine->requests, call, &request, error));
     hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    const int status = request == NULL ? HORO_ERR_HANDLE : atomic_load(&request->status);
-    if (status == HORO_IN_PROGRESS) {
-        kick_if_idle(engine);
-    }
+    hr_status status = hr_requests_check(&engine->requests, request, error);
+    const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
     hr_drive_unlock(&engine->drive);
-    return status;
-}
-
-/* With the lock held, where the thread drives: it saves a switch of threads in this call, and in those that follow. */
-static void ask_to_drive(struct hr_engine *engine, const struct hr_request *request) {
-    const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
-    const int is_alone = atomic_load(&engine->drive.pending) == 1;
-    if (sync && is_alone && atomic_load(&engine->drive.serves_hosts)) {
-        atomic_store(&engine->drive.wanted, 1);
-    }
-}
-
-/* With the lock held, which it lets go meanwhile: the caller is one of the request's owners. */
-static int wait_for_request(struct hr_engine *engine, const struct hr_request *request, int32_t timeout_ms) {
-    int status;
-    int64_t deadline_ns = 0; /* a request that is done already needs no clock */
-    while ((status = atomic_load(&request->status)) == HORO_IN_PROGRESS) {
-        const int64_t now_ns = hr_now_ns();
-        deadline_ns = deadline_ns == 0 ? now_ns + (int64_t)timeout_ms * 1000000 : deadline_ns;
-        if (now_ns >= deadline_ns) {
-            kick_if_idle(engine);
-            break;
-        }
-        if (hr_drive_is_free(&engine->drive)) {
-            hr_drive_until(&engine->drive, &request->status, HORO_IN_PROGRESS, now_ns, deadline_ns);
-            status = atomic_load(&request->status);
-            break; /* done, out of time, or a signal to be handled first */
-        }
-        ask_to_drive(engine, request);
-        hr_drive_wait(&engine->drive, deadline_ns);
-    }
-    return status;
-}
-
-/* With the lock held. */
-static int write_unknown(int64_t handle, char *text, size_t text_bytes) {
-    if (text_bytes > 0) {
-        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
-    }
-    return HORO_ERR_HANDLE;
-}
-
-static void write_error(const struct hr_request *request, char *text, size_t text_bytes) {
-    if (text_bytes > 0) {
-        const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
-        (void)snprintf(text, text_bytes, "%s",
-                       done && request->error_text != NULL ? request->error_text : "the operation is still running");
-    }
-}
-
-/* With the lock held: the table of handles owns it no longer. */
-static void forget_handle(struct hr_engine *engine, struct hr_request *request) {
-    (void)hr_map_remove(&engine->submission.handles, hr_hash_number(request->handle), (const char *)&request->handle,
-                        sizeof request->handle);
-    request->handle = 0;
-    request->owners--;
-}
-
-/* With the lock held: whether results of a request that has ended well lie in memory that the core has allocated. */
-static int holds_results(const struct hr_request *request) {
-    int holds = 0;
-    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given;
-    }
-    return holds;
-}
-
-static int releases(const struct hr_request *request, enum hr_wait_end end) {
-    return end == HR_WAIT_RELEASES ||
-           (end == HR_WAIT_RELEASES_WHAT_FITS &&
-            ((request->call.flags & HORO_SUBMIT_OFFER) == 0 || !holds_results(request)));
-}
-
-/* Without the lock, of a request that nobody owns. */
-static void free_request(struct hr_engine *engine, struct hr_request *request) {
-    const int is_on_gpu = request->call.device != 0;
-    hr_request_destroy(request);
-    if (is_on_gpu) {
-        hr_engine_trim_pinned(engine);
-    }
-}
-
-/* With the lock held, which it lets go: a call ends, for which `unowned` is left (NULL: nothing is). */
-static void end_call(struct hr_engine *engine, struct hr_request *unowned) {
-    if (unowned != NULL) {
-        hr_drive_unlock(&engine->drive);
-        free_request(engine, unowned);
-        hr_drive_lock(&engine->drive);
-    }
-    if (--engine->submission.calls == 0 && atomic_load(&engine->drive.stop)) {
-        hr_drive_wake_waiters(&engine->drive); /* hr_engine_fini is one */
-    }
-    hr_drive_unlock(&engine->drive);
-}
-
-int hr_engine_wait(struct hr_engine *engine, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *text,
-                   size_t text_bytes) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_engine_find_handle(engine, *handle);
-    if (request == NULL) {
-        hr_drive_unlock(&engine->drive);
-        return write_unknown(*handle, text, text_bytes);
-    }
-    hr_engine_note_caller(engine);
-    engine->submission.calls++;
-    request->owners++;
-    const int status = wait_for_request(engine, request, timeout_ms);
-    if (status < 0) {
-        write_error(request, text, text_bytes);
-    } else if (status == HORO_OK && releases(request, end)) {
-        *handle = 0;
-        if (request->handle != 0) { /* else another call has released it meanwhile */
-            forget_handle(engine, request);
-        }
-    }
-    end_call(engine, --request->owners == 0 ? request : NULL);
-    return status;
-}
-
-/* With the lock held. */
-static int is_any_done(const struct hr_engine *engine, const int64_t *handles, int32_t count) {
-    for (int32_t i = 0; i < count; i++) {
-        const struct hr_request *request = hr_engine_find_handle(engine, handles[i]);
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* The background thread drives meanwhile: a caller would drive for one request, and sleep while another is done. */
-int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms) {
-    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    hr_drive_lock(&engine->drive);
-    hr_engine_note_caller(engine);
-    engine->submission.calls++;
-    int done;
-    while (!(done = is_any_done(engine, handles, count)) && hr_now_ns() < deadline_ns) {
-        kick_if_idle(engine);
-        hr_drive_wait(&engine->drive, deadline_ns);
-    }
-    end_call(engine, NULL);
-    return done ? HORO_OK : HORO_IN_PROGRESS;
-}
-
-int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes) {
-    int status = HORO_OK;
-    hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    if (request == NULL) {
-        status = write_unknown(handle, text, text_bytes);
-    } else {
-        write_error(request, text, text_bytes);
-    }
-    hr_drive_unlock(&engine->drive);
-    return status;
-}
-
-int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
-                   int64_t *first_dims) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
-    int status = HORO_ERR_USAGE;
-    if (request != NULL && atomic_load(&request->status) == HORO_OK && request->gathered != NULL && index >= 0 &&
-        index < request->call.tensor_count &&
-        (request->gathered[index].is_given || request->gathered[index].data != NULL)) {
-        struct hr_gathered *result = &request->gathered[index];
-        *data = result->is_given ? NULL : result->data;
-        *bytes = result->bytes;
-        memcpy(first_dims, result->first_dims, (size_t)request->team_size * sizeof *first_dims);
-        result->data = result->is_given ? result->data : NULL;
-        status = HORO_OK;
-    }
-    hr_drive_unlock(&engine->drive);
-    return status;
-}
-
-int hr_engine_release(struct hr_engine *engine, int64_t handle) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
-    struct hr_request *unowned = NULL;
-    int status = HORO_ERR_HANDLE;
-    if (request != NULL) {
-        status = atomic_load(&request->status) == HORO_IN_PROGRESS ? HORO_ERR_USAGE : HORO_OK;
-    }
     if (status == HORO_OK) {
-        forget_handle(engine, request);
-        unowned = request->owners == 0 ? request : NULL;
+        status = stays ? hr_gpu_place(engine, request, error) : HORO_OK;
     }
+    if (status == HORO_OK && request->cargo.data == NULL) {
+        status = hr_engine_stage(engine, request, error);
+    }
+    if (status != HORO_OK) {
+        hr_request_destroy(request);
+        return status;
+    }
+    const int is_staged = request->state == HR_REQUEST_STAGING;
+    HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
+    if (is_staged) {
+        hr_engine_launch(engine, request, *handle);
+    }
+    return HORO_OK;
+}
+
+hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
+                           struct hr_error *error) {
+    if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
+    }
+    if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s' is the name of joining; use another name", call->name);
+    }
+    if ((call->flags & HORO_SUBMIT_ON_GPU) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "'%s': what is done on the GPU is for horo to say",
+                       call->name == NULL ? "" : call->name);
+    }
+    return call->device != 0
+               ? submit_on_gpu(engine, call, handle, error)
+               : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
+}
+
+hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
+                           const char *reason) {
+    hr_drive_lock(&engine->drive);
+    const int outcome = hr_requests_refuse(&engine->requests, team, name, status, reason);
     hr_drive_unlock(&engine->drive);
-    if (unowned != NULL) {
-        free_request(engine, unowned);
-    }
-    return status;
+    return outcome < 0 ? outcome : HORO_OK;
 }
 
 uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
@@ -380,14 +203,4 @@ uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
     }
     hr_drive_unlock(&engine->drive);
     return bytes;
-}
-
-int hr_engine_health(struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_abort end = hr_engine_end(engine);
-    if (end.code == 0) {
-        return HORO_OK;
-    }
-    char text[HORO_MESSAGE_MAX];
-    hr_engine_describe_end(engine, end, text, sizeof text);
-    return hr_fail(error, end.code, "%s", text);
 }

@@ -41,15 +41,8 @@
 #include "engine/drive/drive.h"
 #include "engine/group/lane.h"
 #include "engine/report/deadlock.h"
-
-/* ---- Submission: what callers hand in and wait for. All under the lock, but for atomics. ---- */
-
-/* The threads that have submitted something or waited for it. */
-struct hr_callers {
-    pthread_t last;
-    pthread_t threads[HORO_CALLERS_MAX];
-    int count; /* one more than there is room for: there are others, too */
-};
+#include "engine/requests/requests.h"
+#include "node/end.h"
 
 enum { HR_BLOCKED_NAME_MAX = 64, HR_BLOCKED_TEXT_MAX = 256 };
 
@@ -60,25 +53,12 @@ struct hr_blocked {
     int64_t handles[HORO_WAITING_MAX];
     int64_t last_handle; /* submitted then, */
     uint32_t pending;    /* and not done then */
-    uint64_t passed;     /* as in struct hr_submission, then */
+    uint64_t passed;     /* as in struct hr_requests, then */
     char text[HR_BLOCKED_TEXT_MAX];
     char others[HR_BLOCKED_NAME_MAX];
     uint32_t question;         /* that this answers; 0: none */
     _Atomic uint32_t answered; /* the last question that was answered */
     int is_told; /* the driver's: rank 0 knows of it */
-};
-
-struct hr_submission {
-    int calls; /* that wait for requests, in whatever way; each holds up hr_engine_fini */
-    struct hr_request *queue_head, **queue_tail;
-    struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
-    struct hr_map handles;              /* handle -> request not released */
-    int64_t last_handle;
-    uint64_t passed; /* records executed that ended no request of this rank */
-    _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
-    _Atomic uint32_t queued;  /* requests in the queue */
-    struct hr_blocked blocked;
-    struct hr_callers callers;
 };
 
 /* Leaving, and the end of the group; see leave.c. The driver's, but for what a caller writes before it sets `stop`. */
@@ -92,13 +72,10 @@ struct hr_leaving {
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
 };
 
-/* The knowledge of a rank of each team, also of those that it is no member of. */
+/* The knowledge of a rank of the members of each team, also of those that it is no member of. */
 struct hr_team_place {
-    int is_used;
-    int32_t id;         /* of the team, or of the next one; negative: the number has no more ids */
     int has_local;      /* there are members on this host */
     uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
-    struct hr_lane *lane; /* NULL: this rank is no member. Written by the driver under the lock of submission */
 };
 
 /* The values that operations run with where they may change; see tuning.c. */
@@ -119,16 +96,16 @@ struct hr_engine {
     const struct hr_report_ops *report;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
     int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
-    struct hr_submission submission;
     struct hr_drive drive;
+    struct hr_requests requests;
+    struct hr_blocked blocked;
     struct hr_leaving leaving;
     struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */
     struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
-    /* [lane_count] all of teams[].lane, that of all ranks first; written likewise */
+    /* [lane_count] this rank's, that of all ranks first; written by the driver with the lock held */
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
     uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
-    const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
@@ -139,8 +116,8 @@ static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
     return engine->lanes[0];
 }
 
-int hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend, const horo_setup *setup,
-                   struct hr_error *error);
+hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                         const horo_setup *setup, struct hr_error *error);
 /*
  * Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked
  * child.
@@ -151,37 +128,18 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
 /* The same without words (horo_destroy); frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
-int hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle, struct hr_error *error);
+hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,
+                           struct hr_error *error);
 /* As horo_refuse. */
-int hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status, const char *reason);
-/* For a caller that has the lock of submissions. 1: the other members are told; 0: they are not; or a status. */
-int hr_engine_refuse_locked(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
-                            const char *reason);
-/* join.c: with the lock held, whether this rank may join: not while a change of teams is pending. */
-int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error);
-int hr_engine_poll(struct hr_engine *engine, int64_t handle);
-/*
- * As horo_wait, and what is done with the handle once the request has ended well. *handle is 0 if it has been released,
- * by this call or another one meanwhile. The request is there as long as the call lasts, whoever releases the handle.
- */
-enum hr_wait_end { HR_WAIT_KEEPS, HR_WAIT_RELEASES, HR_WAIT_RELEASES_WHAT_FITS /* as horo_run */ };
-int hr_engine_wait(struct hr_engine *engine, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *text,
-                   size_t text_bytes);
-int hr_engine_wait_any(struct hr_engine *engine, const int64_t *handles, int32_t count, int32_t timeout_ms);
-int hr_engine_error(struct hr_engine *engine, int64_t handle, char *text, size_t text_bytes);
-int hr_engine_take(struct hr_engine *engine, int64_t handle, int32_t index, void **data, int64_t *bytes,
-                   int64_t *first_dims);
-int hr_engine_release(struct hr_engine *engine, int64_t handle);
+hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
+                           const char *reason);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
-int hr_engine_health(struct hr_engine *engine, struct hr_error *error);
 
 /* tuning.c: as horo_read_tuning and horo_propose_tuning. */
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
-/* As horo_callers. */
-int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity);
 
 /* ---- Between the files of the engine ---- */
 
@@ -190,75 +148,12 @@ extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
 
-/* blocked.c */
-/* The calling thread has submitted something, or waits; with the lock held. */
-void hr_engine_note_caller(struct hr_engine *engine);
-
-
-/* submit.c: new_lane is the request's with HORO_OK, else the caller's. */
-int hr_engine_submit_with(struct hr_engine *engine, const horo_request *call, struct hr_lane *new_lane, int64_t *handle,
-                          struct hr_error *error);
-/* With the lock held: it can be announced. */
-void hr_engine_queue(struct hr_engine *engine, struct hr_request *request);
-
-/* engine.c: with the lock held; NULL if there is none. */
-struct hr_request *hr_engine_find_handle(const struct hr_engine *engine, int64_t handle);
-
-/*
- * engine.c: with the lock held, the requests of a lane that are not done, in the order in which they were submitted:
- * the one after `last` (NULL: the first); NULL if there is none.
- */
-struct hr_request *hr_lane_next_pending(const struct hr_lane *lane, const struct hr_request *last);
-
-/* complete.c: marks requests as done, all with one status and sentence. */
-void hr_engine_complete(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status,
-                        const char *text);
-/* The same for one, with the lock held; the caller wakes waiters. */
-void hr_engine_complete_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text);
-
-/*
- * sets.c: with the lock held, the place of the team that has this id. NULL, with *error set: it does not exist, or has
- * been removed; `name` is that of the request which wants it, NULL for none.
- */
-const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
-                                                struct hr_error *error);
-
 /* Before the announcement of one that removes a team, which from then on may end on other ranks. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
-/* With the lock held: it has failed, for whatever reason, so the team can be submitted to again. */
-void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request);
-
-/* Of what reports and errors list: so many tensors, and so much room for ranks. */
-enum { HR_NAMES_IN_TEXT = 6, HR_NAME_TEXT_BYTES = 256 };
-
-/* failure.c */
-/* The reason why the group has ended; code 0 if it has not. Any thread. */
-struct hr_abort hr_engine_end(const struct hr_engine *engine);
-/* Fails everything pending, if there is anything, with the end of the node; 1 if there was. */
-int hr_engine_fail_all(struct hr_engine *engine);
-/* The sentence for the end of the node, without what was pending. */
-void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes);
-
 /* tuning.c */
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
 /* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
 int hr_tuning_execute(void *lane, const struct hr_wire_message *record);
-
-/* events.c: what the flight recorder gets, and when it is shown. */
-/* A request that has been put into the queue; with the lock held. */
-void hr_engine_note_submitted(struct hr_engine *engine, struct hr_request *request);
-/* Requests that are over; before they can be released. */
-void hr_engine_note_done(struct hr_engine *engine, struct hr_request *const *requests, size_t count, int status);
-/* For a timeline: the record of the log that is executed; before its batch is noted. */
-void hr_lane_note_record(const struct hr_lane *lane, int moves_data, int on_gpu);
-/* A batch whose record has been taken out of the log: what has been agreed on, and that it begins. */
-void hr_engine_note_batch(struct hr_engine *engine, struct hr_request *const *requests, size_t count, uint64_t bytes);
-/* The end of the group, once. Any thread. */
-void hr_engine_note_end(struct hr_engine *engine);
-/* Logs the last events, if there are any that have not been logged. Any thread. */
-void hr_engine_show_events(struct hr_engine *engine, int level);
-/* The same for the end of the group, once; nothing where it has ended in order. Any thread. */
-void hr_engine_show_end(struct hr_engine *engine);
 
 #endif

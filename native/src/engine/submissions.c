@@ -2,26 +2,15 @@
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
 
-static struct hr_request *take_queue(struct hr_engine *engine) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *head = engine->submission.queue_head;
-    engine->submission.queue_head = NULL;
-    engine->submission.queue_tail = &engine->submission.queue_head;
-    atomic_store(&engine->submission.queued, 0);
-    hr_drive_unlock(&engine->drive);
-    return head;
-}
-
 /* All of the queue is announced, or fails with the group, since it is no longer there. */
 static int announce(struct hr_engine *engine) {
     int status = HORO_OK;
     struct hr_request *next = NULL;
-    for (struct hr_request *request = take_queue(engine); request != NULL; request = next) {
-        struct hr_lane *lane = request->lane;
+    for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
+        struct hr_lane *lane = request->port->lane;
         next = request->next;
         lane->part.is_quiet = 0;
         hr_engine_expect_removal(engine, request);
-        request->is_announced = 1;
         if (status == HORO_OK) {
             const int joins = request->call.op == HORO_JOIN;
             status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
@@ -34,9 +23,9 @@ static int announce(struct hr_engine *engine) {
 
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
-    struct hr_blocked *blocked = &engine->submission.blocked;
+    struct hr_blocked *blocked = &engine->blocked;
     int moved = HR_STILL;
-    const int has_queue = atomic_load(&engine->submission.queued) != 0;
+    const int has_queue = atomic_load(&engine->requests.queued) != 0;
     /* where something is announced, the last report about this rank holds no more */
     if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
         HR_TRY(hr_engine_tell_blocked(engine));
@@ -54,9 +43,4 @@ static int turn(struct hr_part *part) {
     return moved;
 }
 
-static int needs(const struct hr_part *part) {
-    const struct hr_engine *engine = part->owner;
-    return atomic_load(&engine->drive.pending) > 0;
-}
-
-const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn, .needs = needs};
+const struct hr_part_ops hr_part_submissions = {.rank = HR_PART_SUBMISSIONS, .turn = turn};

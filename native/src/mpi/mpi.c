@@ -14,7 +14,7 @@ static const char *const function_names[HORO_MPI_FUNCTION_COUNT] = {
 _Static_assert(sizeof(((horo_mpi *)0)->functions) == HORO_MPI_FUNCTION_COUNT * sizeof(uint64_t),
                "cffi wants a number there");
 
-int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error) {
+hr_status hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error) {
     if (calls->handle_bytes != (int)sizeof(int) && calls->handle_bytes != (int)sizeof(void *)) {
         return hr_fail(error, HORO_ERR_USAGE, "this MPI has handles of %d bytes; horo knows those of %zu and %zu bytes",
                        calls->handle_bytes, sizeof(int), sizeof(void *));

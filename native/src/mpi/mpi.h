@@ -39,7 +39,7 @@ struct hr_mpi {
 };
 
 /* Checks and copies. HORO_OK, or HORO_ERR_USAGE with a sentence that names what is wrong. */
-int hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error);
+hr_status hr_mpi_init(struct hr_mpi *mpi, const horo_mpi *calls, struct hr_error *error);
 
 /* Whether MPI may be called: it is this process's own and has not been finalized. */
 int hr_mpi_is_usable(const struct hr_mpi *mpi);

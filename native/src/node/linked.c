@@ -16,8 +16,8 @@ int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int o
     return is_power_of_two(high - low) || is_power_of_two(host_count - (high - low));
 }
 
-static int check_channel(const struct hr_team *team, enum hr_channel channel, const int32_t *fds, int sockets,
-                         struct hr_error *error) {
+static hr_status check_channel(const struct hr_team *team, enum hr_channel channel, const int32_t *fds, int sockets,
+                               struct hr_error *error) {
     const struct hr_node *node = team->node;
     for (int host = 0; fds != NULL && host < team->host_count; host++) {
         for (int i = 0; i < sockets && hr_hosts_are_linked(channel, team->host_count, team->host, host); i++) {
@@ -33,8 +33,8 @@ static int check_channel(const struct hr_team *team, enum hr_channel channel, co
     return HORO_OK;
 }
 
-int hr_links_check(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds, int data_sockets,
-                   struct hr_error *error) {
+hr_status hr_links_check(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                         int data_sockets, struct hr_error *error) {
     if (team->local_rank == 0) {
         HR_TRY(check_channel(team, HR_CHANNEL_CONTROL, control_fds, 1, error));
     }

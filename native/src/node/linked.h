@@ -22,7 +22,7 @@ int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int o
  * such links, on purpose, and posting to one fails. node->host_name_of_rank must be there. HORO_OK, or HORO_ERR_USAGE
  * with the hosts in *error.
  */
-int hr_links_check(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds, int data_sockets,
-                   struct hr_error *error);
+hr_status hr_links_check(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                         int data_sockets, struct hr_error *error);
 
 #endif

@@ -140,7 +140,7 @@ static size_t fds_of(const struct hr_node *node, int host_count) {
     return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;
 }
 
-int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
+hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
     const size_t fds = node->poll_count + fds_of(node, host_count);
     const int reserved = hr_sleep_reserve(&node->sleep, fds);
     const size_t count = (size_t)node->transport_count + 1;

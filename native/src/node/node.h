@@ -39,6 +39,7 @@ struct hr_counts {
 
 struct hr_node {
     int rank, size, host_count; /* of the job */
+    const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     int local_rank, local_size; /* local index and ranks of this host */
     int *rank_of_local;         /* [local_size] */
     char **host_name_of_rank;   /* [size] */
@@ -130,7 +131,7 @@ static inline int hr_node_progress(struct hr_node *node) {
  * Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is
  * its team's.
  */
-int hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
+hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
 /* Wakes another rank of the host, even if its background thread is parked. Any thread. */

@@ -9,7 +9,7 @@
 #include "node/linked.h"
 #include "node/peer_memory.h"
 
-static int allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
+static hr_status allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     const size_t local = (size_t)world->local_size;
     node->local_rank = world->local_rank;
     node->local_size = world->local_size;
@@ -68,7 +68,7 @@ static void close_all(const int32_t *fds, int count) {
  * The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of
  * none.
  */
-static int duplicate(const int32_t *fds, int host_count, int per_host, int **out, struct hr_error *error) {
+static hr_status duplicate(const int32_t *fds, int host_count, int per_host, int **out, struct hr_error *error) {
     if (fds == NULL) {
         return HORO_OK;
     }
@@ -92,7 +92,7 @@ static int duplicate(const int32_t *fds, int host_count, int per_host, int **out
     return HORO_OK;
 }
 
-static int check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
+static hr_status check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
     for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count;
          host++) {
         if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && mpi->rank_of_host[host] < 0) {
@@ -143,7 +143,8 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
     return sockets;
 }
 
-static int connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
+static hr_status connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world,
+                               struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL;
     int *control = NULL;
     HR_TRY(hr_links_check(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
@@ -162,8 +163,8 @@ static int connect_world(struct hr_node *node, const horo_setup *setup, struct h
                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
 
-int hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
-                         const int32_t *data_fds, struct hr_error *error) {
+hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
+                               const int32_t *data_fds, struct hr_error *error) {
     if (control_fds == NULL || data_fds == NULL) {
         return hr_fail(error, HORO_ERR_USAGE,
                        "the members of this team are on %d hosts, but no connections between them were given",
@@ -195,7 +196,7 @@ static int connect_parts(struct hr_node *node, const horo_setup *setup, struct h
     return status;
 }
 
-int hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
+hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
     *node = (struct hr_node){
         .rank = setup->rank,
         .size = setup->size,

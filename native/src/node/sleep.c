@@ -4,7 +4,7 @@
 
 #include "horo.h"
 
-int hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
+hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
     if (count > sleep->capacity) {
         struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
         if (fds == NULL) {

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/status.h"
+
 /* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
 struct hr_sleep {
     struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
@@ -15,6 +17,6 @@ struct hr_sleep {
 };
 
 /* Makes room for so many descriptors. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
+hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
 
 #endif

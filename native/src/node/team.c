@@ -65,8 +65,8 @@ const struct hr_tuning hr_tuning_defaults = {
     .carried_per_host = 1 << 16,
 };
 
-int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
-                 size_t segment_bytes, struct hr_error *error) {
+hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
+                       size_t segment_bytes, struct hr_error *error) {
     *team = (struct hr_team){.node = node, .tuning = hr_tuning_defaults, .rank = rank, .size = size};
     team->tuning.segment = segment_bytes;
     if (size < 1 || rank < 0 || rank >= size) {
@@ -94,8 +94,8 @@ int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size,
     return HORO_OK;
 }
 
-int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
-                      struct hr_error *error) {
+hr_status hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
+                            struct hr_error *error) {
     *team = (struct hr_team){.node = world->node, .tuning = hr_tuning_defaults, .size = size};
     team->tuning.segment = world->node->arena.segment_bytes;
     team->tuning.direct = world->tuning.direct;

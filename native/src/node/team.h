@@ -98,14 +98,14 @@ struct hr_team {
  * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The
  * partition is mapped, and the transport connected, by hr_node_init; fini unmaps the partition.
  */
-int hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
-                 size_t segment_bytes, struct hr_error *error);
+hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
+                       size_t segment_bytes, struct hr_error *error);
 /*
  * A team of some ranks, ascending and this one among them. It has no number, partition and transport yet. Status
  * likewise.
  */
-int hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
-                      struct hr_error *error);
+hr_status hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
+                            struct hr_error *error);
 /* Closes its links, frees; what the backend keeps of it must be gone. */
 void hr_team_fini(struct hr_team *team);
 /* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */

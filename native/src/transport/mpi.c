@@ -269,7 +269,7 @@ static int mpi_progress(struct hr_transport *transport) {
     return moved | (moved_data || look_at_the_silent(self));
 }
 
-static int post(struct mpi_transport *self, int peer, int direction, char *data, size_t bytes, struct hr_io *io) {
+static hr_status post(struct mpi_transport *self, int peer, int direction, char *data, size_t bytes, struct hr_io *io) {
     if (peer < 0 || peer >= self->host_count || self->peers[peer].rank < 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -363,7 +363,7 @@ static const struct hr_transport_ops mpi_ops = {
     .destroy = mpi_destroy,
 };
 
-static int check_peers(const horo_mpi *calls, int host_count, struct hr_error *error) {
+static hr_status check_peers(const horo_mpi *calls, int host_count, struct hr_error *error) {
     if (calls->rank_of_host == NULL) {
         return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
     }

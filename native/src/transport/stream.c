@@ -28,8 +28,8 @@ static struct hr_message *cut(struct hr_message **spare, char *data, size_t byte
     return first;
 }
 
-int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
-                   struct hr_io *io) {
+hr_status hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes,
+                         size_t message_bytes, struct hr_io *io) {
     struct hr_message *last = NULL;
     struct hr_message *first = cut(spare, data, bytes, message_bytes, io, &last);
     if (first == NULL) {

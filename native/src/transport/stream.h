@@ -33,8 +33,8 @@ struct hr_stream {
 };
 
 /* Makes messages of the io and puts them in line. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-int hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes, size_t message_bytes,
-                   struct hr_io *io);
+hr_status hr_stream_push(struct hr_stream *stream, struct hr_message **spare, char *data, size_t bytes,
+                         size_t message_bytes, struct hr_io *io);
 
 /* Takes the head out, which becomes spare. */
 void hr_stream_pop(struct hr_stream *stream, struct hr_message **spare, enum hr_io_state state);

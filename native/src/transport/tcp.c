@@ -190,8 +190,8 @@ static int tcp_progress(struct hr_transport *transport) {
 
 enum direction { SEND, RECV };
 
-static int post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, char *data, size_t bytes,
-                struct hr_io *io) {
+static hr_status post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, char *data,
+                      size_t bytes, struct hr_io *io) {
     if (peer < 0 || peer >= tcp->host_count) {
         return HORO_ERR_INTERNAL;
     }
@@ -349,12 +349,12 @@ static int set_options(int fd, enum hr_channel channel, int peer_timeout_ms) {
            setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof user_timeout_ms) == 0;
 }
 
-static int fail_fd(struct hr_error *error, int fd, int host, const char *what) {
+static hr_status fail_fd(struct hr_error *error, int fd, int host, const char *what) {
     return hr_fail(error, HORO_ERR_USAGE, "descriptor %d for host %d %s: %s", fd, host, what, strerror(errno));
 }
 
-static int link_open(struct link *link, int fd, enum hr_channel channel, int host, int peer_timeout_ms,
-                     struct hr_error *error) {
+static hr_status link_open(struct link *link, int fd, enum hr_channel channel, int host, int peer_timeout_ms,
+                           struct hr_error *error) {
     link->fd = fd;
     link->peer = host;
     if (fd < 0) {
@@ -386,8 +386,8 @@ static int link_open(struct link *link, int fd, enum hr_channel channel, int hos
 }
 
 /* All sockets of one host, or none. */
-static int open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, int host, int peer_timeout_ms,
-                     struct hr_error *error) {
+static hr_status open_host(struct tcp *tcp, enum hr_channel channel, const int *fds, int host, int peer_timeout_ms,
+                           struct hr_error *error) {
     const int count = socket_count(tcp, channel);
     struct link *links = &tcp->links[first_link(tcp, host, channel)];
     for (int i = 0; i < count; i++) {

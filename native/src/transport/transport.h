@@ -124,8 +124,8 @@ struct hr_transport {
  * Posts a receive on the control channel that is done as soon as any bytes have come: io->done_bytes of them, at most
  * `capacity`, whatever sends they are of. The statuses of post_recv.
  */
-static inline int hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
-                                    struct hr_io *io) {
+static inline hr_status hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
+                                          struct hr_io *io) {
     HR_TRY(transport->ops->post_recv(transport, peer, HR_CHANNEL_CONTROL, data, capacity, io));
     io->takes_some = 1; /* only progress looks at it */
     return HORO_OK;

@@ -104,7 +104,7 @@ static uint32_t read_count(struct reader *reader) {
     return count;
 }
 
-int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+hr_status hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
     int64_t product = (int64_t)hr_dtype_bytes(dtype);
     int is_empty = 0;
     int overflows = 0;
@@ -311,11 +311,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     }
 }
 
-static int outcome(const struct reader *reader) {
+static hr_status outcome(const struct reader *reader) {
     return reader->failed || reader->left > 0 ? HORO_ERR_INTERNAL : HORO_OK;
 }
 
-int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message) {
+hr_status hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message) {
     *message = (struct hr_wire_message){0};
     if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
         return HORO_ERR_INTERNAL;
@@ -328,7 +328,7 @@ int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *messa
     return outcome(&reader);
 }
 
-int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request) {
+hr_status hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request) {
     *request = (struct hr_wire_request){0};
     if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
         return HORO_ERR_INTERNAL;

@@ -65,7 +65,7 @@ static uint8_t *begin(struct hr_buffer *out, size_t bytes) {
     return out->data + out->end;
 }
 
-static int finish(struct hr_buffer *out, const uint8_t *at) {
+static hr_status finish(struct hr_buffer *out, const uint8_t *at) {
     out->end = (size_t)(at - out->data);
     return HORO_OK;
 }
@@ -79,7 +79,7 @@ size_t hr_wire_request_bytes(const horo_request *request) {
     return hr_op_is_of_teams(request->op) ? bytes + sizeof(int32_t) * (size_t)request->tensors[0].shape[0] : bytes;
 }
 
-int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
+hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
     const struct hr_wire_text name = {request->name, strlen(request->name)};
     const size_t bytes = hr_wire_request_bytes(request);
     uint8_t *at = bytes > HR_WIRE_REQUEST_MAX ? NULL : begin(out, bytes);
@@ -156,7 +156,7 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
     return written;
 }
 
-int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) {
+hr_status hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) {
     uint8_t *at = count > HR_WIRE_TENSORS_MAX ? NULL : begin(out, 1 + 4 + sizeof *ids * (size_t)count);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
@@ -169,7 +169,7 @@ int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count) 
     return finish(out, at);
 }
 
-int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room) {
+hr_status hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room) {
     uint8_t *at = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
@@ -179,7 +179,7 @@ int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t *
     return finish(out, *room + bytes);
 }
 
-int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
+hr_status hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
     uint8_t *at = count == 0 || count > HR_WIRE_KNOBS_MAX ? NULL : begin(out, 1 + 1 + 4 + 8 * (size_t)count);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
@@ -265,7 +265,7 @@ int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows) {
     return at == NULL ? HORO_ERR_RESOURCE : finish(out, write_rows(at, rows));
 }
 
-int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
+hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
     uint8_t *at = begin(out, 4 + 4 + 8 + 4);
     if (at == NULL) {
         return HORO_ERR_RESOURCE;

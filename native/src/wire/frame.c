@@ -2,7 +2,7 @@
 
 #include "base/little_endian.h"
 
-int hr_frame_begin(struct hr_buffer *out, size_t *mark) {
+hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark) {
     const uint8_t length[4] = {0};
     HR_TRY(hr_buffer_append(out, length, sizeof length));
     *mark = hr_buffer_size(out);
@@ -13,7 +13,7 @@ void hr_frame_end(struct hr_buffer *out, size_t mark) {
     (void)hr_store_u32(out->data + out->begin + mark - 4, (uint32_t)(hr_buffer_size(out) - mark));
 }
 
-int hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
+hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     size_t mark;
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_put(out, message));

@@ -8,9 +8,9 @@
 #include "wire/wire.h"
 
 /* Appends one message, whole. HORO_OK or a status. */
-int hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
+hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
 /* begin gives the position that end takes; what is appended in between is the message. */
-int hr_frame_begin(struct hr_buffer *out, size_t *mark);
+hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);
 /*
  * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),

@@ -185,7 +185,7 @@ size_t hr_wire_request_bytes(const horo_request *request);
  * Appends the canonical form. Checks nothing: the engine has validated the request. HORO_OK or HORO_ERR_RESOURCE (no
  * memory, or longer than HR_WIRE_REQUEST_MAX). Of the tensors' memory it reads that of operations of teams alone.
  */
-int hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
+hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *request);
 
 /* One row as it travels; `room` has HR_WIRE_VAR_MAX bytes. */
 struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room);
@@ -197,11 +197,11 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * Each appends one whole message (no length prefix). HORO_OK or HORO_ERR_RESOURCE (no memory, or past a limit above);
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
-int hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
+hr_status hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
 /* A DATA message, whose values the caller writes to *room, until something else is appended. */
-int hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
+hr_status hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
 /* At most HR_WIRE_KNOBS_MAX values. */
-int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
+hr_status hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 /*
  * All others, from the fields that decode sets; of a request `bytes` and `byte_count`. Of a BATCH and a BLOCKED, which
  * are built piece by piece into the same buffer, their beginning: behind it `count` refs and end_batch, or `count`
@@ -210,7 +210,7 @@ int hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values
 int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
-int hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
+hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 
 /*

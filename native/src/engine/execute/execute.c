@@ -39,7 +39,8 @@ static void end_batch(struct hr_lane *lane) {
     const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
     count_batch(lane, batch->operand_count, batch->bytes);
     end_record(lane);
-    hr_engine_complete(lane->engine, batch->requests, batch->request_count, status, status == HORO_OK ? NULL : text);
+    hr_requests_complete(&lane->engine->requests, batch->requests, batch->request_count, status,
+                         status == HORO_OK ? NULL : text);
 }
 
 static void cancel_task(struct hr_lane *lane) {
@@ -107,7 +108,7 @@ static int change(struct hr_lane *lane) {
     }
     end_record(lane);
     lane->executor.moves++;
-    hr_engine_complete(lane->engine, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
+    hr_requests_complete(&lane->engine->requests, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
     return HR_MOVED;
 }
 
@@ -115,16 +116,38 @@ static int change(struct hr_lane *lane) {
 static int refuse_batch(struct hr_lane *lane, const char *text) {
     struct hr_request *request = lane->executor.batch->requests[0];
     end_record(lane);
-    hr_engine_complete(lane->engine, &request, 1, HORO_ERR_USAGE, text);
+    hr_requests_complete(&lane->engine->requests, &request, 1, HORO_ERR_USAGE, text);
     return HORO_OK;
+}
+
+static int via(const struct hr_lane *lane, int moves_data) {
+    const struct hr_transport *transport = lane->team->transport;
+    if (!moves_data || transport == NULL) {
+        return moves_data ? HR_VIA_SHM : HR_VIA_NONE;
+    }
+    return strcmp(transport->ops->name, "mpi") == 0 ? HR_VIA_MPI : HR_VIA_TCP;
+}
+
+/* For a timeline: the record of the log that is executed; before its batch is noted. */
+static void note_record(const struct hr_lane *lane, int moves_data, int on_gpu) {
+    struct hr_recorder *recorder = &lane->node->recorder;
+    if (hr_recorder_is_traced(recorder)) {
+        hr_recorder_add(recorder, &(struct hr_event){
+                                      .event = HR_EVENT_RECORD,
+                                      .op = -1,
+                                      .team = lane->team->number,
+                                      .number = on_gpu ? HR_VIA_GPU : via(lane, moves_data),
+                                      .bytes = (int64_t)(hr_lane_place(lane) + hr_lane_step(lane)),
+                                  });
+    }
 }
 
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     HR_TRY(hr_batch_load(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
-    hr_lane_note_record(lane, batch->operand_count > 0,
+    note_record(lane, batch->operand_count > 0,
                         batch->request_count > 0 && hr_request_is_on_gpu(batch->requests[0]));
-    hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
+    hr_requests_note_batch(&lane->engine->requests, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_members(op)) {
         const uint8_t *cursor = record->rows.data;
@@ -165,8 +188,8 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
         return execute_batch(lane, &record);
     }
     const struct hr_batch *batch = lane->executor.batch;
-    hr_lane_note_record(lane, 1, 0);
-    hr_engine_note_batch(lane->engine, batch->requests, batch->request_count, batch->bytes);
+    note_record(lane, 1, 0);
+    hr_requests_note_batch(&lane->engine->requests, batch->requests, batch->request_count, batch->bytes);
     lane->backend->ops->show_ahead(lane->backend);
     lane->executor.state = HR_EXECUTION_RUNNING;
     return HORO_OK;
@@ -180,12 +203,12 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
-    hr_lane_note_record(lane, 0, 0);
-    hr_engine_note_batch(lane->engine, &request, 1, (uint64_t)request->data_bytes);
+    note_record(lane, 0, 0);
+    hr_requests_note_batch(&lane->engine->requests, &request, 1, (uint64_t)request->data_bytes);
     hr_carried_unpack(lane->team, &request->call, record->data);
     count_batch(lane, 1, (uint64_t)request->data_bytes);
     end_record(lane);
-    hr_engine_complete(lane->engine, &request, 1, HORO_OK, NULL);
+    hr_requests_complete(&lane->engine->requests, &request, 1, HORO_OK, NULL);
     return HORO_OK;
 }
 
@@ -193,12 +216,12 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
 static void pass_record(struct hr_lane *lane) {
     end_record(lane);
     hr_drive_lock(&lane->engine->drive);
-    lane->engine->submission.passed++;
+    lane->engine->requests.passed++;
     hr_drive_unlock(&lane->engine->drive);
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_request *request = hr_lane_find_name(lane, record->name);
+    struct hr_request *request = hr_port_find_name(&lane->port, record->name);
     if (request == NULL) {
         const struct hr_wire_text none = {NULL, 0};
         HR_TRY(lane->executor.ops->absent(lane, record->name, none, &request));
@@ -211,7 +234,7 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     text[bytes] = '\0';
     hr_announcer_drop(&lane->announcer, request);
     end_record(lane);
-    hr_engine_complete(lane->engine, &request, 1, record->status, text);
+    hr_requests_complete(&lane->engine->requests, &request, 1, record->status, text);
     return HORO_OK;
 }
 
@@ -227,7 +250,7 @@ static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *rec
                                                   .by = record->rank,
                                                   .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     lane->executor.has_executed_leave = 1;
-    hr_engine_note_end(lane->engine);
+    hr_end_note(lane->node);
     end_record(lane);
     return HORO_OK;
 }

@@ -72,7 +72,6 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
 void hr_executor_cancel(struct hr_lane *lane);
 /* The request that a ref of a record stands for, or a stand-in; this rank learns what the record says of it. */
 int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-struct hr_request *hr_lane_find_name(struct hr_lane *lane, struct hr_wire_text name);
 /* Whether the current batch has posted all that it sends (hr_task.is_ending). */
 int hr_lane_is_ending_batch(const struct hr_lane *lane);
 void hr_lane_free_batch(struct hr_lane *lane);

@@ -36,7 +36,7 @@ void hr_engine_end_cuda(struct hr_engine *engine);
 
 /*
  * Before submission of one with tensors on a GPU, whose team's ranks NCCL has connected: it is NCCL's, behind a mark.
- * Or, where NCCL cannot do it, as hr_engine_stage. HORO_OK or a status. Without the lock.
+ * Where NCCL cannot do it, nothing is done. HORO_OK or a status. Without the lock.
  */
 int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
 /* As horo_use_nccl, horo_nccl_id, horo_connect_nccl and horo_await_nccl. */

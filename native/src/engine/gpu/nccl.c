@@ -31,12 +31,17 @@ static void wait_a_moment(void) {
 
 /* ---- Callers: requests ---- */
 
+static void drop_mark(void *engine, void *mark) {
+    hr_mark_drop(mark);
+    hr_engine_trim_pinned(engine);
+}
+
 int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     struct hr_error reason = {0};
     if (!hr_nccl_can(call)) {
-        return hr_engine_stage(engine, request, error);
+        return HORO_OK;
     }
     if (call->device - 1 != gpu->device->number) {
         return hr_fail(error, HORO_ERR_USAGE,
@@ -44,10 +49,13 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
                        "choose the GPU by init(device=\"cuda:%d\")",
                        hr_op_name(call->op), call->name, call->device - 1, gpu->device->number, call->device - 1);
     }
-    const int status = hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &request->mark, &reason);
+    static const struct hr_hooks hooks = {.freed = drop_mark};
+    struct hr_mark *mark = NULL;
+    const int status = hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, &reason);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
     }
+    request->cargo = (struct hr_cargo){&hooks, engine, mark};
     hr_request_set_on_gpu(request);
     return HORO_OK;
 }
@@ -316,7 +324,7 @@ int hr_gpu_is_busy(const struct hr_engine *engine) {
  */
 void hr_engine_trim_pinned(struct hr_engine *engine) {
     struct hr_stager *stager = atomic_load(&engine->stager);
-    const int has_ended = hr_engine_end(engine).code != 0;
+    const int has_ended = hr_end_find(engine->node).code != 0;
     if (stager != NULL && !has_ended && !hr_gpu_is_busy(engine)) {
         hr_stager_trim(stager);
     }

@@ -7,6 +7,11 @@
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 
+/* Of a request that is done on the GPU: behind the caller's work, and once it is done, behind its results. */
+static inline struct hr_mark *hr_nccl_mark(const struct hr_request *request) {
+    return request->cargo.data;
+}
+
 enum {
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request */
     HR_NCCL_LOOK_NS = 1000000,    /* for failures of what runs on the GPU, which holds up nobody here */

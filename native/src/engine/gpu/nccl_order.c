@@ -40,7 +40,7 @@ static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
  */
 static int is_alone(const struct hr_gpu_team *team) {
     for (int i = 1; i < HR_TEAMS_MAX; i++) {
-        if (team->engine->teams[i].is_used) {
+        if (team->engine->requests.places[i].is_used) {
             return 0;
         }
     }
@@ -110,7 +110,7 @@ void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight) {
 static int count_awaited(const struct hr_nccl_batch *batch) {
     int count = 0;
     for (size_t i = 0; i < batch->count; i++) {
-        count += !hr_mark_is_reached(batch->requests[i]->mark);
+        count += !hr_mark_is_reached(hr_nccl_mark(batch->requests[i]));
     }
     return count;
 }
@@ -134,7 +134,7 @@ static int has_room(struct hr_gpu_team *team) {
 
 static int await_marks(const struct hr_nccl_batch *batch, struct hr_nccl_comm *comm) {
     for (size_t i = 0; i < batch->count; i++) {
-        const struct hr_mark *mark = batch->requests[i]->mark;
+        const struct hr_mark *mark = hr_nccl_mark(batch->requests[i]);
         HR_TRY(hr_mark_is_reached(mark) ? HORO_OK : hr_mark_await(mark, comm->stream, &comm->failure));
     }
     return HORO_OK;
@@ -212,7 +212,7 @@ const struct hr_backend_ops hr_nccl_ops = {
 };
 
 struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count) {
-    struct hr_gpu_team *team = atomic_load(&requests[0]->lane->on_gpu);
+    struct hr_gpu_team *team = atomic_load(&requests[0]->port->lane->on_gpu);
     if (team == NULL) {
         return NULL;
     }
@@ -238,12 +238,12 @@ enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
 static int move_marks(struct hr_gpu_team *team) {
     const struct hr_nccl_batch *batch = &team->batch;
     struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
-    struct hr_mark *mark = batch->requests[0]->mark;
+    struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
     HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
     for (size_t i = 1; i < batch->count; i++) {
         hr_mark_keep(mark);
-        hr_mark_drop(batch->requests[i]->mark);
-        batch->requests[i]->mark = mark;
+        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
+        batch->requests[i]->cargo.data = mark;
     }
     hr_mark_keep(mark);
     const unsigned last = (in_flight->first + in_flight->count++) % HR_NCCL_BATCHES_MAX;
@@ -254,7 +254,7 @@ static int move_marks(struct hr_gpu_team *team) {
 }
 
 int hr_gpu_end_batch(struct hr_request *const *requests) {
-    struct hr_gpu_team *team = atomic_load(&requests[0]->lane->on_gpu);
+    struct hr_gpu_team *team = atomic_load(&requests[0]->port->lane->on_gpu);
     struct hr_device_visit visit;
     int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
     if (status == HORO_OK) {

@@ -20,7 +20,7 @@ static void on_ready(void *owner, void *launched) {
     struct hr_request *request = launched;
     hr_drive_lock(&engine->drive);
     if (atomic_load(&request->status) == HORO_IN_PROGRESS) {
-        hr_engine_queue(engine, request);
+        hr_requests_queue(&engine->requests, request);
         hr_drive_kick(&engine->drive);
     }
     hr_drive_unlock(&engine->drive);
@@ -40,9 +40,10 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
         return;
     }
-    hr_engine_complete_locked(engine, request, status, text);
+    hr_requests_complete_locked(&engine->requests, request, status, text);
     /* before anybody can submit the name again */
-    const int is_told = hr_engine_refuse_locked(engine, request->call.team, request->call.name, status, text) == 1;
+    const horo_request *call = &request->call;
+    const int is_told = hr_requests_refuse(&engine->requests, call->team, call->name, status, text) == 1;
     if (!is_told && !atomic_load(&engine->drive.stop)) {
         end_for_copy(engine, &request->call, text);
     }
@@ -116,12 +117,25 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
     }
 }
 
+static void drop_staging(void *engine, void *staging) {
+    hr_staging_drop(staging);
+    hr_engine_trim_pinned(engine);
+}
+
+static const struct hr_hooks staged_hooks = {.freed = drop_staging};
+
+/* NULL: its tensors are in host memory, or stay on the GPU. */
+static struct hr_staging *staging_of(const struct hr_request *request) {
+    return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
+}
+
 static void substitute(struct hr_request *request) {
+    const struct hr_staging *staging = staging_of(request);
     horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
     for (int i = 0; i < request->call.tensor_count; i++) {
-        char *host = hr_staging_host(request->staging, (size_t)i);
+        char *host = hr_staging_host(staging, (size_t)i);
         tensors[i].input = host;
-        tensors[i].output = host + request->staging->tensors[i].result_at;
+        tensors[i].output = host + staging->tensors[i].result_at;
     }
 }
 
@@ -139,23 +153,26 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     describe(engine, request, staged);
     struct hr_error reason = {0};
+    struct hr_staging *staging = NULL;
     const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
-                                         (size_t)call->tensor_count, &request->staging, &reason);
+                                         (size_t)call->tensor_count, &staging, &reason);
     free(staged);
     if (status != HORO_OK) {
         return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
     }
+    request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
+    request->state = HR_REQUEST_STAGING;
     substitute(request);
     return HORO_OK;
 }
 
 void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
     struct hr_error error = {0};
-    if (hr_staging_launch(request->staging, request, &error) == HORO_OK) {
+    if (hr_staging_launch(staging_of(request), request, &error) == HORO_OK) {
         return;
     }
     hr_drive_lock(&engine->drive);
-    struct hr_request *refused = hr_engine_find_handle(engine, handle); /* it may have been released meanwhile */
+    struct hr_request *refused = hr_requests_find(&engine->requests, handle); /* it may have been released meanwhile */
     if (refused != NULL) {
         fail_locked(engine, refused, error.code, error.text);
     }
@@ -168,8 +185,10 @@ static void drop(void *staging) {
 
 void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        hr_node_bury(((struct hr_lane *)lane)->node, requests[i]->staging, drop);
-        requests[i]->staging = NULL;
+        if (staging_of(requests[i]) != NULL) {
+            hr_node_bury(((struct hr_lane *)lane)->node, staging_of(requests[i]), drop);
+            requests[i]->cargo = (struct hr_cargo){0};
+        }
     }
 }
 
@@ -206,28 +225,29 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
         return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
                        request->call.name);
     }
-    if (request->mark != NULL) {
-        hr_mark_keep(request->mark);
-        returning->mark = request->mark;
+    if (hr_request_is_on_gpu(request)) {
+        returning->mark = request->cargo.data;
+        hr_mark_keep(returning->mark);
         return HORO_OK;
     }
+    struct hr_staging *staging = staging_of(request);
     if (!request->is_returned) {
-        returning->bytes = calloc(request->staging->count, sizeof *returning->bytes);
+        returning->bytes = calloc(staging->count, sizeof *returning->bytes);
         if (returning->bytes == NULL) {
             return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
         }
         measure(request, returning->bytes);
         request->is_returned = 1;
     }
-    hr_staging_keep(request->staging);
-    returning->staging = request->staging;
+    hr_staging_keep(staging);
+    returning->staging = staging;
     return HORO_OK;
 }
 
 /* The results are not on their way after all: another call may begin that. */
 static void take_back_return(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_engine_find_handle(engine, handle);
+    struct hr_request *request = hr_requests_find(&engine->requests, handle);
     if (request != NULL) {
         request->is_returned = 0;
     }
@@ -238,7 +258,7 @@ static void take_back_return(struct hr_engine *engine, int64_t handle) {
 static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
     struct returning returning = {0};
     hr_drive_lock(&engine->drive);
-    int status = begin_return(hr_engine_find_handle(engine, handle), handle, &returning, error);
+    int status = begin_return(hr_requests_find(&engine->requests, handle), handle, &returning, error);
     hr_drive_unlock(&engine->drive);
     HR_TRY(status);
     if (returning.mark != NULL) {

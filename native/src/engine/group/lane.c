@@ -4,7 +4,6 @@
 
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/engine.h"
 #include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {
@@ -16,7 +15,7 @@ static void free_parts(struct hr_lane *lane) {
     hr_round_fini(&lane->round);
     hr_lane_free_batch(lane);
     hr_buffer_fini(&lane->executor.log_in);
-    hr_map_fini(&lane->in_flight);
+    hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
     free(lane);
@@ -39,7 +38,9 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->executor.ops = setup->executor_ops;
     created->is_root = team->rank == 0;
     created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
+    created->lane_count = setup->lane_count;
     created->round.team = team;
+    created->port = (struct hr_port){.requests = setup->requests, .team = team, .lane = created};
     int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "out of memory for a cache of %u tensors", setup->cache_capacity);
@@ -54,7 +55,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     return HORO_OK;
 }
 
-int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
+int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error) {
     struct hr_node *node = lane->node;
     struct hr_team *team = lane->team;
     team->id = id;
@@ -66,7 +67,7 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error) {
         }
     }
     hr_partition_enter(&node->arena, team->number);
-    if (lane->engine->tuned.is_on && hr_lane_tune(lane, lane->engine->tuned.settled) != HORO_OK) {
+    if (values != NULL && hr_lane_tune(lane, values) != HORO_OK) {
         return hr_fail(error, HORO_ERR_INTERNAL, "its ranks cannot run with what all ranks run with");
     }
     return HORO_OK;
@@ -93,7 +94,7 @@ enum { FLUSH_BYTES = 1024 };
 /* All of the log has been executed, and nothing but the request has been announced and not been agreed on. */
 static int is_idle(const struct hr_lane *lane) {
     const struct hr_executor *executor = &lane->executor;
-    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1 && executor->state == HR_EXECUTION_IDLE &&
+    return hr_port_pending(&lane->port) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
            hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->is_absent &&
            (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
@@ -139,7 +140,7 @@ static int count_in(struct hr_lane *lane, struct hr_request *request) {
 
 /* Small data goes with it where the request is alone. */
 static int announce_id(struct hr_lane *lane, const struct hr_request *request) {
-    const int is_alone = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 1;
+    const int is_alone = hr_port_pending(&lane->port) == 1;
     const size_t bytes = is_alone ? hr_carried_bytes(lane->team, &request->call) : 0;
     return hr_announcer_put_id(&lane->announcer, request, hr_carried_pays(lane->team, bytes) ? bytes : 0);
 }
@@ -224,13 +225,13 @@ static int execute(struct hr_lane *lane) {
 
 /* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
 static int is_quiet(const struct hr_lane *lane) {
-    return atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+    return hr_port_pending(&lane->port) == 0 &&
            lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
            (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
 }
 
 static void note_quiet(struct hr_lane *lane) {
-    const int quiet = lane->engine->lane_count > 1 && is_quiet(lane);
+    const int quiet = *lane->lane_count > 1 && is_quiet(lane);
     lane->part.is_quiet = quiet && lane->team->number != 0;
     if (lane->team->transport != NULL) {
         lane->team->transport->is_quiet = quiet;

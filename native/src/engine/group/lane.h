@@ -10,7 +10,7 @@
 #include "engine/execute/executor.h"
 #include "engine/drive/part.h"
 #include "engine/lead/leader.h"
-#include "engine/requests/request.h"
+#include "engine/requests/port.h"
 #include "engine/round/round.h"
 #include "node/team.h"
 
@@ -32,7 +32,9 @@ struct hr_stall {
 struct hr_lane_setup {
     struct hr_leader_setup leader;
     const struct hr_executor_ops *executor_ops;
+    struct hr_requests *requests;
     uint32_t cache_capacity;
+    const int *lane_count; /* of the rank, now */
     int may_count; /* operations that are alone, if the team allows it: callers spin, and no batch waits for a cycle */
 };
 
@@ -43,17 +45,14 @@ struct hr_lane {
     struct hr_backend *backend;
     struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
-    int may_count;           /* see struct hr_lane_setup */
+    const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
+    int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
-    int refuses_requests;    /* nothing can be submitted any more; under the lock of submission */
-    _Atomic int is_joining;  /* nor until all ranks have joined; written under that lock */
-    /* name -> request submitted and not done, the first where others are behind it; under the lock of submission */
-    struct hr_map in_flight;
-    _Atomic uint32_t pending; /* how many, those behind others too; written under that lock */
+    struct hr_port port;
     struct hr_part part;
     struct hr_announcer announcer;
     int is_absent;              /* this rank has joined, or is about to: it takes part in no round */
-    struct hr_absence *absence; /* what membership keeps of that; NULL: nothing */
+    struct hr_absence *absence; /* kept by membership; NULL: nothing is */
     struct hr_round round;
     struct hr_leader leader; /* unused on other ranks */
     struct hr_executor executor;
@@ -62,12 +61,12 @@ struct hr_lane {
 
 /*
  * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
- * open; another lane is opened by the driver, when all ranks have agreed on its id. HORO_OK, or a status with
- * *error set.
+ * open; another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL:
+ * with its own). HORO_OK, or a status with *error set.
  */
 int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
                    struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error);
-int hr_lane_open(struct hr_lane *lane, int32_t id, struct hr_error *error);
+int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);
 /* Closes its links too. */
@@ -100,15 +99,10 @@ static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
     return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
 }
 
-/* ---- join.c and stand_in.c ---- */
-
-/* The request to join, or one that stands in, is over, well or not; with the lock of submission held. */
-void hr_lane_end_join(struct hr_lane *lane);
-void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request);
-
 /* ---- tuning.c ---- */
 
-/* Runs with these values from now on, between two tasks. HORO_OK, or HORO_ERR_INTERNAL for impossible ones. */
+/* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
+int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);
 int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);
 
 #endif

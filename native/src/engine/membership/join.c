@@ -26,8 +26,11 @@
 
 /* ---- The callers' side, with the lock held ---- */
 
-int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error) {
-    const struct hr_request *change = hr_map_find(&hr_engine_world(engine)->in_flight,
+/* Whether this rank may join: not while a change of teams is pending. */
+static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
+    const struct hr_engine *engine = owner;
+    (void)request;
+    const struct hr_request *change = hr_map_find(&hr_engine_world(engine)->port.names,
                                                   hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                                                   sizeof HR_CHANGE_NAME - 1);
     if (change != NULL && (change->refused == 0 || change->behind != NULL)) {
@@ -39,6 +42,19 @@ int hr_engine_check_join(const struct hr_engine *engine, struct hr_error *error)
     return HORO_OK;
 }
 
+/* Well or not. */
+static void end_join(void *owner, struct hr_request *request, int status) {
+    struct hr_engine *engine = owner;
+    struct hr_lane *lane = request->port->lane;
+    (void)status;
+    request->port->state = HR_PORT_OPEN;
+    lane->is_absent = 0;
+    if (lane->absence != NULL) {
+        engine->held_joins -= lane->absence->held != NULL;
+        *lane->absence = (struct hr_absence){.stand_ins = lane->absence->stand_ins};
+    }
+}
+
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
     const horo_request call = {
         .name = HR_JOIN_NAME,
@@ -48,14 +64,15 @@ int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, stru
         .prescale = 1.0,
         .postscale = 1.0,
     };
-    return hr_engine_submit_with(engine, &call, NULL, handle, error);
+    static const struct hr_hooks hooks = {.check = check, .ended = end_join};
+    return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, engine, NULL}, handle, error);
 }
 
 int hr_joined_last(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
+    const struct hr_request *request = hr_requests_find(&engine->requests, handle);
     const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
-    const int rank = is_known ? request->joined_last : HORO_ERR_USAGE;
+    const int rank = is_known ? request->answer : HORO_ERR_USAGE;
     hr_drive_unlock(&engine->drive);
     return rank;
 }
@@ -71,8 +88,8 @@ static int has_to_announce(const struct hr_lane *lane) {
     int found = 0;
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
-    while (!found && (request = hr_lane_next_pending(lane, request)) != NULL) {
-        found = !request->is_announced || (!is_heard && request->announced_id != 0);
+    while (!found && (request = hr_port_next(&lane->port, request)) != NULL) {
+        found = request->state != HR_REQUEST_ANNOUNCED || (!is_heard && request->announced_id != 0);
     }
     hr_drive_unlock(&lane->engine->drive);
     return found;
@@ -81,7 +98,7 @@ static int has_to_announce(const struct hr_lane *lane) {
 hr_status hr_join_begin(struct hr_lane *lane, struct hr_request *request) {
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
     hr_drive_lock(&lane->engine->drive);
-    hr_engine_drop_refusals(lane, 1);
+    hr_port_drop_refusals(&lane->port, 1);
     hr_drive_unlock(&lane->engine->drive);
     HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
     if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
@@ -120,15 +137,6 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
         lane->absence->is_heard = 1;
     }
     return HORO_OK;
-}
-
-void hr_lane_end_join(struct hr_lane *lane) {
-    lane->is_joining = 0;
-    lane->is_absent = 0;
-    if (lane->absence != NULL) {
-        lane->engine->held_joins -= lane->absence->held != NULL;
-        *lane->absence = (struct hr_absence){.stand_ins = lane->absence->stand_ins};
-    }
 }
 
 /* ---- Leaders ---- */

@@ -155,7 +155,7 @@ static int begin_closing(struct hr_engine *engine) {
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
     /* requests from before the call are announced before, by a part behind this one */
-    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->submission.queued) == 0;
+    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->requests.queued) == 0;
     if (atomic_load(&engine->drive.stop) && may_ask) {
         return ask_to_leave(engine);
     }
@@ -172,12 +172,12 @@ static int turn_running(struct hr_engine *engine) {
 
 /* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
 static int has_failed(const struct hr_engine *engine) {
-    return is_aborted(engine) || hr_engine_end(engine).code == HORO_ERR_PEER_LOST;
+    return is_aborted(engine) || hr_end_find(engine->node).code == HORO_ERR_PEER_LOST;
 }
 
 static int begin_ending(struct hr_engine *engine) {
     end_quiet(engine);
-    hr_engine_note_end(engine);
+    hr_end_note(engine->node);
     const int failed = has_failed(engine);
     hr_drive_end_parts(&engine->drive, failed);
     begin_flush(engine, HR_STAGE_ENDING, hr_now_ns());
@@ -204,7 +204,7 @@ static int turn_closing(struct hr_engine *engine) {
         moved |= led;
         sends_left |= lane->is_leader && hr_leader_sends_left(&lane->leader);
     }
-    if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_engine_fail_all(engine)) {
+    if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_requests_fail_all(&engine->requests)) {
         return HR_MOVED;
     }
     return may_end(engine) ? begin_ending(engine) : moved;
@@ -242,7 +242,7 @@ static int turn(struct hr_part *part) {
     case HR_STAGE_RUNNING: return turn_running(engine);
     case HR_STAGE_CLOSING: return turn_closing(engine);
     case HR_STAGE_ENDING: return turn_ending(engine);
-    default: return hr_engine_fail_all(engine);
+    default: return hr_requests_fail_all(&engine->requests);
     }
 }
 

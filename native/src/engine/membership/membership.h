@@ -7,7 +7,7 @@
 
 #include "engine/engine.h"
 
-/* What others do for membership. */
+/* Set by the composition. */
 struct hr_membership_ops {
     /* Driver: a lane has been opened, or is about to go. */
     void (*added)(struct hr_engine *engine, struct hr_lane *lane);
@@ -29,6 +29,8 @@ int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 /* As horo_added_team. */
 int hr_sets_added(struct hr_engine *engine, int64_t handle);
+/* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
+const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
 int hr_membership_change(void *lane, struct hr_request *request, int64_t row, int *outcome, char *text,
                          size_t text_bytes);

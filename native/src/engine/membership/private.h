@@ -4,7 +4,7 @@
 
 #include "engine/membership/membership.h"
 
-/* Of a rank that joins a team, or has done so at some time. The driver's, but for stand_ins: see hr_lane_end_stand_in. */
+/* Of a rank that joins a team, or has done so at some time. The driver's. */
 struct hr_absence {
     struct hr_request *held;  /* the JOIN that is to be announced */
     int is_heard;             /* the record JOINED of this rank has been executed */

@@ -12,7 +12,20 @@
 
 /* ---- The callers' side ---- */
 
-static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_lane *new_lane,
+static void destroy_lane(void *engine, void *lane) {
+    (void)engine;
+    if (lane != NULL) {
+        hr_lane_destroy(lane);
+    }
+}
+
+static const struct hr_hooks addition = {.freed = destroy_lane};
+
+const struct hr_lane *hr_sets_lane_of(const struct hr_request *request) {
+    return request != NULL && request->cargo.hooks == &addition ? request->cargo.data : NULL;
+}
+
+static int submit(struct hr_engine *engine, int op, const int32_t *values, int count, struct hr_cargo cargo,
                   int64_t *handle, struct hr_error *error) {
     const int64_t extent = count;
     const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
@@ -25,7 +38,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
         .tensors = &tensor,
         .tensor_count = 1,
     };
-    return hr_engine_submit_with(engine, &call, new_lane, handle, error);
+    return hr_requests_submit(&engine->requests, &call, cargo, handle, error);
 }
 
 int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
@@ -49,25 +62,7 @@ int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct
     if (team != NULL) {
         HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, backend, &lane, error));
     }
-    const int status = submit(engine, HORO_ADD_TEAM, ranks, size, lane, handle, error);
-    if (status != HORO_OK && lane != NULL) {
-        hr_lane_destroy(lane);
-    }
-    return status;
-}
-
-const struct hr_team_place *hr_engine_find_team(const struct hr_engine *engine, int32_t id, const char *name,
-                                                struct hr_error *error) {
-    const int number = id < 0 ? -1 : hr_team_number(id);
-    const int fits = number >= 0 && number < HR_TEAMS_MAX;
-    const struct hr_team_place *place = fits ? &engine->teams[number] : NULL;
-    if (fits && place->is_used && place->id == id) {
-        return place;
-    }
-    const int is_gone = fits && (place->id < 0 || id < place->id);
-    (void)hr_fail(error, HORO_ERR_USAGE, "%s%s%sprocess set %d %s", name == NULL ? "" : "'", name == NULL ? "" : name,
-                  name == NULL ? "" : "': ", is_gone ? number : id, is_gone ? "has been removed" : "does not exist");
-    return NULL;
+    return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, engine, lane}, handle, error);
 }
 
 /* With the lock held: from here on nothing can be submitted to the team. */
@@ -75,39 +70,47 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_e
     if (id == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "process set 0 has all ranks and cannot be removed");
     }
-    const struct hr_team_place *place = hr_engine_find_team(engine, id, NULL, error);
-    if (place == NULL) {
-        return error->code;
-    }
-    struct hr_lane *lane = place->lane;
-    if (lane == NULL) {
+    struct hr_port *port;
+    HR_TRY(hr_port_find(&engine->requests, id, NULL, &port, error));
+    if (port == NULL) {
         return HORO_OK;
     }
     char name[HR_TEAM_NAME_BYTES];
-    if (lane->refuses_requests) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(lane->team, name));
+    if (port->state == HR_PORT_REMOVING) {
+        return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(port->team, name));
     }
     int pending = 0;
-    for (const struct hr_request *request = NULL; (request = hr_lane_next_pending(lane, request)) != NULL;) {
+    for (const struct hr_request *request = NULL; (request = hr_port_next(port, request)) != NULL;) {
         pending += request->refused == 0;
     }
     if (pending > 0) {
         return hr_fail(error, HORO_ERR_USAGE,
                        "%s cannot be removed: %d of its operations are not done on rank %d; wait for them",
-                       hr_team_name(lane->team, name), pending, engine->node->rank);
+                       hr_team_name(port->team, name), pending, engine->node->rank);
     }
-    lane->refuses_requests = 1;
+    port->state = HR_PORT_REMOVING;
     return HORO_OK;
 }
 
-/* It could not even be submitted. */
-static void take_back_removal(struct hr_engine *engine, int32_t id) {
-    hr_drive_lock(&engine->drive);
-    struct hr_lane *lane = engine->teams[hr_team_number(id)].lane;
-    if (lane != NULL) {
-        lane->refuses_requests = 0;
+/* The lane whose team the request removes; NULL: there is none on this rank. */
+static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
+    struct hr_wire_request decoded;
+    struct hr_port *port = NULL;
+    struct hr_error unused = {0};
+    if (request->call.op == HORO_REMOVE_TEAM &&
+        hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK) {
+        (void)hr_port_find(&engine->requests, (int)hr_wire_u32(decoded.values, 0), NULL, &port, &unused);
     }
-    hr_drive_unlock(&engine->drive);
+    return port == NULL ? NULL : port->lane;
+}
+
+/* With the lock held: if it has failed, for whatever reason, the team can be submitted to again. */
+static void end_removal(void *engine, struct hr_request *request, int status) {
+    struct hr_lane *lane = status == HORO_OK ? NULL : lane_removed_by(engine, request);
+    if (lane != NULL) {
+        lane->port.state = HR_PORT_OPEN;
+        lane->leader.expects_removal = 0;
+    }
 }
 
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
@@ -115,39 +118,31 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     const int begun = begin_removal(engine, team, error);
     hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
-    const int32_t value = team;
-    const int status = submit(engine, HORO_REMOVE_TEAM, &value, 1, NULL, handle, error);
-    if (status != HORO_OK) {
-        take_back_removal(engine, team);
+    static const struct hr_hooks removal = {.ended = end_removal};
+    const hr_status status =
+        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, engine, NULL}, handle, error);
+    if (status != HORO_OK) { /* it could not even be submitted */
+        hr_drive_lock(&engine->drive);
+        struct hr_port *port = engine->requests.places[hr_team_number(team)].port;
+        if (port != NULL) {
+            port->state = HR_PORT_OPEN;
+        }
+        hr_drive_unlock(&engine->drive);
     }
     return status;
 }
 
 int hr_sets_added(struct hr_engine *engine, int64_t handle) {
     hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_engine_find_handle(engine, handle);
-    const int known = request != NULL && atomic_load(&request->status) == HORO_OK && request->team_added >= 0;
-    const int team = known ? request->team_added : HORO_ERR_USAGE;
+    const struct hr_request *request = hr_requests_find(&engine->requests, handle);
+    const int is_known = request != NULL && request->call.op == HORO_ADD_TEAM && request->answer >= 0 &&
+                         atomic_load(&request->status) == HORO_OK;
+    const int team = is_known ? request->answer : HORO_ERR_USAGE;
     hr_drive_unlock(&engine->drive);
     return team;
 }
 
 /* ---- The driver's side ---- */
-
-static int first_value(const struct hr_request *request) {
-    struct hr_wire_request decoded;
-    return hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK
-               ? (int)hr_wire_u32(decoded.values, 0)
-               : 0;
-}
-
-/* The lane whose team the request removes; NULL: there is none on this rank. */
-static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_error error = {0};
-    const int32_t id = request->call.op == HORO_REMOVE_TEAM ? first_value(request) : 0;
-    const struct hr_team_place *place = id > 0 ? hr_engine_find_team(engine, id, NULL, &error) : NULL;
-    return place == NULL ? NULL : place->lane;
-}
 
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
     struct hr_lane *lane = lane_removed_by(engine, request);
@@ -156,18 +151,11 @@ void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request 
     }
 }
 
-void hr_engine_reopen_team(struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_lane *lane = lane_removed_by(engine, request);
-    if (lane != NULL) {
-        lane->refuses_requests = 0;
-        lane->leader.expects_removal = 0;
-    }
-}
-
 /* The lowest number that is free; HR_TEAMS_MAX: none is. */
 static int free_number(const struct hr_engine *engine) {
+    const struct hr_place *places = engine->requests.places;
     int team = 1;
-    while (team < HR_TEAMS_MAX && (engine->teams[team].is_used || engine->teams[team].id < 0)) {
+    while (team < HR_TEAMS_MAX && (places[team].is_used || places[team].id < 0)) {
         team++;
     }
     return team;
@@ -193,14 +181,15 @@ static void choose_driver(struct hr_engine *engine) {
 }
 
 static int add(struct hr_engine *engine, struct hr_request *request, int team, int has_local) {
-    struct hr_team_place *place = &engine->teams[team];
-    struct hr_lane *lane = request->new_lane;
+    struct hr_place *place = &engine->requests.places[team];
+    struct hr_lane *lane = request->cargo.data;
     struct hr_error error = {0};
     /* partner: hr_partition_leave */
-    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != engine->teams[team].cleanings) {
         return HR_STILL;
     }
-    if (lane != NULL && hr_lane_open(lane, place->id, &error) != HORO_OK) { /* the others have begun to use it */
+    const uint64_t *values = engine->tuned.is_on ? engine->tuned.settled : NULL;
+    if (lane != NULL && hr_lane_open(lane, place->id, values, &error) != HORO_OK) {
         hr_log(&engine->node->log, HORO_LOG_ERROR, "process set %d: %s", team, error.text);
         return error.code;
     }
@@ -208,11 +197,11 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         engine->membership->added(engine, lane);
     }
     hr_drive_lock(&engine->drive);
-    request->new_lane = NULL;
-    request->team_added = place->id;
+    request->cargo.data = NULL;
+    request->answer = place->id;
+    engine->teams[team].has_local = has_local;
     place->is_used = 1;
-    place->has_local = has_local;
-    place->lane = lane;
+    place->port = lane == NULL ? NULL : &lane->port;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
         hr_drive_add(&engine->drive, &lane->part, &hr_part_lane, lane);
@@ -235,15 +224,15 @@ static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
 }
 
 static void remove_team(struct hr_engine *engine, int team) {
-    struct hr_team_place *place = &engine->teams[team];
-    struct hr_lane *lane = place->lane;
+    struct hr_place *place = &engine->requests.places[team];
+    struct hr_lane *lane = place->port == NULL ? NULL : place->port->lane;
     hr_drive_lock(&engine->drive);
-    place->cleanings += place->has_local != 0;
+    engine->teams[team].cleanings += engine->teams[team].has_local != 0;
     place->is_used = 0;
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
-    place->lane = NULL;
+    place->port = NULL;
     if (lane != NULL) {
-        hr_engine_drop_refusals(lane, 0); /* nothing else is pending there */
+        hr_port_drop_refusals(&lane->port, 0); /* nothing else is pending there */
         forget(engine, lane);
         choose_driver(engine);
     }
@@ -264,7 +253,7 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, i
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     *outcome = HORO_OK;
     if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
-        request->joined_last = (int)row;
+        request->answer = (int)row;
         return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
     }
     if (row >= 0) {
@@ -283,7 +272,8 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, i
     }
     struct hr_error error = {0};
     const int32_t id = (int)hr_wire_u32(decoded.values, 0);
-    if (id == 0 || hr_engine_find_team(engine, id, NULL, &error) == NULL) { /* it was there when the ranks asked */
+    struct hr_port *port;
+    if (id == 0 || hr_port_find(&engine->requests, id, NULL, &port, &error) != HORO_OK) { /* it was there before */
         return HORO_ERR_INTERNAL;
     }
     remove_team(engine, hr_team_number(id));

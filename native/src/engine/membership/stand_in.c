@@ -159,14 +159,28 @@ static int allocate_values(struct draft *draft) {
     return HORO_OK;
 }
 
+static void end_stand_in(void *owner, struct hr_request *request, int status) {
+    struct hr_lane *lane = owner;
+    (void)status;
+    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
+    hr_request_destroy(request);
+}
+
+static void free_values(void *lane, void *values) {
+    (void)lane;
+    free(values);
+}
+
+static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free_values};
+
 static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_request **request) {
     struct hr_error error = {0};
     draft->call.team = lane->team->id;
     HR_TRY(hr_request_create(&draft->call, request, &error));
-    (*request)->lane = lane;
+    (*request)->port = &lane->port;
     (*request)->team_size = lane->team->size;
-    (*request)->is_stand_in = 1;
-    (*request)->stand_in = draft->data;
+    (*request)->state = HR_REQUEST_STANDS_IN;
+    (*request)->cargo = (struct hr_cargo){&hooks, lane, draft->data};
     draft->data = NULL;
     return HORO_OK;
 }
@@ -177,13 +191,6 @@ static int can_stand_in(const struct hr_lane *lane, const struct hr_wire_request
     const int is_possible = op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BROADCAST || op == HORO_BARRIER;
     return hr_has_joined(lane) && is_possible && !request->on_gpu &&
            (op != HORO_BROADCAST || hr_team_member(lane->team, request->root_rank) >= 0);
-}
-
-static void destroy(void *stand_in) {
-    struct hr_request *request = stand_in;
-    void *data = request->stand_in;
-    hr_request_destroy(request);
-    free(data);
 }
 
 /*
@@ -205,7 +212,7 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     if (status == HORO_OK) {
         status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
         if (status != HORO_OK) {
-            destroy(made);
+            hr_request_destroy(made);
         }
     }
     if (status == HORO_OK) {
@@ -235,16 +242,15 @@ int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
     struct hr_lane *lane = owner;
     const struct hr_wire_request *request = &record->request;
     struct hr_request *made;
-    if (hr_lane_find_name(lane, request->name) != NULL) {
+    if (hr_port_find_name(&lane->port, request->name) != NULL) {
         return HORO_OK; /* submitted here, too */
     }
     return find(lane, request->name) != NULL ? HORO_ERR_INTERNAL
                                              : make(lane, request->bytes, request->byte_count, &made);
 }
 
-void hr_lane_end_stand_in(struct hr_lane *lane, struct hr_request *request) {
-    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
-    destroy(request);
+static void destroy(void *request) {
+    hr_request_destroy(request);
 }
 
 void hr_membership_forget(struct hr_lane *lane) {

@@ -8,41 +8,12 @@
 
 /* ---- Callers, and their last report. Under the lock. ---- */
 
-void hr_engine_note_caller(struct hr_engine *engine) {
-    struct hr_callers *callers = &engine->submission.callers;
-    const pthread_t self = pthread_self();
-    if (callers->count > 0 && pthread_equal(callers->last, self)) {
-        return;
-    }
-    callers->last = self;
-    const int known = callers->count < HORO_CALLERS_MAX ? callers->count : HORO_CALLERS_MAX;
-    for (int i = 0; i < known; i++) {
-        if (pthread_equal(callers->threads[i], self)) {
-            return;
-        }
-    }
-    if (known < HORO_CALLERS_MAX) {
-        callers->threads[known] = self;
-    }
-    callers->count = known + 1;
-}
-
-int32_t hr_engine_callers(struct hr_engine *engine, uint64_t *threads, int32_t capacity) {
-    hr_drive_lock(&engine->drive);
-    const struct hr_callers *callers = &engine->submission.callers;
-    for (int i = 0; i < callers->count && i < HORO_CALLERS_MAX && i < capacity; i++) {
-        threads[i] = (uint64_t)callers->threads[i];
-    }
-    const int32_t count = callers->count;
-    hr_drive_unlock(&engine->drive);
-    return count;
-}
-
 static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
     for (int32_t i = 0; i < count; i++) {
-        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
         /* one whose values are on their way from a GPU is going to be announced */
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS || !request->is_queued) {
+        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS ||
+            request->state == HR_REQUEST_STAGING) {
             return 0;
         }
     }
@@ -64,14 +35,14 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
     size_t used = 0;
     text[0] = '\0';
     for (int32_t i = 0; i < count && used < text_bytes; i++) {
-        const struct hr_request *request = hr_engine_find_handle(engine, waits[i].handle);
+        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
         const char *told = told_name(request);
         const size_t bytes = strlen(told);
         const size_t excess = bytes < HR_BLOCKED_NAME_MAX ? 0 : bytes - HR_BLOCKED_NAME_MAX;
         used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
                                  excess == 0 ? "" : "...", told + excess);
         if (request->call.team != 0 && used < text_bytes) {
-            used += (size_t)snprintf(text + used, text_bytes - used, " in %s", hr_team_name(request->lane->team, name));
+            used += (size_t)snprintf(text + used, text_bytes - used, " in %s", hr_team_name(request->port->team, name));
         }
         if (waits[i].place[0] != '\0' && used < text_bytes) {
             used += (size_t)snprintf(text + used, text_bytes - used, " (%s)", waits[i].place);
@@ -82,11 +53,11 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
 /* Every record that this rank executes in any team ends a request of its own, or is counted as one that does not. */
 static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
                        const char *others) {
-    const struct hr_blocked *blocked = &engine->submission.blocked;
+    const struct hr_blocked *blocked = &engine->blocked;
     const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
-    if (is_answer || blocked->count != count || blocked->last_handle != engine->submission.last_handle ||
+    if (is_answer || blocked->count != count || blocked->last_handle != engine->requests.last_handle ||
         blocked->pending != atomic_load(&engine->drive.pending) ||
-        blocked->passed != engine->submission.passed || strcmp(blocked->others, others) != 0) {
+        blocked->passed != engine->requests.passed || strcmp(blocked->others, others) != 0) {
         return 0;
     }
     for (int32_t i = 0; i < count; i++) {
@@ -99,15 +70,15 @@ static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits
 
 static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
                  const char *others) {
-    struct hr_blocked *blocked = &engine->submission.blocked;
+    struct hr_blocked *blocked = &engine->blocked;
     if (question != 0) {
         atomic_store(&blocked->answered, question);
     }
     blocked->question = question;
     blocked->count = count;
-    blocked->last_handle = engine->submission.last_handle;
+    blocked->last_handle = engine->requests.last_handle;
     blocked->pending = atomic_load(&engine->drive.pending);
-    blocked->passed = engine->submission.passed;
+    blocked->passed = engine->requests.passed;
     (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
     describe(engine, waits, count, blocked->text, sizeof blocked->text);
     for (int32_t i = 0; i < count; i++) {
@@ -122,10 +93,10 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     if (count < 0 || count > HORO_WAITING_MAX || engine->node->stall_warning_ns == 0) {
         return HORO_OK;
     }
-    char known_others[sizeof engine->submission.blocked.others];
+    char known_others[sizeof engine->blocked.others];
     (void)snprintf(known_others, sizeof known_others, "%s", others);
     hr_drive_lock(&engine->drive);
-    const int is_news = count > 0 || engine->submission.blocked.count > 0;
+    const int is_news = count > 0 || engine->blocked.count > 0;
     if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
         keep(engine, waits, count, question, known_others);
     }
@@ -136,7 +107,7 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
 uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
     /* partner: ask */
     const uint32_t asked = atomic_load(&engine->node->arena.header->blocked_question);
-    return asked == atomic_load(&engine->submission.blocked.answered) ? 0 : asked;
+    return asked == atomic_load(&engine->blocked.answered) ? 0 : asked;
 }
 
 /* ---- The message to rank 0, which the driver writes ---- */
@@ -144,7 +115,7 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
 /* The next one but for those behind a refusal, which are not announced: a rank has each name once. */
 static const struct hr_request *next_announced(const struct hr_lane *lane, const struct hr_request *request) {
     do {
-        request = hr_lane_next_pending(lane, request);
+        request = hr_port_next(&lane->port, request);
     } while (request != NULL && request->is_behind);
     return request;
 }
@@ -158,10 +129,10 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = hr_lane_place(lane),
-        .count = count + (lane->is_joining != 0),
+        .count = count + (lane->port.state == HR_PORT_JOINING),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
-    HR_TRY(lane->is_joining ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
+    HR_TRY(lane->port.state == HR_PORT_JOINING ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
     while ((request = next_announced(lane, request)) != NULL) {
         HR_TRY(hr_wire_put_hash(out, request->pending_hash));
@@ -171,7 +142,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
 
 /* With the lock held, so that what is pending and what is executed are of one moment. */
 static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
-    const struct hr_blocked *blocked = &engine->submission.blocked;
+    const struct hr_blocked *blocked = &engine->blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
     const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
     HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
@@ -181,8 +152,9 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
                                                       .others = others,
                                                       .count = (uint32_t)engine->lane_count}));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
-        if (engine->teams[number].is_used && engine->teams[number].lane != NULL) {
-            HR_TRY(put_lane(engine->teams[number].lane, out));
+        const struct hr_port *port = engine->requests.places[number].port;
+        if (port != NULL) {
+            HR_TRY(put_lane(port->lane, out));
         }
     }
     return HORO_OK;
@@ -193,18 +165,18 @@ static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
 }
 
 static int still_waits(const struct hr_engine *engine) {
-    const struct hr_blocked *blocked = &engine->submission.blocked;
-    int waits = blocked->count > 0 && blocked->last_handle == engine->submission.last_handle &&
-                blocked->passed == engine->submission.passed;
+    const struct hr_blocked *blocked = &engine->blocked;
+    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
+                blocked->passed == engine->requests.passed;
     for (int i = 0; i < blocked->count && waits; i++) {
-        const struct hr_request *request = hr_engine_find_handle(engine, blocked->handles[i]);
+        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
         waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
     }
     return waits;
 }
 
 int hr_engine_tell_blocked(struct hr_engine *engine) {
-    struct hr_blocked *blocked = &engine->submission.blocked;
+    struct hr_blocked *blocked = &engine->blocked;
     struct hr_announcer *announcer = &hr_engine_world(engine)->announcer;
     size_t mark;
     HR_TRY(hr_announcer_write_ids(announcer));

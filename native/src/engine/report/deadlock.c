@@ -159,9 +159,9 @@ static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
     struct walk walk = {.deadlock = deadlock};
     struct hr_wire_lane lane;
     while (next_lane(&walk, &lane)) {
-        const int has_all_names = has_all(&lane);
+        const int all_names = has_all(&lane);
         for (uint32_t k = 0; k < lane.count; k++) {
-            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = has_all_names};
+            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
         }
     }
 }

@@ -37,7 +37,7 @@ static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *
 
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     hr_drive_lock(&lane->engine->drive);
-    const struct hr_request *request = hr_lane_next_pending(lane, NULL);
+    const struct hr_request *request = hr_port_next(&lane->port, NULL);
     const int64_t oldest = request == NULL ? 0 : waits_since(lane, request);
     hr_drive_unlock(&lane->engine->drive);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
@@ -80,7 +80,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
     size_t used = 0;
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
-    while ((request = hr_lane_next_pending(lane, request)) != NULL) {
+    while ((request = hr_port_next(&lane->port, request)) != NULL) {
         const int64_t since_ns = request->submit_ns > least_ns ? request->submit_ns : least_ns;
         if (now_ns - since_ns < (lane->is_leader ? level : 1) * node->stall_warning_ns) {
             continue;
@@ -221,7 +221,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
         hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
                name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), names);
     }
-    hr_engine_show_events(lane->engine, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
+    hr_end_show_events(lane->node, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
         now_ns - stalled.blocked_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
@@ -282,7 +282,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     char seconds[HR_SECONDS_BYTES];
     hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %s s",
            name_team(lane, where), name, hr_seconds(waited_ns, seconds));
-    hr_engine_show_events(lane->engine, HORO_LOG_WARNING);
+    hr_end_show_events(lane->node, HORO_LOG_WARNING);
     if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
     }
@@ -305,9 +305,9 @@ static int show_alive(struct hr_engine *engine, int64_t now_ns) {
 static void show_behind(struct hr_engine *engine) {
     uint64_t behind = 0;
     hr_drive_lock(&engine->drive);
-    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
+    for (const struct hr_request *request = engine->requests.oldest; request != NULL; request = request->newer) {
         if (request->is_behind && request->refused == 0) {
-            behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->lane->team->number;
+            behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->lane->team->number;
             break;
         }
     }
@@ -329,7 +329,8 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const uint64_t moves = hr_lane_moves(lane);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || (is_executing && was_stopped) || lane->engine->report->awaits(lane) == HR_GPU_OTHER_LANES) {
+    if (moves != stall->moves || (is_executing && was_stopped) ||
+        lane->engine->report->awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
         return 1;
@@ -340,7 +341,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    const int is_idle = atomic_load_explicit(&lane->pending, memory_order_relaxed) == 0 &&
+    const int is_idle = hr_port_pending(&lane->port) == 0 &&
                         (!lane->is_leader || lane->leader.agree.active == 0);
     if (warning_ns <= 0 || is_idle) {
         return 0;

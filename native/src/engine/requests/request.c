@@ -5,10 +5,9 @@
 
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "base/map.h"
 #include "base/op.h"
-#include "device/mark.h"
-#include "device/staging.h"
-#include "engine/engine.h"
+#include "engine/requests/request.h"
 
 /* Of a shape that is refused: the first negative extent, or else the one from which on the bytes are too many. */
 static int impossible_dimension(const horo_request *call, const horo_tensor *tensor) {
@@ -26,7 +25,7 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
     return d;
 }
 
-static int check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+static hr_status check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     int64_t bytes;
     if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
         return HORO_OK;
@@ -36,7 +35,7 @@ static int check_shape(const horo_request *call, const horo_tensor *tensor, stru
                    call->name, (long long)tensor->shape[d], d);
 }
 
-static int refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+static hr_status refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     const int dtype = tensor->dtype;
     const char *instead = "convert the tensor to another dtype";
     if (hr_dtype_is_complex(dtype)) {
@@ -86,7 +85,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
 }
 
 /* Checks the splits; their number is compared with the team when that is known. */
-static int check_splits(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
+static hr_status check_splits(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     int64_t left = tensor->shape[0];
     for (int i = 0; i < tensor->split_count && tensor->splits != NULL; i++) {
         if (tensor->splits[i] < 0) {
@@ -106,7 +105,7 @@ static int check_splits(const horo_request *call, const horo_tensor *tensor, str
                          call->name, (long long)left, (long long)tensor->shape[0]);
 }
 
-static int check_call(const horo_request *call, struct hr_error *error) {
+static hr_status check_call(const horo_request *call, struct hr_error *error) {
     if (call->op < 0 || call->op >= HORO_OP_COUNT) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
     }
@@ -128,7 +127,7 @@ static int check_call(const horo_request *call, struct hr_error *error) {
 }
 
 /* A longer one could be encoded, but no message would hold it. */
-static int check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
+static hr_status check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
     if (byte_count <= HR_WIRE_REQUEST_MAX) {
         return HORO_OK;
     }
@@ -144,7 +143,7 @@ static size_t splits_of(const horo_request *call, int i) {
 }
 
 /* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
-static int copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
+static hr_status copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
         dims += (size_t)call->tensors[i].ndim + splits_of(call, i);
@@ -166,7 +165,7 @@ static int copy_call(const horo_request *call, size_t byte_count, size_t row_byt
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_bytes + 1,
         .byte_count = byte_count,
-        .team_added = -1,
+        .answer = -1,
     };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
@@ -199,7 +198,7 @@ static int encode(struct hr_request *request) {
     return hr_wire_encode_request(&room, &request->call);
 }
 
-int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
+hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     const size_t row_bytes = hr_wire_rows_bytes(call);
@@ -238,11 +237,8 @@ void hr_request_destroy(struct hr_request *request) {
     }
     free(request->gathered);
     free(request->splits);
-    if (request->new_lane != NULL) {
-        hr_lane_destroy(request->new_lane);
-    }
-    hr_staging_drop(request->staging);
-    hr_mark_drop(request->mark);
     free(request->error_text);
+    const struct hr_cargo cargo = request->cargo;
     free(request);
+    hr_cargo_drop(&cargo);
 }

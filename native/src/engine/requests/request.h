@@ -15,18 +15,56 @@ static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team)
     return hash + (hash == 0);
 }
 
-struct hr_lane;
-struct hr_staging;
-struct hr_mark;
+struct hr_port;
+struct hr_request;
+
+/*
+ *     state     | meaning                                        | next, and by whom
+ *     ----------+------------------------------------------------+----------------------------------------------------
+ *     QUEUED    | in the queue, or behind refusals of its name:  | ANNOUNCED: the driver takes the queue
+ *               | no other rank knows of it                      |
+ *     STAGING   | its values are on their way from a GPU         | QUEUED: a thread of the GPU's, when they are there
+ *     ANNOUNCED | what the driver has taken out of the queue     | its record, or the end of the group, completes it
+ *     STANDS_IN | made for one that this rank, which has joined, | its record completes it
+ *               | does not submit: pending nowhere               |
+ *
+ * All but the first is written with the lock held. It is over when `status` says so, which is written last.
+ */
+enum hr_request_state { HR_REQUEST_QUEUED, HR_REQUEST_STAGING, HR_REQUEST_ANNOUNCED, HR_REQUEST_STANDS_IN };
+
+/* Of whoever makes a request that is more than the collective. NULL: there is nothing to be done. */
+struct hr_hooks {
+    /* With the lock held: whether it may be submitted now. HORO_OK, or a status with *error set. */
+    hr_status (*check)(void *owner, const struct hr_request *request, struct hr_error *error);
+    /* With the lock held: it is over with this status, which nobody has seen yet. */
+    void (*ended)(void *owner, struct hr_request *request, int status);
+    /* Without the lock: it goes, and its cargo with it. */
+    void (*freed)(void *owner, void *data);
+};
+
+/* The luggage of a request: a group that is not there yet, a staging, a mark, the memory of a stand-in. */
+struct hr_cargo {
+    const struct hr_hooks *hooks; /* NULL: there is none */
+    void *owner;
+    void *data;
+};
+
+static inline void hr_cargo_drop(const struct hr_cargo *cargo) {
+    if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
+        cargo->hooks->freed(cargo->owner, cargo->data);
+    }
+}
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
     struct hr_request *next;          /* in the submit queue */
     struct hr_request *older, *newer; /* among those not done */
-    struct hr_lane *lane;             /* of its team; as long as it is not done */
+    struct hr_port *port;             /* as long as it is not done */
+    struct hr_cargo cargo;
     int64_t handle; /* 0 from its release on */
     /* under the lock: the table of handles, and each call that waits for it. The last one frees it, without the lock */
     int owners;
+    enum hr_request_state state;
     _Atomic int status; /* HORO_IN_PROGRESS until done */
     char *error_text;
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
@@ -39,31 +77,22 @@ struct hr_request {
     size_t byte_count;
     struct hr_wire_rows rows;     /* allgather, alltoall: what this rank tells; in this allocation, too */
     uint32_t announced_id;        /* driver: announced by this id, 0: in full */
-    int is_announced;             /* driver: it has left the queue */
     struct hr_gathered *gathered; /* allgather, alltoall: [tensor_count] */
     int64_t *splits;              /* alltoall: those of all ranks, as in struct hr_work */
     int refused;                  /* a refusal, see submit.c: the status; its reason is error_text */
     struct hr_request *behind;    /* of a refusal: the next call of its name, which is queued when this one is done */
     int is_behind;                /* under the lock: it is such a call */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
-    int is_stand_in;              /* for one of this rank, which has joined */
-    void *stand_in;               /* of such a one: the memory of its tensors in the host; NULL: there is none */
-    int joined_last;              /* join: the rank that joined last, once done */
-    struct hr_lane *new_lane;     /* add team: this rank's part in it; NULL: it has none, or the engine has taken it */
-    int team_added;               /* add team: its id, once done; else -1 */
-    int team_size, team_rank;     /* of its own team, and of this rank there */
-    int is_queued;                /* under the lock: it has been in the queue, or is to get there when is_behind ends */
-    int is_returned;              /* under the lock: results are on their way to the GPU */
-    struct hr_staging *staging;   /* of tensors on a GPU; NULL: they are in host memory, or stay on the GPU */
-    /* it is done on the GPU: behind the caller's work when it was submitted, and behind its results once it is done */
-    struct hr_mark *mark;
+    int answer; /* once done: of a join the rank that joined last, of a new process set its id; -1: none */
+    int team_size, team_rank; /* of its own team, and of this rank there */
+    int is_returned;          /* under the lock: results are on their way to the GPU */
 };
 
 /*
  * HORO_OK with a new request, or a status with *error set. Checks everything a caller can get wrong, but for team and
  * root.
  */
-int hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
+hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
@@ -75,11 +104,5 @@ static inline struct hr_wire_text hr_request_reason(const struct hr_request *req
 static inline int hr_request_is_on_gpu(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_ON_GPU) != 0;
 }
-
-/*
- * complete.c, with the lock held: ends the refusals of the lane behind which no call of this rank stands, only those
- * behind others or all. The last one goes first, so that none gets into the queue.
- */
-void hr_engine_drop_refusals(const struct hr_lane *lane, int only_behind);
 
 #endif

@@ -1,19 +1,19 @@
-/* The end of the group: its cause, and what pending requests are told. */
+#include "node/end.h"
+
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "arena/last_words.h"
-#include "engine/engine.h"
 
-struct hr_abort hr_engine_end(const struct hr_engine *engine) {
-    const struct hr_abort aborted = hr_arena_aborted(&engine->node->arena);
-    const struct hr_abort left = hr_arena_left(&engine->node->arena);
+enum { LINES = 16, TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 128 }; /* of a line of the log, less its head */
+
+struct hr_abort hr_end_find(const struct hr_node *node) {
+    const struct hr_abort aborted = hr_arena_aborted(&node->arena);
+    const struct hr_abort left = hr_arena_left(&node->arena);
     /*
      * To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the
      * end have ended.
      */
-    if (left.code == 0 || (aborted.code != 0 && !hr_arena_has_closed(&engine->node->arena, engine->node->local_rank))) {
+    if (left.code == 0 || (aborted.code != 0 && !hr_arena_has_closed(&node->arena, node->local_rank))) {
         return aborted;
     }
     return left;
@@ -37,10 +37,10 @@ static void describe_broken_link(const struct hr_node *node, struct hr_abort end
 }
 
 /* A rank that has come to its end in order, with words about that: it will not do what others wait for. */
-static void describe_early_end(const struct hr_engine *engine, const char *who, const char *words, char *text,
+static void describe_early_end(const struct hr_node *node, const char *who, const char *words, char *text,
                                size_t text_bytes) {
     /* the caller's, who writes it at any time */
-    const int64_t *shown = atomic_load(&engine->step);
+    const int64_t *shown = atomic_load(&node->step);
     const long long step = shown == NULL ? 0 : (long long)__atomic_load_n(shown, __ATOMIC_RELAXED);
     if (step == 0) {
         (void)snprintf(text, text_bytes, "%s %s, without a call that others wait for", who, words);
@@ -49,11 +49,10 @@ static void describe_early_end(const struct hr_engine *engine, const char *who, 
     (void)snprintf(text, text_bytes,
                    "%s %s, while rank %d is in step %lld: uneven data or an early stop; use drop_last, "
                    "DistributedSampler or hvd.join()",
-                   who, words, engine->node->rank, step);
+                   who, words, node->rank, step);
 }
 
-void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end, char *text, size_t text_bytes) {
-    const struct hr_node *node = engine->node;
+void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text, size_t text_bytes) {
     char who[HR_NAME_TEXT_BYTES];
     (void)hr_node_name_rank(node, end.rank, who, sizeof who);
     switch (end.reason) {
@@ -73,7 +72,7 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
             return;
         }
         if (end.code == HORO_ERR_ABORTED && end.rank != node->rank && words != NULL) {
-            describe_early_end(engine, who, words, text, text_bytes);
+            describe_early_end(node, who, words, text, text_bytes);
             return;
         }
         if (end.code == HORO_ERR_ABORTED) {
@@ -96,45 +95,43 @@ void hr_engine_describe_end(const struct hr_engine *engine, struct hr_abort end,
     }
 }
 
-/* Behind the cause, which is whole: of the names as many as there is room for. */
-static void append_pending(struct hr_engine *engine, char *text, size_t text_bytes) {
-    size_t used = strlen(text);
-    size_t count = 0;
-    used += (size_t)snprintf(text + used, text_bytes - used, "; pending here: ");
-    for (const struct hr_request *request = engine->submission.oldest; request != NULL; request = request->newer) {
-        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            char where[32] = "";
-            if (request->call.team != 0) {
-                (void)snprintf(where, sizeof where, " (process set %d)", request->call.team % HORO_TEAM_ID_STEP);
-            }
-            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s'%s", count == 1 ? "" : ", ",
-                                     request->call.name, where);
-        }
+hr_status hr_end_check(const struct hr_node *node, struct hr_error *error) {
+    const struct hr_abort end = hr_end_find(node);
+    if (end.code == 0) {
+        return HORO_OK;
     }
-    if (count > HR_NAMES_IN_TEXT && used < text_bytes) {
-        (void)snprintf(text + used, text_bytes - used, " and %zu more", count - HR_NAMES_IN_TEXT);
+    char text[HORO_MESSAGE_MAX];
+    hr_end_describe(node, end, text, sizeof text);
+    return hr_fail(error, end.code, "%s", text);
+}
+
+void hr_end_note(struct hr_node *node) {
+    const struct hr_abort end = hr_end_find(node);
+    if (end.code == 0 || atomic_exchange(&node->recorder.end_noted, 1)) {
+        return;
+    }
+    const int has_left =
+        end.reason == HR_REASON_LEFT || (end.reason == HR_REASON_ENDED && end.code == HORO_ERR_ABORTED);
+    hr_recorder_add(&node->recorder, &(struct hr_event){
+                                         .event = has_left ? HORO_EVENT_LEFT : HORO_EVENT_LOST,
+                                         .op = -1,
+                                         .status = has_left ? HORO_OK : end.code,
+                                         .number = end.rank,
+                                     });
+}
+
+void hr_end_show_events(struct hr_node *node, int level) {
+    char text[TEXT_BYTES];
+    if (hr_recorder_describe(&node->recorder, LINES, text, sizeof text)) {
+        hr_log(&node->log, level, "the last events on this rank, the oldest first:%s", text);
     }
 }
 
-int hr_engine_fail_all(struct hr_engine *engine) {
-    if (atomic_load(&engine->drive.pending) == 0) {
-        return 0;
+void hr_end_show(struct hr_node *node) {
+    hr_end_note(node); /* nobody need have driven since */
+    const enum hr_abort_reason reason = hr_end_find(node).reason;
+    const int is_explained = reason == HR_REASON_LEFT || reason == HR_REASON_ENDED;
+    if (!is_explained && !atomic_exchange(&node->recorder.end_shown, 1)) {
+        hr_end_show_events(node, HORO_LOG_ERROR);
     }
-    char text[HORO_MESSAGE_MAX];
-    const struct hr_abort end = hr_engine_end(engine);
-    hr_engine_describe_end(engine, end, text, sizeof text);
-    hr_engine_show_end(engine);
-    hr_drive_lock(&engine->drive);
-    if (end.code != HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
-        append_pending(engine, text, sizeof text);
-    }
-    while (engine->submission.oldest != NULL) {
-        hr_engine_complete_locked(engine, engine->submission.oldest, end.code, text);
-    }
-    engine->submission.queue_head = NULL;
-    engine->submission.queue_tail = &engine->submission.queue_head;
-    atomic_store(&engine->submission.queued, 0);
-    hr_drive_wake_waiters(&engine->drive);
-    hr_drive_unlock(&engine->drive);
-    return 1;
 }

@@ -1,0 +1,90 @@
+"""The loop around a training function: when a rank is lost or ranks come, the others go on from the last commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from horo.elastic.commits import Commit
+from horo.elastic.membership import Membership
+from horo.elastic.state import HostsUpdatedInterrupt, State
+from horo.errors import GroupError, MismatchError, NotInitializedError
+
+__all__ = ["Job", "run_elastic"]
+
+_Result = TypeVar("_Result")
+
+
+class Job(Protocol):
+    """The job, as the loop needs it."""
+
+    def place(self) -> tuple[int, int]:
+        """The rank of this process and their number, or the planned ones before it has joined."""
+
+    def gather(self, own: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks, in rank order; blocks until all have come."""
+
+    def adopt(self, state: State) -> bool:
+        """Gives a state the memory of its slot; whether that had a commit of an earlier worker, which it has now."""
+
+    def forget(self, state: State) -> None:
+        """Removes the gradients and reductions in progress of a step that was broken off."""
+
+
+def run_elastic(function: Callable[[], _Result], state: State, job: Job, membership: Membership) -> _Result:
+    """Calls the function, again after each change of the ranks, until it returns on all of them.
+
+    Raises:
+        BaseException: What the function raises, if it is no loss of a rank: MismatchError and NotInitializedError, too.
+    """
+    state._standing.membership = membership
+    is_moved = job.adopt(state)
+    forecast = None if membership.has_joined else job.place()
+    while True:
+        error: GroupError | None = None
+        try:
+            if not membership.has_joined:
+                membership.join()
+                is_moved = is_moved or job.place() != forecast
+            job.forget(state)
+            if is_moved:
+                state.on_reset()
+                is_moved = False
+            _sync(state, job, membership)
+            result = function()
+            job.gather([0])  # a rank that is lost before has the others train on, so all must be here still
+            return result
+        except HostsUpdatedInterrupt:
+            pass
+        except (MismatchError, NotInitializedError):
+            raise
+        except GroupError as caught:
+            error = caught
+        is_moved = True
+        if error is not None:
+            state.restore()  # while the rank and the size are still those of the job that has ended
+        membership.leave(error)
+
+
+def _sync(state: State, job: Job, membership: Membership) -> None:
+    """Gives all ranks the state with the most training in it. Nothing is sent where all have it already.
+
+    All ranks decide that by the same numbers. A newcomer never has it: it has called none of the functions that are
+    registered for resets.
+    """
+    standing = state._standing
+    standing.generation = membership.generation
+    own = standing.commit if standing.commit.generation else Commit(0, 0)
+    rows = job.gather([*own, int(standing.is_synced)])
+    root = max(range(len(rows)), key=lambda rank: (rows[rank], -rank))
+    *latest, is_synced = rows[root]
+    if not is_synced or any(row != rows[root] for row in rows):
+        commit = Commit(*latest) if latest[0] else Commit(membership.generation, 0)
+        standing.root, standing.incoming = root, commit
+        try:
+            state.sync()
+        finally:
+            standing.root, standing.incoming = 0, None
+        standing.commit = commit
+    standing.is_synced = True
+    membership.committed(standing.commit.number, is_kept=standing.is_kept)

@@ -1,0 +1,50 @@
+/*
+ * A port: the part of a group that callers see. It has a name for each request that is not done, and it knows whether
+ * more may come. Under the lock of the rank, unless a line says otherwise.
+ */
+#ifndef HR_ENGINE_REQUESTS_PORT_H
+#define HR_ENGINE_REQUESTS_PORT_H
+
+#include "base/map.h"
+#include "engine/requests/request.h"
+#include "node/team.h"
+
+struct hr_lane;
+struct hr_requests;
+
+enum hr_port_state {
+    HR_PORT_OPEN,
+    HR_PORT_JOINING,  /* nothing can be submitted until all ranks have joined */
+    HR_PORT_REMOVING, /* nor any more */
+};
+
+struct hr_port {
+    struct hr_requests *requests;
+    struct hr_team *team;
+    struct hr_lane *lane; /* of whoever has made it */
+    _Atomic int state;    /* enum hr_port_state; read by any thread */
+    struct hr_map names;  /* name -> request that is not done, the first where others are behind it */
+    _Atomic uint32_t pending; /* how many, those behind others too; read by any thread */
+};
+
+/*
+ * HORO_OK with the port of the process set of this id, NULL where this rank is no member; or HORO_ERR_USAGE with
+ * *error set: it does not exist, or has been removed. `name` is that of the request which wants it, NULL for none.
+ */
+hr_status hr_port_find(const struct hr_requests *requests, int32_t id, const char *name, struct hr_port **port,
+                       struct hr_error *error);
+/* The requests that are not done, in the order in which they were submitted: the one after `last` (NULL: the first). */
+struct hr_request *hr_port_next(const struct hr_port *port, const struct hr_request *last);
+/* The request of this name that is not done; NULL: there is none. Without the lock. */
+struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text name);
+/* Any thread. */
+static inline uint32_t hr_port_pending(const struct hr_port *port) {
+    return atomic_load_explicit(&port->pending, memory_order_relaxed);
+}
+/*
+ * Ends the refusals behind which no call of this rank stands, only those behind others or all. The last one goes first,
+ * so that none gets into the queue.
+ */
+void hr_port_drop_refusals(struct hr_port *port, int only_behind);
+
+#endif

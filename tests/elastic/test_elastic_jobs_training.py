@@ -1,0 +1,57 @@
+"""Elastic training under hororun: the example, and a job whose ranks all die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_training import EPOCHS, SAMPLES
+from jobs import TORCH_S, Hororun, marked_processes
+
+TRAINING = str(Path(__file__).with_name("elastic_training.py"))
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic.py")
+PATIENCE_S = 4 * TORCH_S
+
+
+@pytest.fixture
+def hororun() -> Iterator[Hororun]:
+    started = Hororun()
+    yield started
+    started.clean_up()
+
+
+def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
+    job = hororun.start("-np", "2", "--min-np", "1", EXAMPLE, "--epochs", "12")
+    stdout = job.process.stdout
+    assert stdout is not None
+    while "epoch  2/12 on 2 rank(s)" not in (line := stdout.readline().decode()):
+        assert line, "the job has ended before its second epoch"
+    victim = max(
+        pid for pid, command in marked_processes(job.mark).items() if EXAMPLE in command and "-m" not in command
+    )
+    os.kill(victim, signal.SIGKILL)
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 12/12" in done.stdout
+    assert "test accuracy: 0.9" in done.stdout
+    assert "was killed by SIGKILL" in done.stderr
+
+
+def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun, tmp_path: Path) -> None:
+    plan = {"deaths": {"0": (9, "recorded"), "1": (9, "recorded")}, "every": 4}
+    places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    words = ("-np", "2", "--min-np", "2", TRAINING, str(tmp_path), json.dumps(plan))
+    done = hororun.start(*words, environment=places).finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result.*"))]
+    assert len(found) == 2
+    assert found[0]["digest"] == found[1]["digest"]
+    for result in found:
+        assert result["resets"] == 1  # its state is that of a worker before it
+        seen = Counter(map(tuple, result["seen"]))
+        assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES))

@@ -1,0 +1,80 @@
+"""Training goes on when ranks die anywhere: equal models, and each sample in them once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_training import EPOCHS, SAMPLES, Plan, train
+from seats import Seats
+
+
+def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[dict[int, Any], Seats]:
+    """The results of the workers that have come to the end, by worker; all others have died."""
+    with Seats(train, str(folder), plan, replace=replace) as seats:
+        statuses = seats.run(size)
+        words = seats.logs()
+    found = {int(path.suffix[1:]): json.loads(path.read_text()) for path in folder.glob("result.*")}
+    for worker, status in statuses.items():
+        assert status == (-9 if worker in plan.deaths else 0), (worker, words)
+        assert (status == 0) == (worker in found), words
+    assert found
+    assert len({result["digest"] for result in found.values()}) == 1, words
+    for result in found.values():
+        seen = Counter(map(tuple, result["seen"]))
+        assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES)), words
+    return found, seats
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", ["backward", "reduced", "stepped", "recorded", "commit"])
+def test_a_job_goes_on_without_a_rank_that_is_killed(tmp_path: Path, place: str, victim: int) -> None:
+    found, seats = run(tmp_path, Plan({victim: (3, place)}), 3)
+    survivors = [worker for worker in range(3) if worker != victim]
+    assert seats.generations == [[0, 1, 2], survivors]
+    assert list(found) == survivors or sorted(found) == survivors
+    assert all(result["sizes"] == [3, 2] and result["resets"] == 1 for result in found.values())
+
+
+@pytest.mark.parametrize("place", ["backward", "commit"])
+def test_a_dead_rank_is_replaced_and_the_newcomer_has_the_state_of_the_others(tmp_path: Path, place: str) -> None:
+    found, seats = run(tmp_path, Plan({0: (3, place)}, every=3, awaits=1), 2, replace=True)
+    assert seats.generations[:2] == [[0, 1], [1]]
+    assert seats.generations[2:] == [[1, 2]]
+    assert found[1]["sizes"] == [2, 1, 2]
+    assert found[1]["resets"] == 2
+    assert found[2]["sizes"] == [2]
+    assert found[2]["resets"] == 1  # its place is not the planned one
+
+
+def test_a_newcomer_that_dies_while_it_gets_the_state_disturbs_nobody(tmp_path: Path) -> None:
+    found, seats = run(tmp_path, Plan({0: (3, "backward"), 2: (4, "sync")}, awaits=1), 2, replace=True)
+    assert [0, 1] in seats.generations
+    assert [1, 2] in seats.generations
+    assert sorted(found) == [1, 3]
+
+
+def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, Plan({0: (9, "recorded"), 1: (9, "recorded")}, every=4), 2, replace=True)
+    for worker in (2, 3):
+        assert found[worker]["sizes"] == [2]
+        assert found[worker]["resets"] == 1
+        assert found[worker]["commit"][1] < 20  # else training has begun anew
+
+
+@pytest.mark.parametrize("ready", ["backward", "step"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_nothing_of_the_broken_step_is_left_wherever_gradients_are_cleared(
+    tmp_path: Path, ready: str, passes: int
+) -> None:
+    digests = set()
+    for clears in ("before backward", "after step"):
+        folder = tmp_path / clears
+        folder.mkdir()
+        plan = Plan({0: (5, "backward")}, clears, ready, passes, every=2)
+        found, _ = run(folder, plan, 2)
+        digests.add(found[1]["digest"])
+    assert len(digests) == 1
