@@ -5,8 +5,8 @@
 #include "engine/engine.h"
 
 /*
- * The cause for which the batch of a lane waits. GPU: that of this rank, which shows on no other. BESIDE: the batch is not NCCL's,
- * and kernels of NCCL run here, which another rank may wait for.
+ * The cause for which the batch of a lane waits. GPU: that of this rank, which shows on no other. BESIDE: it is not
+ * NCCL's, and kernels of NCCL run here, which another rank may wait for.
  */
 enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
 
