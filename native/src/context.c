@@ -36,24 +36,22 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, i
     return hr_arena_layout_bytes(local_size, (size_t)segment_bytes, teams);
 }
 
-static void copy_error(const struct hr_error *from, char *error, size_t error_bytes) {
-    if (error != NULL && error_bytes > 0) {
-        (void)snprintf(error, error_bytes, "%s", from->text);
+/* Returns the status; of an error, its sentence goes into `error`, which may be NULL. */
+static int leave(int status, const struct hr_error *failure, char *error, size_t error_bytes) {
+    if (status < 0 && error != NULL && error_bytes > 0) {
+        (void)snprintf(error, error_bytes, "%s", failure->text);
     }
+    return status;
 }
 
 HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    const int status = hr_descriptor_memory(bytes, descriptor, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    return leave(hr_descriptor_memory(bytes, descriptor, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    const int status = hr_descriptor_event(descriptor, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    return leave(hr_descriptor_event(descriptor, &failure), &failure, error, error_bytes);
 }
 
 /* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */
@@ -99,9 +97,8 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
     int status = created == NULL ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
                                  : create_parts(created, setup, &failure);
     if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
         free(created);
-        return status;
+        return leave(status, &failure, error, error_bytes);
     }
     hr_node_own(&created->node, setup);
     hr_timeline_init(&created->timeline, &created->node.recorder, &created->node.log);
@@ -157,20 +154,11 @@ static int enter(const horo_context *context, char *error, size_t error_bytes) {
     } else {
         return HORO_OK;
     }
-    copy_error(&failure, error, error_bytes);
-    return failure.code;
+    return leave(failure.code, &failure, error, error_bytes);
 }
 
 static int usable(const horo_context *context) {
     return enter(context, NULL, 0);
-}
-
-/* Returns the status; of an error, its sentence goes into `error`. */
-static int leave(int status, const struct hr_error *failure, char *error, size_t error_bytes) {
-    if (status < 0) {
-        copy_error(failure, error, error_bytes);
-    }
-    return status;
 }
 
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
@@ -204,21 +192,14 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     return HORO_OK;
 }
 
-static int is_member(const horo_context *context, const horo_team_setup *setup) {
-    for (int i = 0; i < setup->size; i++) {
-        if (setup->ranks[i] == context->node.rank) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
     HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
-    if (is_member(context, setup)) {
-        HR_TRY(create_team(context, setup, &team, &backend, error));
+    for (int i = 0; i < setup->size; i++) {
+        if (setup->ranks[i] == context->node.rank) {
+            HR_TRY(create_team(context, setup, &team, &backend, error));
+        }
     }
     const int has_links = team != NULL && team->transport != NULL;
     const int host_count = has_links ? team->host_count : 0;

@@ -230,18 +230,6 @@ static int begin_kind(struct adasum *self) {
     return HR_MOVED;
 }
 
-/* Begins what follows a collective of inner that is over. */
-static int end_inner(struct adasum *self) {
-    if (self->stage != HR_ADASUM_GATHER) {
-        begin_pairs(self, self->stage == HR_ADASUM_SCATTER ? HR_ADASUM_MULTIPLY : HR_ADASUM_COMBINE);
-    } else if (self->is_packed) {
-        enter(self, HR_ADASUM_UNPACK);
-    } else {
-        return begin_kind(self);
-    }
-    return HR_MOVED;
-}
-
 /* The root of the tree is the first share. */
 static int end_level(struct adasum *self) {
     self->distance *= 2;
@@ -281,7 +269,17 @@ static int adasum_progress(struct hr_backend *backend) {
     case HR_ADASUM_GATHER: break;
     }
     const int moved = self->inner->ops->progress(self->inner);
-    return moved == HR_DONE ? end_inner(self) : moved;
+    if (moved != HR_DONE) {
+        return moved;
+    }
+    if (self->stage != HR_ADASUM_GATHER) {
+        begin_pairs(self, self->stage == HR_ADASUM_SCATTER ? HR_ADASUM_MULTIPLY : HR_ADASUM_COMBINE);
+    } else if (self->is_packed) {
+        enter(self, HR_ADASUM_UNPACK);
+    } else {
+        return begin_kind(self);
+    }
+    return HR_MOVED;
 }
 
 /* ---- The table ---- */

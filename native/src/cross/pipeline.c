@@ -3,7 +3,8 @@
 #include "base/cut.h"
 #include "horo.h"
 
-size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
+size_t hr_pipeline_scratch_bytes(int host_count, size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
+    (void)host_count;
     size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
     piece = piece < part_bytes ? piece : part_bytes;
     return HR_CROSS_WINDOW * hr_round_up(piece, HR_CROSS_ALIGNMENT);

@@ -51,7 +51,7 @@ void hr_node_wake_all(struct hr_node *node) {
  * who cleared a sleeper's mark, or aborted first, may have been killed before it wrote.
  */
 void hr_node_pass_abort(struct hr_node *node, struct hr_abort end) {
-    (void)hr_arena_abort(&node->arena, end);
+    hr_arena_end_once(&node->arena.header->abort_word, end);
     for (int i = 0; i < node->local_size; i++) {
         write_event(node, i); /* my own too: the caller need not be the driver */
     }

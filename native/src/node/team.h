@@ -95,8 +95,8 @@ struct hr_team {
 
 /*
  * The team of all `size` ranks on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not
- * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The
- * partition is mapped, and the transport connected, by hr_node_init; fini unmaps the partition.
+ * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; destroy in either case.
+ * The partition is mapped, and the transport connected, by hr_node_init; destroy unmaps the partition.
  */
 hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
                        size_t segment_bytes, struct hr_error *error);
@@ -106,9 +106,7 @@ hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int
  */
 hr_status hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
                             struct hr_error *error);
-/* Closes its links, frees; what the backend keeps of it must be gone. */
-void hr_team_fini(struct hr_team *team);
-/* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */
+/* Closes its links, frees it, which was malloc'ed; what the backend keeps of it must be gone. NULL is allowed. */
 void hr_team_destroy(struct hr_team *team);
 
 /* The number that is in an id: an index that the next team gets when this one has been removed. */

@@ -363,25 +363,20 @@ static const struct hr_transport_ops mpi_ops = {
     .destroy = mpi_destroy,
 };
 
-static hr_status check_peers(const horo_mpi *calls, int host_count, struct hr_error *error) {
+struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
+                                             int host_count, int peer_timeout_ms, struct hr_error *error) {
+    const horo_mpi *calls = &mpi->calls;
     if (calls->rank_of_host == NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
+        (void)hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
+        return NULL;
     }
     for (int host = 0; host < host_count; host++) {
         const int rank = calls->rank_of_host[host];
         if (rank < -1 || rank >= calls->size) {
-            return hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d",
-                           host, rank, calls->size);
+            (void)hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d",
+                          host, rank, calls->size);
+            return NULL;
         }
-    }
-    return HORO_OK;
-}
-
-struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
-                                             int host_count, int peer_timeout_ms, struct hr_error *error) {
-    const horo_mpi *calls = &mpi->calls;
-    if (check_peers(calls, host_count, error) != HORO_OK) {
-        return NULL;
     }
     struct mpi_transport *self = calloc(1, sizeof *self + (size_t)host_count * sizeof self->peers[0]);
     uint64_t *busy = calloc((size_t)host_count / WORD_BITS + 1, sizeof *busy);
