@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include "arena/question.h"
-#include "backend/adasum.h"
 #include "base/descriptor.h"
 #include "base/op.h"
 #include "base/owner.h"
@@ -54,31 +53,22 @@ HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_byt
     return leave(hr_descriptor_event(descriptor, &failure), &failure, error, error_bytes);
 }
 
-/* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */
-static int create_places(struct hr_node *node, const horo_setup *setup, struct hr_team **world,
-                         struct hr_error *error) {
-    struct hr_team *team = calloc(1, sizeof *team);
-    if (team == NULL) {
+/* The node, the team of all its ranks, and the engine. HORO_OK, or a status, with nothing left behind. */
+static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
+    struct hr_team *world = calloc(1, sizeof *world);
+    if (world == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
     }
-    int status =
-        hr_team_init(team, node, setup->rank, setup->size, setup->host_of_rank, (size_t)setup->segment_bytes, error);
+    int status = hr_team_init(world, &context->node, setup->rank, setup->size, setup->host_of_rank,
+                              (size_t)setup->segment_bytes, error);
     if (status == HORO_OK) {
-        status = hr_node_init(node, setup, team, error);
+        status = hr_node_init(&context->node, setup, world, error);
     }
     if (status != HORO_OK) {
-        hr_team_destroy(team);
+        hr_team_destroy(world);
         return status;
     }
-    *world = team;
-    return HORO_OK;
-}
-
-static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
-    struct hr_team *world = NULL;
-    HR_TRY(create_places(&context->node, setup, &world, error));
-    struct hr_backend *backend = hr_adasum_create(world, hr_host_backend_create(world));
-    int status = HORO_OK;
+    struct hr_backend *backend = hr_adasum_create(world);
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
         hr_team_destroy(world);
@@ -180,7 +170,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }
-    *backend = status == HORO_OK ? hr_adasum_create(created, hr_host_backend_create(created)) : NULL;
+    *backend = status == HORO_OK ? hr_adasum_create(created) : NULL;
     if (status == HORO_OK && *backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }

@@ -298,8 +298,8 @@ BREAKS = (
     Break(
         "context-fork",
         "native/src/context.c",
-        "if (!hr_owner_is_here(&context->owner)) {\n        return hr_fail(",
-        "if (0) {\n        return hr_fail(",
+        "if (!hr_owner_is_here(&context->owner)) {\n        (void)hr_fail(",
+        "if (0) {\n        (void)hr_fail(",
         "A forked child that calls horo hangs, or disturbs the job of its parent.",
         "tests/native/test_events.py -k forked",
     ),

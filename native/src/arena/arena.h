@@ -178,11 +178,6 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
 void hr_partition_join(const struct hr_arena *arena, int team);
 int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition);
 
-/* Slot `which` (0 or 1) of a local rank: segment_bytes bytes, aligned to a cache line at least. */
-static inline char *hr_partition_slot(const struct hr_partition *partition, int local_rank, unsigned which) {
-    return partition->slots + ((size_t)local_rank * 2 + which) * partition->segment_bytes;
-}
-
 static inline char *hr_partition_request_ring(const struct hr_partition *partition, int local_rank) {
     return partition->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
 }

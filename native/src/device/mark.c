@@ -41,12 +41,11 @@ void hr_mark_keep(struct hr_mark *mark) {
 }
 
 void hr_mark_drop(struct hr_mark *mark) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (mark == NULL || atomic_fetch_sub(&mark->references, 1) > 1) {
         return;
     }
-    if (hr_device_enter(mark->device, &visit, &ignored) == HORO_OK) {
+    if (hr_device_enter(mark->device, &visit, NULL) == HORO_OK) {
         (void)mark->device->cuda->event_destroy(mark->event);
         hr_device_leave(mark->device, &visit);
     }
@@ -66,9 +65,8 @@ int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *err
 }
 
 int hr_mark_is_reached(const struct hr_mark *mark) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (hr_device_enter(mark->device, &visit, &ignored) != HORO_OK) {
+    if (hr_device_enter(mark->device, &visit, NULL) != HORO_OK) {
         return 1;
     }
     const int code = mark->device->cuda->event_query(mark->event);

@@ -105,28 +105,23 @@ static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_c
     return HORO_OK;
 }
 
-/* With the device entered. */
-static hr_status launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                        const uint64_t *factors) {
-    if (factors != NULL) {
-        HR_TRY(create_scales(comm, calls, count, factors));
-    }
-    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
-    int status = HORO_OK;
-    for (size_t i = 0; i < count && status == HORO_OK; i++) {
-        status = enqueue(comm, &calls[i]);
-    }
-    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
-    return status == HORO_OK ? ended : status;
-}
-
 hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
                          const uint64_t *factors) {
     struct hr_device_visit visit;
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         return broken(comm);
     }
-    const int status = launch(comm, calls, count, factors);
+    int status = factors == NULL ? HORO_OK : create_scales(comm, calls, count, factors);
+    if (status == HORO_OK) {
+        status = checked(comm, comm->nccl->group_start(), "ncclGroupStart");
+    }
+    if (status == HORO_OK) {
+        for (size_t i = 0; i < count && status == HORO_OK; i++) {
+            status = enqueue(comm, &calls[i]);
+        }
+        const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
+        status = status == HORO_OK ? ended : status;
+    }
     hr_device_leave(comm->device, &visit);
     if (status != HORO_OK) {
         return broken(comm);
@@ -215,12 +210,11 @@ void hr_nccl_end(struct hr_nccl_comm *comm) {
 }
 
 void hr_nccl_abort(struct hr_nccl_comm *first) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     const int are_several = first != NULL && first->next_aborted != NULL;
     const int is_group = are_several && first->nccl->group_start() == HR_NCCL_OK;
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
-        const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
+        const int has_entered = hr_device_enter(comm->device, &visit, NULL) == HORO_OK;
         (void)comm->nccl->comm_abort(comm->handle);
         if (has_entered) {
             hr_device_leave(comm->device, &visit);
@@ -230,7 +224,7 @@ void hr_nccl_abort(struct hr_nccl_comm *first) {
         (void)first->nccl->group_end();
     }
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
-        if (hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) { /* a fence behind what has been aborted */
+        if (hr_device_enter(comm->device, &visit, NULL) == HORO_OK) { /* a fence behind what has been aborted */
             comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
             hr_device_leave(comm->device, &visit);
         }
@@ -249,13 +243,12 @@ int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
 }
 
 void hr_nccl_close(struct hr_nccl_comm *comm) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (comm->handle != NULL) {
         comm->next_aborted = NULL;
         hr_nccl_abort(comm);
     }
-    if (comm->device != NULL && hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
+    if (comm->device != NULL && hr_device_enter(comm->device, &visit, NULL) == HORO_OK) {
         free_fence(comm);
         hr_device_leave(comm->device, &visit);
     }

@@ -142,9 +142,12 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
     (void)pthread_mutex_unlock(&stager->lock);
 }
 
-/* All that is idle, where it is too much; else NULL. */
-static struct hr_block *take_excess(struct hr_stager *stager) {
+void hr_stager_trim(struct hr_stager *stager) {
     struct hr_block *all = NULL;
+    struct hr_block *kept = NULL;
+    struct hr_block *gone = NULL;
+    size_t kept_bytes = 0;
+    struct hr_device_visit visit;
     (void)pthread_mutex_lock(&stager->lock);
     if (stager->idle_bytes > IDLE_BYTES_MAX) {
         all = stager->idle;
@@ -152,19 +155,10 @@ static struct hr_block *take_excess(struct hr_stager *stager) {
         stager->idle_bytes = 0;
     }
     (void)pthread_mutex_unlock(&stager->lock);
-    return all;
-}
-
-void hr_stager_trim(struct hr_stager *stager) {
-    struct hr_block *kept = NULL;
-    struct hr_block *gone = NULL;
-    size_t kept_bytes = 0;
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    for (struct hr_block *each = take_excess(stager), *after; each != NULL; each = after) {
+    for (struct hr_block *each = all, *after; each != NULL; each = after) {
         after = each->next;
         int goes = 0;
-        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && hr_device_enter(each->device, &visit, &ignored) == HORO_OK) {
+        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && hr_device_enter(each->device, &visit, NULL) == HORO_OK) {
             goes = hr_block_is_done(each);
             hr_device_leave(each->device, &visit);
         }
@@ -297,9 +291,8 @@ static int sleep_until_look(struct hr_stager *stager) {
  * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there, or nothing is to be freed.
  */
 static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
+    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, NULL) != HORO_OK) {
         return 0;
     }
     int has_blocks = 0;

@@ -5,15 +5,6 @@
 
 #include "base/cut.h"
 
-static size_t place(struct hr_staged_tensor *tensors, size_t count) {
-    size_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        tensors[i].offset = bytes;
-        bytes += hr_round_up(tensors[i].room, HR_STAGED_ALIGNMENT);
-    }
-    return bytes == 0 ? HR_STAGED_ALIGNMENT : bytes;
-}
-
 static int wait_for(const struct hr_cuda *cuda, void *stream, void *event, struct hr_error *error) {
     return hr_cuda_check(cuda, cuda->stream_wait_event(stream, event, 0), "cuStreamWaitEvent", error);
 }
@@ -31,9 +22,12 @@ static int record(struct hr_staging *staging, void *event, void *stream, struct 
 static hr_status begin(struct hr_stager *stager, struct hr_device *device, struct hr_staging *staging, void *stream,
                        struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;
-    const size_t bytes = place(staging->tensors, staging->count);
+    size_t bytes = 0;
+    for (size_t i = 0; i < staging->count; i++) {
+        staging->tensors[i].offset = hr_place(&bytes, staging->tensors[i].room, HR_STAGED_ALIGNMENT);
+    }
     HR_TRY(hr_device_refuse_capture(device, stream, error));
-    HR_TRY(hr_stager_take_block(stager, device, bytes, &staging->block, error));
+    HR_TRY(hr_stager_take_block(stager, device, bytes == 0 ? HR_STAGED_ALIGNMENT : bytes, &staging->block, error));
     staging->from_device = device->to_host;
     /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time */
     void *copied_in = staging->block->copied_in;

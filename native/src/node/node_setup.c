@@ -197,7 +197,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         .rank = setup->rank,
         .size = setup->size,
         .host_count = world->host_count,
-        .kernel = hr_kernel_best(),
+        .kernel = hr_kernel_find(NULL),
         .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
         .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,

@@ -223,9 +223,3 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
                                        .rank = rank,
                                        .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
 }
-
-void hr_team_abandon_data(struct hr_team *team) {
-    if (team->transport != NULL) {
-        team->transport->ops->abandon(team->transport, HR_CHANNEL_DATA);
-    }
-}

@@ -130,9 +130,10 @@ static inline int hr_team_is_left(const struct hr_team *team) {
     return team->number != 0 && atomic_load(&team->node->arena.header->leave_at) != 0;
 }
 
-/* Slot `which` (0 or 1) of a member on this host. */
+/* Slot `which` (0 or 1) of a member on this host: segment_bytes bytes, aligned to a cache line at least. */
 static inline char *hr_team_slot(const struct hr_team *team, int local_rank, unsigned which) {
-    return hr_partition_slot(&team->partition, team->index_of_local[local_rank], which);
+    const size_t slot = (size_t)team->index_of_local[local_rank] * 2 + which;
+    return team->partition.slots + slot * team->partition.segment_bytes;
 }
 
 /* Wakes the members on this host but me, or the one that leads there, if they sleep. Any thread. */
@@ -157,8 +158,5 @@ void hr_team_suspect_link(struct hr_team *team, int host);
  * thread.
  */
 void hr_team_close_links(struct hr_team *team);
-
-/* After the end of the group: nothing posted for data may be touched any more. */
-void hr_team_abandon_data(struct hr_team *team);
 
 #endif
