@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import horo
-
-__all__ = ["interrupt", "interrupt_at_random"]
+__all__ = ["interrupt"]
 
 
 def interrupt(
@@ -40,40 +35,6 @@ def interrupt(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, _pass_over)  # the default would end the process by one that is still under way
-
-
-def interrupt_at_random(call: Callable[[], Any], error: type[BaseException], after_s: float) -> Any:
-    """What ``call()`` returns, unless a signal handler has ended it by ``error`` after ``after_s`` seconds.
-
-    The handler raises in functions of horo alone, so what these have returned is never lost.
-    """
-    is_armed = True
-
-    def handler(_number: int, frame: FrameType | None) -> None:
-        nonlocal is_armed
-        if is_armed and _is_within_horo(frame):
-            is_armed = False
-            raise error
-
-    signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after_s)
-        return call()
-    finally:
-        is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, _pass_over)
-
-
-_HORO = f"{Path(horo.__file__).parent}{os.sep}"
-
-
-def _is_within_horo(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_HORO):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _pass_over(*_: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -17,7 +16,7 @@ from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.server import StoreServer
 from horo.config.table import read_config
 
-__all__ = ["SECRET", "environments", "join_all", "run_threads", "serving", "wait_until"]
+__all__ = ["SECRET", "environments", "join_all", "run_threads", "serving"]
 
 SECRET = bytes(range(32))
 
@@ -90,12 +89,3 @@ def join_all(environs: Sequence[Mapping[str, str]], epoch: int = 1) -> list[Conn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_store, "_opened", _OfThreads())
         return run_threads([joiner(environ) for environ in environs])
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns once ``condition`` holds; fails the test if it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("did not happen in time")
-        time.sleep(0.005)

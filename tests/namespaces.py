@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs import DEADLINE_S, Hororun, Launched, wait_until
+from jobs import DEADLINE_S, Hororun, Launched, parent_of, wait_until
 from skips import apt_install
 
 __all__ = ["Cluster", "ClusterHost", "make_cluster", "why_not"]
@@ -148,7 +148,7 @@ class Cluster(Hororun):
     def connections(self, host: ClusterHost) -> list[int]:
         """The sshd processes that serve a connection to the host: children of the one that listens."""
         listener = int((self.folder / f"{host.name}.pid").read_text())
-        return [pid for pid in self.processes(host) if _parent(pid) == listener]
+        return [pid for pid in self.processes(host) if parent_of(pid) == listener]
 
 
 def why_not() -> str:
@@ -231,13 +231,6 @@ def _end_all_on(cluster: Cluster, host: ClusterHost) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not cluster.processes(host), f"no process on {host.name}")
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _ip(*words: str) -> None:

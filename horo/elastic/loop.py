@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from horo.elastic.commits import Commit
-from horo.elastic.membership import Membership
+from horo.elastic.membership import DriverLink
 from horo.elastic.state import HostsUpdatedInterrupt, State
 from horo.errors import GroupError, MismatchError, NotInitializedError
 
-__all__ = ["Job", "run_elastic"]
+__all__ = ["LoopJob", "run_elastic"]
 
 _Result = TypeVar("_Result")
 
 
-class Job(Protocol):
+class LoopJob(Protocol):
     """The job, as the loop needs it."""
 
     def place(self) -> tuple[int, int]:
@@ -31,7 +31,7 @@ class Job(Protocol):
         """Removes the gradients and reductions in progress of a step that was broken off."""
 
 
-def run_elastic(function: Callable[[], _Result], state: State, job: Job, membership: Membership) -> _Result:
+def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, membership: DriverLink) -> _Result:
     """Calls the function, again after each change of the ranks, until it returns on all of them.
 
     Raises:
@@ -66,7 +66,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: Job, members
         membership.leave(error)
 
 
-def _sync(state: State, job: Job, membership: Membership) -> None:
+def _sync(state: State, job: LoopJob, membership: DriverLink) -> None:
     """Gives all ranks the state with the most training in it. Nothing is sent where all have it already.
 
     All ranks decide that by the same numbers. A newcomer never has it: it has called none of the functions that are

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Change", "Membership"]
+__all__ = ["DriverChange", "DriverLink"]
 
 
-class Change(Protocol):
+class DriverChange(Protocol):
     """The workers that have come, or are to leave, since the generation began."""
 
     @property
@@ -19,7 +19,7 @@ class Change(Protocol):
         """Whether some are to leave."""
 
 
-class Membership(Protocol):
+class DriverLink(Protocol):
     """One worker's connection to the driver."""
 
     @property
@@ -36,7 +36,7 @@ class Membership(Protocol):
     def leave(self, error: BaseException | None) -> None:
         """Leaves the generation, for a reason or because it is to change."""
 
-    def change(self) -> Change | None:
+    def change(self) -> DriverChange | None:
         """The change that the driver has asked for since the generation began. Does not block."""
 
     def committed(self, number: int, *, is_kept: bool = False) -> None:

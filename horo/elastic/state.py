@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from horo.elastic.commits import Commit
-from horo.elastic.membership import Membership
+from horo.elastic.membership import DriverLink
 
-__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "Standing", "State"]
+__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "State", "StateStanding"]
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -37,7 +37,7 @@ class HostsUpdatedInterrupt(Exception):
 
 
 @dataclass
-class Standing:
+class StateStanding:
     """The place of a state in the course of its job."""
 
     commit: Commit = field(default_factory=lambda: Commit(0, 0))
@@ -50,7 +50,7 @@ class Standing:
     """The rank whose state ``sync()`` gives to all."""
     incoming: Commit | None = None
     """The root's commit; None: ``sync()`` was not called by ``run``, and makes one of its own."""
-    membership: Membership | None = None
+    membership: DriverLink | None = None
     is_kept: bool = False
     """Whether commits are in the memory of this worker's slot."""
 
@@ -70,7 +70,7 @@ class State:
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._standing = Standing()
+        self._standing = StateStanding()
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []

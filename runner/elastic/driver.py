@@ -38,6 +38,8 @@ __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
 _CULPRIT_S = 1.0
 """The time that a worker which others name as hung has to leave the generation itself."""
+_LATE_S = 10.0
+"""The time for which a worker may go on with ``init()`` that has been given up."""
 _SOON_S = 60.0
 """A worker that fails so soon after its start makes its slot wait ever longer."""
 _BACKOFF_MAX_S = 60.0
@@ -176,14 +178,14 @@ class _Turn:
             self._finish()  # all have failed: so would others
 
     def form(self) -> None:
-        """FORMING: trains once all are in the generation; kills those that are not in time."""
+        """FORMING: trains once all are in the generation; gives it up where some are not in time."""
         late = [worker for worker in self._members() if worker.standing is not Standing.WITHIN]
         if not late:
             self._run()
         elif self._now_s >= self.state.since_s + self.state.limits.start_timeout_s:
-            for worker in late:
-                self._kill(worker, f"is not through init() after {self.state.limits.start_timeout_s:g} s")
-            self._gather("members were not through init() in time")
+            for worker in late:  # those that only wait for others leave now
+                self.suspects.setdefault(worker.number, self._now_s + _LATE_S)
+            self._gather(f"not all ranks were through init() after {self.state.limits.start_timeout_s:g} s")
 
     def train(self) -> None:
         """RUNNING: announces newcomers that can be seated, once there are any, and again once there are none."""
@@ -199,7 +201,7 @@ class _Turn:
         for worker in self._members():
             if worker.standing in _IN_GENERATION:
                 if self.suspects.get(worker.number, float("inf")) <= self._now_s:
-                    self._kill(worker, "does not go on, as others report")
+                    self._kill(worker, "does not go on")
                 elif is_late:
                     limit_s = self.state.limits.gather_timeout_s
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
@@ -236,7 +238,7 @@ class _Turn:
         ready = self._standing(Standing.READY)
         living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
         if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
-            self._finish()  # nobody knows what was learnt
+            self._finish("no rank is left that has the state of the training" if self.workers else "")
         elif len(ready) >= self.state.limits.min_size and any(
             worker.has_state or worker.slot in self.state.kept for worker in ready
         ):
@@ -250,8 +252,9 @@ class _Turn:
         state = self.state
         if state.phase is not Phase.SHORT and (state.commit <= state.restored or self._is_at_reset_limit()):
             return False
-        if state.kept:
+        if state.kept and state.restored < state.commit:
             state.restored = state.commit
+            self._report(f"no rank is left: others go on from commit {state.commit}")
         return bool(state.kept)
 
     def _seat(self) -> None:
@@ -275,7 +278,8 @@ class _Turn:
             idle_s = self._now_s - state.idle_since_s
             if state.generation > 1:
                 state.lost_s += idle_s
-                who = f"{_ranks(len(state.members))} (workers {', '.join(map(str, state.members))})"
+                names = ", ".join(map(str, state.members))
+                who = f"{_ranks(len(state.members))} (worker{'s' if len(state.members) > 1 else ''} {names})"
                 self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")
             state.idle_since_s = None
         self._enter(Phase.RUNNING)

@@ -183,7 +183,13 @@ class Committed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The process of a worker, and those that it had started, have ended; ``how``: in words."""
+    """The process of a worker, and those that it had started, have ended.
+
+    Attributes:
+        worker: its number.
+        has_failed: it has not ended with code 0.
+        how: in words.
+    """
 
     worker: int
     has_failed: bool

@@ -67,13 +67,6 @@ def test_a_script_runs_on_two_hosts_as_the_readme_says(cluster: Cluster, tmp_pat
     assert sorted(done.stdout.splitlines()) == [f"{rank} {(a, b)[rank // 4].name}" for rank in range(8)]
 
 
-def test_rank_0_on_the_other_host_is_where_all_others_look(cluster: Cluster) -> None:
-    a, b = cluster.hosts
-    words = ["-np", "2", "--torch-env", "--no-prefix", "--", "sh", "-c", "echo $MASTER_ADDR"]
-    done = cluster.run(*words, where=f"{b.name}:1,{a.name}:1")
-    assert done.stdout.split() == [b.address] * 2, done.stderr
-
-
 def test_ranks_of_both_hosts_connect_at_addresses_that_others_reach(cluster: Cluster) -> None:
     done = cluster.run("-np", "4", "--no-prefix", sys.executable, "-c", EXCHANGE)
     a, b = cluster.hosts
@@ -87,14 +80,6 @@ def test_a_host_can_be_spelled_in_many_ways(cluster: Cluster, spelling: str) -> 
     done = cluster.run("-np", "3", "--no-prefix", sys.executable, "-c", EXCHANGE, where=where)
     family = (a.address6, b.address6) if "[" in spelling else (a.address, b.address)
     assert set(done.stdout.splitlines()) == {f"{family[0]} {family[1]} {family[1]}"}, done.stderr
-
-
-def test_interfaces_can_be_named(cluster: Cluster) -> None:
-    script = "echo $HORO_NETWORK_INTERFACES $HORO_STORE"
-    done = cluster.run("-np", "4", "--no-prefix", "--network-interfaces", "eth0", "--", "sh", "-c", script)
-    a = cluster.hosts[0]
-    assert all(line.startswith(f"eth0 {a.address}:") for line in done.stdout.splitlines()), done.stdout
-    assert f"[{a.address6}]:" in done.stdout
 
 
 def test_each_host_gets_one_connection_and_no_secret_on_a_command_line(cluster: Cluster, flags: Flags) -> None:
@@ -208,19 +193,6 @@ def test_a_directory_that_only_this_host_has_is_named(cluster: Cluster, tmp_path
     done = cluster.run("-np", "4", "true", prefix=["sh", "-c", script, "sh"])
     assert done.returncode == 78, done.stderr
     assert f"host {cluster.hosts[1].name} has no directory {tmp_path}/here" in done.stderr
-
-
-def test_output_of_a_slow_link_arrives_whole(cluster: Cluster) -> None:
-    b = cluster.hosts[1]
-    cluster.limit(b, "20mbit")
-    cluster.limit(cluster.hosts[0], "20mbit")
-    try:
-        script = "import os\nfor n in range(2000): os.write(1, b'%d ' % n * 200 + b'\\n')"
-        done = cluster.run("-np", "1", "--no-prefix", sys.executable, "-S", "-c", script, where=f"{b.name}:1")
-    finally:
-        for host in cluster.hosts:
-            cluster.unlimit(host)
-    assert done.stdout.splitlines() == [f"{n} " * 200 for n in range(2000)]
 
 
 def test_hosts_that_cannot_connect_to_each_other_are_told_before_the_job(clusters: Callable[[int], Cluster]) -> None:

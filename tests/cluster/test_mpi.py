@@ -1,4 +1,4 @@
-"""horo started by the MPI of the site, on two hosts: mpirun of Open MPI and mpiexec of MPICH, over ssh."""
+"""horo started by others on two hosts: mpirun of Open MPI, mpiexec of MPICH, over ssh, and torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jobs import TORCH_S
 from mpis import Mpi
 from namespaces import Cluster
-from places import LOSE, PLACE, expected, written
+from places import LOSE, PLACE, PROGRAM, expected, written
 
 TORCH = """
 import pathlib, sys
@@ -69,3 +69,23 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(
     said = "".join(file.read_text() for file in tmp_path.iterdir()) + done.stdout + done.stderr
     by_mpirun = rf"rank {victim} with PID \d+ on node {host} exited on\s+signal 9"
     assert re.search(rf"rank {victim} \({host}\) is gone|{by_mpirun}", said), done
+
+
+RENDEZVOUS = {
+    "static": ["--node-rank={node}", "--master-addr={first}", "--master-port=29500"],
+    "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint={first}:29500", "--rdzv-id=train"],
+}
+
+
+@pytest.mark.parametrize(("rendezvous", "layout"), [("static", "aabb"), ("c10d", "ab")])
+def test_torchrun_on_two_hosts(cluster: Cluster, tmp_path: Path, rendezvous: str, layout: str) -> None:
+    jobs = []
+    for node, host in enumerate(cluster.hosts):
+        options = [option.format(node=node, first=cluster.hosts[0].name) for option in RENDEZVOUS[rendezvous]]
+        torchrun = ["torch.distributed.run", "--nnodes=2", f"--nproc-per-node={layout.count('a')}", *options]
+        command = [sys.executable, "-m", *torchrun, *PROGRAM, str(tmp_path)]
+        jobs.append(cluster.start_on(host, command, environment={"OMP_NUM_THREADS": "1"}))
+    for job in jobs:
+        done = job.finish(TORCH_S)
+        assert done.returncode == 0, done.stderr
+    assert written(tmp_path) == expected(layout, cluster)

@@ -48,6 +48,7 @@ class Process:
     """The process of a worker. ``mode``: importing, waiting, forming, working, or dead."""
 
     worker: int
+    slot: int
     mode: str = "importing"
     seats: list[int] = field(default_factory=list)
     taken: int = 0
@@ -80,6 +81,9 @@ class Simulation:
         self.failed: set[int] = set()
         self.left: set[tuple[int, int]] = set()
         self.added: dict[int, bool] = {}
+        self.memories: dict[int, int] = {}
+        """By slot, the commit in the memory that outlives its workers, in a job that has such."""
+        self.has_memories = self.random.random() < 0.5
         self.steps_left = self.random.randint(5, 60)
         self.faults = self.random.choice([0, 1, 2, 5, 10])
         self.finish: Finish | None = None
@@ -137,7 +141,8 @@ class Simulation:
         for action in actions:
             if isinstance(action, StartWorker):
                 assert action.worker not in self.processes, "a number is used twice"
-                self.processes[action.worker] = process = Process(action.worker)
+                self.processes[action.worker] = process = Process(action.worker, action.slot)
+                process.has_state = action.slot in self.memories
                 self.later(self.random.uniform(0.1, 8.0), lambda process=process: self.come(process))
             elif isinstance(action, WriteSeats):
                 self.check_seats(action)
@@ -158,6 +163,9 @@ class Simulation:
         """The members of a new generation are alive and wait, and nobody is at work any more."""
         assert self.limits.min_size <= len(action.workers) <= self.limits.max_size
         assert len(set(action.workers)) == len(action.workers)
+        if action.generation > 1:
+            members = [self.processes[worker] for worker in action.workers]
+            assert any(each.has_state for each in members), f"nobody in generation {action.generation} has the state"
         at_work = [each for each in self.processes.values() if each.mode == "working"]
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
 
@@ -222,11 +230,12 @@ class Simulation:
         elif self.added.get(generation):
             self.leave(process, None)
         else:
-            if not process.has_state:
-                process.has_state = True
-                self.note(Committed(process.worker))
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
+            process.has_state = True
+            if self.has_memories:
+                self.memories[process.slot] = 100 - self.steps_left
+            self.note(Committed(process.worker, 100 - self.steps_left, self.has_memories))
             self.later(STEP_S, lambda: self.work(process, generation))
 
     def is_broken(self, generation: int) -> int | None:
@@ -251,8 +260,8 @@ class Simulation:
         """The process ends, and its agent reports that."""
         if process.mode != "dead":
             process.mode = "dead"
-            worker = process.worker
-            self.later(self.random.uniform(0.01, 0.5), lambda: self.tell(Ended(worker, has_failed, "ended")))
+            ended = Ended(process.worker, has_failed, "ended")
+            self.later(self.random.uniform(0.01, 0.5), lambda: self.tell(ended))
 
     def fault(self) -> None:
         """A random worker is killed, or hangs from now on."""

@@ -26,6 +26,8 @@ from horo.runner.elastic.state import (
     WriteSeats,
 )
 
+LOST = Finish("no rank is left that has the state of the training")
+
 
 class Driver:
     """A driver with the actions of its last step, without those that are words for the user."""
@@ -64,6 +66,7 @@ class Driver:
 def running(size: int = 3, **limits: Any) -> Driver:
     driver = Driver(size, **limits)
     driver.on(*(Ready(worker) for worker in range(size)))
+    assert driver.state.generation == 1
     driver.on(*(Within(worker, 1) for worker in range(size)))
     driver.on(*(Committed(worker) for worker in range(size)))
     assert driver.phase is Phase.RUNNING
@@ -136,13 +139,15 @@ def test_a_member_that_ends_before_it_is_within_fails_the_generation() -> None:
     assert actions == [WriteSeats(2, (1, 2))]
 
 
-def test_a_member_that_does_not_come_within_is_killed() -> None:
-    driver = Driver(2)
-    driver.on(Ready(0), Ready(1), Within(0, 1))
-    actions = driver.tick()
-    assert actions[0] == Kill(1) and isinstance(actions[1], Fail)
-    assert driver.on(Waits(0, 1, None, True)) == []  # the other one may still be at work
-    assert WriteSeats(2, (0,)) in driver.on(killed(1))
+def test_a_generation_that_does_not_form_is_given_up_and_who_does_not_leave_it_is_killed() -> None:
+    driver = Driver(3)
+    driver.on(Ready(0), Ready(1), Ready(2), Within(0, 1))
+    (fail,) = driver.tick()
+    assert isinstance(fail, Fail)
+    driver.on(Waits(0, 1, None, True), Waits(2, 1), after_s=1.0)  # 2 has only waited for 1
+    assert driver.tick() == [Kill(1)]
+    assert driver.now_s == pytest.approx(170.0)
+    assert WriteSeats(2, (0, 2)) in driver.on(killed(1))
 
 
 def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
@@ -200,14 +205,14 @@ def test_the_oldest_worker_with_state_has_rank_0() -> None:
 def test_a_job_whose_state_is_lost_ends() -> None:
     driver = running(2)
     driver.on(killed(0), Ready(2))
-    assert driver.on(killed(1)) == [Finish()]
+    assert driver.on(killed(1)) == [LOST]
 
 
 def test_a_worker_that_has_not_synced_has_no_state() -> None:
     driver = running(2)
     driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2), Ready(2), Waits(1, 2, None, True), Within(1, 3))
     driver.on(Within(2, 3), killed(1))
-    assert driver.on(Waits(2, 3, 1, False)) == [Finish()]
+    assert driver.on(Waits(2, 3, 1, False)) == [LOST]
 
 
 def test_too_few_ranks_wait_for_replacements() -> None:
@@ -364,3 +369,12 @@ def test_it_goes_on_again_after_a_commit() -> None:
     driver.on(killed(2))
     driver.on(killed(3))
     assert driver.phase is Phase.SHORT
+
+
+def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
+    driver = running(2, max_size=3)
+    driver.on(Committed(0, 7, True), Ready(2), killed(0), killed(1))
+    assert "no rank is left: others go on from commit 7" in driver.words
+    assert driver.phase is Phase.SHORT
+    assert driver.state.workers[3].slot == 0
+    assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import TORCH_S, Hororun
+from jobs import TORCH_S, Hororun, Launched, wait_until
 
 WORKER = str(Path(__file__).with_name("elastic_worker.py"))
 PATIENCE_S = 3 * TORCH_S
@@ -60,7 +62,7 @@ def test_a_rank_that_hangs_is_killed_and_named(elastic: Elastic) -> None:
     out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:stop", HORO_STALL_SHUTDOWN_TIME_SECONDS="3")
     assert {0: 30, 2: 30}.items() <= ends(out).items()
     assert "error 0 StalledError" in out
-    assert "hororun: worker 1 does not go on, as others report, and is killed" in err
+    assert "hororun: worker 1 does not go on, and is killed" in err
 
 
 def test_processes_of_a_rank_end_before_another_takes_its_place(elastic: Elastic) -> None:
@@ -92,6 +94,29 @@ def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
 def test_the_reset_limit_ends_the_job(elastic: Elastic) -> None:
     _, err = elastic.train("-np", "2", "--min-np", "1", "--reset-limit", "0", "30", "0:10:kill", code=137)
     assert "hororun: ranks cannot be placed anew any more (--reset-limit 0)" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_job_and_starts_nothing(elastic: Elastic, number: signal.Signals) -> None:
+    job = elastic.start("-np", "2", "--min-np", "1", WORKER, "1000000")
+    wait_until(lambda: len(job.processes(WORKER)) > 2, "hororun and two workers run")
+    job.process.send_signal(number)
+    ended = job.finish(PATIENCE_S)
+    assert ended.returncode == 128 + number
+    assert "starts" not in ended.stderr
+
+
+def test_nothing_is_left_of_a_job_whose_hororun_is_killed(elastic: Elastic) -> None:
+    job = elastic.start("-np", "2", "--min-np", "2", WORKER, "1000000", "0:init:kill")
+    wait_until(lambda: b"worker 2 starts" in os.read(stderr_of(job), 4096), "a replacement runs", deadline_s=TORCH_S)
+    job.process.kill()
+    job.finish(PATIENCE_S)
+
+
+def stderr_of(job: Launched) -> int:
+    """The descriptor of what hororun writes to stderr."""
+    assert job.process.stderr is not None
+    return job.process.stderr.fileno()
 
 
 def test_each_worker_has_a_file(elastic: Elastic, tmp_path: Path) -> None:

@@ -29,13 +29,14 @@ def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[
     return found, seats
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("place", ["backward", "reduced", "stepped", "recorded", "commit"])
+@pytest.mark.parametrize(
+    ("place", "victim"), [("backward", 0), ("reduced", 1), ("stepped", 0), ("recorded", 1), ("commit", 0)]
+)
 def test_a_job_goes_on_without_a_rank_that_is_killed(tmp_path: Path, place: str, victim: int) -> None:
     found, seats = run(tmp_path, Plan({victim: (3, place)}), 3)
     survivors = [worker for worker in range(3) if worker != victim]
     assert seats.generations == [[0, 1, 2], survivors]
-    assert list(found) == survivors or sorted(found) == survivors
+    assert sorted(found) == survivors
     assert all(result["sizes"] == [3, 2] and result["resets"] == 1 for result in found.values())
 
 
@@ -65,8 +66,7 @@ def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots(tmp_pa
         assert found[worker]["commit"][1] < 20  # else training has begun anew
 
 
-@pytest.mark.parametrize("ready", ["backward", "step"])
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("ready", "passes"), [("backward", 2), ("step", 1)])
 def test_nothing_of_the_broken_step_is_left_wherever_gradients_are_cleared(
     tmp_path: Path, ready: str, passes: int
 ) -> None:

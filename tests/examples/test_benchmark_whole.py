@@ -1,34 +1,45 @@
-"""Benchmarks that start many ranks write down what they measured; and what reads traces of calls."""
+"""Benchmarks that start many ranks, or need a GPU, as far as they run here; and what reads traces of calls."""
 
 from __future__ import annotations
 
-import csv
 import json
-import statistics
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import autotune
+import footprint
+import gpu_double
+import gpu_shared
+import gpu_staging
+import gpu_step
+import gpus
+import idle
+import launching
+import models
 import pytest
+import spaces
+import startup
 import torch
+import two_hosts
+import wakes
+from contest import ContestError, Turn
+from devices import CPU
+from doubles import CUDA, NCCL, build_double
 from example_runs import ROOT, start, whole, why_gloo_cannot
+from rank_pool import RankPool
+from rounds import Case, Heat, Result
+from workloads import gradients, staging
+from workloads import training_step as workload
+
+import horo.torch as hvd
 
 FOLDER = ROOT / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-import autotune  # noqa: E402  (benchmarks/autotune.py)
-import call_trace  # noqa: E402  (benchmarks/call_trace.py)
-import footprint  # noqa: E402  (benchmarks/footprint.py)
-import idle  # noqa: E402  (benchmarks/idle.py)
-import launching  # noqa: E402  (benchmarks/launching.py)
-import models  # noqa: E402  (benchmarks/models.py)
-import spaces  # noqa: E402  (benchmarks/spaces.py)
-import startup  # noqa: E402  (benchmarks/startup.py)
-import wakes  # noqa: E402  (benchmarks/wakes.py)
-from contest import ContestError  # noqa: E402  (benchmarks/contest.py)
-from devices import CPU  # noqa: E402  (benchmarks/devices.py)
-from workloads import training_step as workload  # noqa: E402  (benchmarks/workloads/training_step.py)
 
-SHORT = ["--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
+SHORT = "--rounds 2 --turn-ms 1 --peers horo,gloo"
+ON_CPU = "--device cpu --rounds 1 --turn-ms 1"
 
 
 def run(script: str, folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
@@ -38,92 +49,84 @@ def run(script: str, folder: Path, *words: str) -> tuple[list[dict[str, Any]], s
     return json.loads(file.read_text())["rows"], said
 
 
-@whole
-@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-def test_four_jobs_are_autotuned(tmp_path: Path) -> None:
-    log = tmp_path / "autotune.csv"
-    rows, said = run("autotune", tmp_path, "--steps", "3", "--max-samples", "3", "--log", str(log))
-    assert [row["job"] for row in rows] == list(autotune.JOBS)
-    assert all(len(row["seconds"]) == 3 and min(row["seconds"]) > 0 for row in rows)
-    assert [row["before"] > 0 for row in rows] == [False, False, True, True]
-    assert rows[3]["values"].keys() == {*rows[2]["values"]} != set()
-    assert said.count(" / ") >= 8
-    samples = list(csv.DictReader(log.open()))
-    assert samples[1]["segment_bytes"] == autotune.BAD["HORO_SEGMENT_BYTES"]
-    assert samples[-1]["stage"] == "best"
+MOVES = ("reducescatter", "alltoall", "allgather", "broadcast")
+KEPT = "ceiling, memory kept"
+LAYOUTS = "--layouts 2;1,1 --sizes 4K,64K --rounds 2 --turn-ms 5"
+BY_LAYOUT = [("2", 4096), ("2", 65536), ("1,1", 4096), ("1,1", 65536)]
+TREES = "TREE TREE --rounds 2"
+RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
+    # the script and its words: columns of its rows, what they hold, and how many lines end with "ok"
+    "autotune --steps 3 --max-samples 3": ("job", [(job,) for job in autotune.JOBS], 0),
+    f"teams {LAYOUTS}": ("layout bytes", BY_LAYOUT, 0),
+    "timeline --models mlp-tiny --rounds 3 --turn-ms 20": ("model", [("mlp-tiny",)], 0),
+    f"collectives {SHORT} --max 4K --step 1024": (
+        "operation bytes contestant",
+        [(o, size, who) for o in MOVES for size in (4 if o == "broadcast" else 8, 4096) for who in ("horo", "gloo")],
+        16,
+    ),
+    f"allreduce {SHORT} --max 4K --step 32 --hosts 2 --rate 1gbit": (
+        "bytes contestant",
+        [(size, who) for size in (4, 128, 4096) for who in ("horo", "gloo")],
+        6,
+    ),
+    f"training_step {SHORT} --models mlp-tiny": (
+        "contestant",
+        [(who,) for who in ("ceiling", KEPT, f"{KEPT}, in step", "horo", "gloo", "gloo, memory kept")],
+        6,
+    ),
+    f"small_tensors {SHORT} --tensors 20 --size 64": (
+        "form contestant",
+        [("single", "horo"), ("single", "gloo"), ("grouped", "horo")],
+        0,
+    ),
+    f"latency {SHORT} --max 4": (
+        "form contestant",
+        [("complete", "horo"), ("complete", "gloo"), ("submit", "horo"), ("poll", "horo")],
+        0,
+    ),
+    "two_hosts --hosts 2 --per-host 1,2 --rates 1gbit --size 64K --rounds 2": (
+        "per_host contestant right",
+        [(per_host, who, True) for per_host in (1, 2) for who in two_hosts.CONTESTANTS],
+        8,
+    ),
+    f"gpu_step {ON_CPU} --models mlp-tiny,transformer-tiny": (
+        "model contestant",
+        [(m, who) for m in ("mlp-tiny", "transformer-tiny") for who in ("ceiling", "ceiling, again", "horo", "DDP")],
+        8,
+    ),
+    f"gpu_gradients {ON_CPU} --np 2 --model transformer-tiny": (
+        "form contestant",
+        [(form, who) for form in ("grouped", "optimizer") for who in ("ceiling", "horo", "DDP")],
+        0,
+    ),
+    f"gpu_staging {ON_CPU} --sizes 4K,16M --model mlp-tiny": (
+        "ranks case contestant",
+        [(n, c, who) for n in (1, 2) for c in ("4 KiB", "16 MiB", "4 gradients") for who in ("ceiling", "horo")],
+        0,
+    ),
+    f"builds {TREES} --layouts 2;1,1 --sizes 4K,64K --turn-ms 5 --models=": ("layout bytes", BY_LAYOUT, 0),
+    f"builds {TREES} --layouts= --models mlp-tiny --step-turn-ms 5": ("model", [("mlp-tiny",)], 0),
+    "wakes TREE TREE --rounds 1 --calls 80 --traced-calls 0 --seconds 0.1": (
+        "situation",
+        [(situation.name,) for situation in wakes.SITUATIONS for _ in range(3)],
+        0,
+    ),
+}
 
 
 @whole
-def test_teams_are_timed_one_after_the_other_at_once_and_beside(tmp_path: Path) -> None:
-    words = ["--layouts", "2;1,1", "--sizes", "4K,64K", "--rounds", "2", "--turn-ms", "5"]
-    rows, said = run("teams", tmp_path, *words)
-    assert [(row["layout"], row["bytes"]) for row in rows] == [("2", 4096), ("2", 65536), ("1,1", 4096), ("1,1", 65536)]
-    times = [row[key] for row in rows for key in ("after_us", "at_once_us", "beside_us")]
-    assert all(len(each) == 2 and min(each) > 0 for each in times)
-    assert len(said.splitlines()) == 5
-
-
-@whole
-def test_steps_are_timed_with_a_timeline_and_without(tmp_path: Path) -> None:
-    rows, said = run("timeline", tmp_path, "--models", "mlp-tiny", "--rounds", "3", "--turn-ms", "20")
-    assert [row["model"] for row in rows] == ["mlp-tiny"]
-    (row,) = rows
-    assert len(row["on_us"]) == len(row["off_us"]) == 3
-    ratios = [on / off for on, off in zip(row["on_us"], row["off_us"], strict=True)]
-    assert row["ratio"] == pytest.approx(statistics.median(ratios))
-    assert row["events_per_step"] > 8  # of each parameter: beginnings, ends, and who is ready
-    assert len(said.splitlines()) == 3
-
-
-@whole
-def test_all_collectives_are_measured(tmp_path: Path) -> None:
-    if why := why_gloo_cannot("reducescatter"):
+@pytest.mark.parametrize("command", RUNS)
+def test_a_benchmark_writes_a_row_for_each_case(tree: Path, tmp_path: Path, command: str) -> None:
+    columns, expected, oks = RUNS[command]
+    script, *words = command.replace("TREE", str(tree)).split()
+    if (script == "autotune" or "--hosts" in words) and (why := spaces.why_not()):
         pytest.skip(why)
-    rows, said = run("collectives", tmp_path, *SHORT, "--max", "4K", "--step", "1024")
-    assert [(row["operation"], row["bytes"], row["contestant"]) for row in rows] == [
-        (operation, size, name)
-        for operation in ("reducescatter", "alltoall", "allgather", "broadcast")
-        for size in (4 if operation == "broadcast" else 8, 4096)
-        for name in ("horo", "gloo")
-    ]
-    assert all(row["wrong"] == "" and len(row["rounds_us"]) == 2 for row in rows)
-    assert said.count(" ok\n") == 16
-
-
-@whole
-@pytest.mark.skipif(bool(spaces.why_not()), reason=spaces.why_not())
-def test_contestants_are_spread_over_hosts(tmp_path: Path) -> None:
-    words = ["--max", "4K", "--step", "32", "--hosts", "2", "--rate", "1gbit"]
-    _, said = run("allreduce", tmp_path, *SHORT, *words)
-    assert said.startswith("allreduce, in-place sum of float32, 2 ranks on 2 hosts, links of 1gbit; ")
-    assert said.count(" ok\n") == 6
-
-
-@whole
-def test_a_training_step_is_measured_beside_all_ceilings(tmp_path: Path) -> None:
-    rows, said = run("training_step", tmp_path, *SHORT, "--models", "mlp-tiny")
-    kept = "ceiling, memory kept"
-    names = ["ceiling", kept, f"{kept}, in step", "horo", "gloo", "gloo, memory kept"]
-    assert [(row["model"], row["contestant"]) for row in rows] == [("mlp-tiny", name) for name in names]
-    assert all(row["wrong"] == "" and row["cpu_ms_per_rank"] > 0 for row in rows)
-    assert [row["efficiency"] for row in rows if row["contestant"] == "ceiling"] == [1.0]
-    assert said.count(" ok\n") == 6
-
-
-@whole
-def test_small_tensors_are_summed_both_ways(tmp_path: Path) -> None:
-    rows, _ = run("small_tensors", tmp_path, *SHORT, "--tensors", "20", "--size", "64")
-    seen = [(row["form"], row["contestant"], row["wrong"]) for row in rows]
-    assert seen == [("single", "horo", ""), ("single", "gloo", ""), ("grouped", "horo", "")]
-    assert all((row["submit_us"] > 0) == (row["form"] == "single") for row in rows)
-
-
-@whole
-def test_latency_keeps_the_time_of_single_calls(tmp_path: Path) -> None:
-    rows, _ = run("latency", tmp_path, *SHORT, "--max", "4")
-    seen = [(row["form"], row["contestant"]) for row in rows]
-    assert seen == [("complete", "horo"), ("complete", "gloo"), ("submit", "horo"), ("poll", "horo")]
-    assert all(row["call_min_us"] <= row["call_median_us"] <= row["call_p99_us"] for row in rows)
+    if script == "collectives" and (why := why_gloo_cannot("reducescatter")):
+        pytest.skip(why)
+    rows, said = run(script, tmp_path, *words)
+    assert [tuple(row[column] for column in columns.split()) for row in rows] == expected
+    assert all(row.get("wrong", "") == "" for row in rows)
+    assert said.count(" ok\n") >= oks
 
 
 def test_models_are_what_their_names_say() -> None:
@@ -198,34 +201,6 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
-@whole
-def test_calls_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
-    words = ["--layouts", "2;1,1", "--sizes", "4,64K", "--rounds", "2", "--turn-ms", "5", "--models", ""]
-    rows, said = run("builds", tmp_path, str(tree), str(tree), *words)
-    assert [(row["layout"], row["bytes"]) for row in rows] == [("2", 4), ("2", 65536), ("1,1", 4), ("1,1", 65536)]
-    assert all(len(row["before_us"]) == len(row["after_us"]) == 2 for row in rows)
-    assert all(micros > 0 for row in rows for micros in row["before_us"] + row["after_us"])
-    assert len(said.splitlines()) == 5
-
-
-@whole
-def test_the_training_step_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
-    words = ["--layouts", "", "--rounds", "2", "--models", "mlp-tiny", "--step-turn-ms", "5"]
-    (row,), said = run("builds", tmp_path, str(tree), str(tree), *words)
-    for name in ("before", "after"):
-        assert len(row[f"{name}_us"]) == 2
-        assert min(*row[f"{name}_us"], row[f"{name}_share"], row[f"{name}_cpu_ms"]) > 0
-    assert row["model"] == said.splitlines()[-1].split()[0] == "mlp-tiny"
-
-
-@whole
-def test_wake_ups_of_a_tree_beside_itself(tree: Path, tmp_path: Path) -> None:
-    words = ["--rounds", "1", "--calls", "80", "--traced-calls", "0", "--seconds", "0.1"]
-    rows, _ = run("wakes", tmp_path, str(tree), str(tree), *words)
-    assert [row["situation"] for row in rows[::3]] == [situation.name for situation in wakes.SITUATIONS]
-    assert all(len(row["before"]) == len(row["after"]) == 1 for row in rows)
-
-
 def test_calls_in_a_log_of_strace_are_those_between_the_marks_of_their_rank() -> None:
     mark = 'access("wakes {}", F_OK) = -1 ENOENT (No such file or directory)'
     lines = [
@@ -242,8 +217,129 @@ def test_calls_in_a_log_of_strace_are_those_between_the_marks_of_their_rank() ->
     assert wakes.count_calls(lines, [[10, 11], [20]]) == 3
 
 
-def test_figures_of_a_trace_of_calls() -> None:
-    entered = (("run", "context.c"), ("add", "base/map.c"), ("find", "base/map.c"), ("run", "context.c"))
-    trace = call_trace.Trace((*entered, ("run", "engine/drive.c")))
-    assert trace.figures() == {"calls": 5, "functions": 4, "files": 3, "changes of file": 3}
-    assert trace.listing() == ["  context.c: run x2", "  base/map.c: add, find", "  engine/drive.c: run"]
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch sees a GPU here; `make gpu-bench` runs the scripts on it"
+)
+
+
+def result_of(case: str, parameters: dict[str, Any], *heats: dict[str, float]) -> Result:
+    """A result with these heats: everybody's microseconds."""
+    result = Result(Case(case, parameters), dict.fromkeys(heats[0], 1))
+    for times in heats:
+        result.heats.append(Heat((1.0, 1.0), {name: Turn(micros, []) for name, micros in times.items()}))
+    return result
+
+
+def test_ranks_that_share_a_place_train_to_the_parameters_of_one(tmp_path: Path) -> None:
+    rows, said = run("gpu_shared", tmp_path, *ON_CPU.split(), "--model", "resnet50-tiny", "--batch", "4")
+    assert [(row["ranks"], row["contestant"], row["wrong"]) for row in rows] == [(2, "ceiling", ""), (2, "horo", "")]
+    assert said.splitlines()[-1].startswith("ok    resnet50-tiny on one GPU, 2 ranks")
+
+
+@needs_no_gpu
+def test_without_a_gpu_a_script_says_so_and_ends_well(tmp_path: Path) -> None:
+    script, file = "gpu_step", tmp_path / "out.json"
+    done = start([sys.executable, str(FOLDER / f"{script}.py"), "--json", str(file)])
+    assert done.stdout == f"{script}.py: skipped: no GPU: torch {torch.__version__} sees none\n"
+    assert not file.exists()
+
+
+def test_the_cost_of_a_step_is_held_to_one_percent() -> None:
+    times = {"ceiling": 100.0, "ceiling, again": 99.8, "horo": 100.9, "DDP": 103.0}
+    met = gpu_step.row_for(result_of("resnet50-128", {}, times))
+    assert (met.figure, met.ok) == (pytest.approx(0.9), True)
+    assert met.note.endswith("a second plain one -0.20 %")
+    assert not gpu_step.row_for(result_of("resnet50-128", {}, {**times, "horo": 101.1})).ok
+
+
+def test_staging_is_held_to_a_share_of_the_copies() -> None:
+    def row(horo: float) -> Any:
+        return gpu_staging.row_for(result_of("64 MiB", {"counts": [1 << 24]}, {"ceiling": 80.0, "horo": horo}))
+
+    assert (row(100.0).figure, row(100.0).ok, row(101.0).ok) == (80.0, True, False)
+    result = result_of("64 MiB", {"counts": [1 << 24]}, {"ceiling": 80.0, "horo": 100.0})
+    line = gpus.as_table([gpus.Round([result], 2)], gpu_staging.SHOWN).splitlines()[3]
+    assert " ".join(line.split()) == "horo 100 us 100 us 100 us 1.250 (1.250 to 1.250) 1342.2 ok"
+
+
+def test_wrong_parameters_are_short_and_break_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = result_of("resnet50", {}, {"ceiling": 1.0, "horo": 2.0})
+    result.wrong["horo"] = "rank 0: parameters are 1 off after moving by 1"
+    assert not gpu_shared.row_for(result, 2).ok
+    monkeypatch.setattr(gpus, "why_not", lambda _device: "")
+    arguments = gpu_shared.parse_arguments(["--device", "cpu"])
+    with pytest.raises(ContestError, match=r"wrong results of resnet50: .* parameters are 1 off"):
+        gpus.check_rows("gpu_shared", arguments, lambda _: [gpus.Round([result], 2)], gpu_shared.SHOWN)
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def test_staged_sums_beside_a_double_of_a_gpu(pool: RankPool, tmp_path: Path) -> None:
+    def add_up(path: str) -> None:
+        gpu = gpu_double.load(path)
+        place: Any = SimpleNamespace(is_gpu=True, put=gpu.put, finish=lambda: None)
+        library: Any = SimpleNamespace(kind="horo", module=hvd, rank=hvd.rank(), size=hvd.size())
+        tensors = [place.put(torch.zeros(count)) for count in (5, 0, 70_000)]
+        place.finish = lambda: [gpu.read(tensor) for tensor in tensors]
+        work = staging.of_horo(library, tensors, place)
+        assert work.check() == ""
+        work.call()
+        assert not any(gpu.read(tensor).any() for tensor in tensors)
+
+    pool.run(add_up, str(build_double(CUDA, tmp_path, DELAYS=20)))
+
+
+def put_gradients(gpu: gpu_double.Gpu, number: int, parameters: Iterable[torch.Tensor]) -> None:
+    """Has autograd put gradients on the double, where it would put them on a GPU."""
+
+    def put(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = gpu.put(parameter.grad, number)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(put)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.skipif(
+    NCCL in Path("/proc/self/maps").read_text(),
+    reason="this torch has loaded an NCCL of its own, which goes before the double "
+    "(`make test TORCH=/path/of/a/build/for/CPUs.whl`)",
+)
+@pytest.mark.parametrize("form", ["grouped", "optimizer"])
+def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path, form: str) -> None:
+    def average(form: str, *paths: str) -> None:
+        gpu, r = gpu_double.load(*paths), hvd.rank()
+
+        class Holder(gradients.Holder):
+            def __init__(self, values: list[torch.Tensor]) -> None:
+                super().__init__(values)
+                put_gradients(gpu, r, self.values)
+
+        place: Any = SimpleNamespace(is_gpu=True, put=lambda tensor: gpu.put(tensor, r))
+        place.finish = lambda: gpu.read(gpu.put(torch.zeros(1), r))
+        library: Any = SimpleNamespace(kind="horo", module=hvd, rank=r, size=hvd.size())
+        gradients.place_of = lambda parameters, rank: place  # type: ignore[assignment]
+        gradients.Holder = Holder  # type: ignore[misc]
+        work = gradients.prepare(library, {"model": "transformer-tiny", "form": form, "device": "cuda"})
+        assert work.check() == ""
+        work.call()
+        assert gpu.launched() == 2 * len(gradients.shapes_of("transformer-tiny"))
+        assert gpu.lib.double_copies() == 0, "some were staged"
+
+    def begin(*paths: str) -> None:
+        gpu_double.load(*paths)
+        hvd.init()
+
+    cuda = build_double(CUDA, tmp_path, DELAYS=20, DEVICES=2)
+    nccl = build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5)
+    pool = RankPool(2, init=False, environment={"HORO_GPU_OPERATIONS": "nccl"})
+    try:
+        pool.run(begin, str(cuda), str(nccl))
+        pool.run(average, form, str(cuda), str(nccl))
+    finally:
+        pool.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import graphlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "captured_by_rank_0", "on_gpu"]
+__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
 
 SUM = _core.REDUCE_OPS["sum"]
 
@@ -29,7 +28,6 @@ class Gpu:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_broken = False
-        self.pinned_left = 0  # pieces that an MPI or a copy may still touch, each in a context of its own
         self.lib = ctypes.CDLL(str(path))
         self.lib.double_alloc.restype = ctypes.c_uint64
         self.lib.cuInit(0)
@@ -73,12 +71,10 @@ class Gpu:
         for gate in gates:
             self.lib.double_open(ctypes.byref(gate))
 
-    def pause(self, is_query: bool = False) -> ctypes.c_int:
-        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result; or
-        the one that next asks whether an event has been reached.
-        """
+    def pause(self) -> ctypes.c_int:
+        """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
         self._gates.append(gate := ctypes.c_int(0))
-        self.lib.double_pause(ctypes.byref(gate), int(is_query))
+        self.lib.double_pause(ctypes.byref(gate))
         return gate
 
     def await_pause(self, gate: ctypes.c_int) -> None:
@@ -107,10 +103,6 @@ class Gpu:
     def end(self) -> None:
         """Gives back its memory, unless a stream still has something to do. Nothing is called behind that."""
         self.lib.double_end()
-
-    def is_pinned(self, address: int) -> bool:
-        """Whether it is in memory of the host that horo has pinned, and has not freed."""
-        return bool(self.lib.double_is_pinned(ctypes.c_uint64(address)))
 
     def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
         self.lib.double_fail(copy, host_bytes)
@@ -257,17 +249,3 @@ class OnGpu:
 def on_gpu(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:
     """Each rank on a GPU of its own."""
     return OnGpu(rank, gpu, [nccl.path], **{"device": rank.rank, **options})
-
-
-@contextmanager
-def captured_by_rank_0(rank: Rank, gpu: Gpu, stream: int) -> Iterator[None]:
-    """What all ranks do inside happens while rank 0 captures a graph on the stream, which no call of theirs spoils."""
-    rank.barrier()
-    if rank.rank == 0:
-        gpu.capture(stream, True)
-    rank.barrier()
-    yield
-    rank.barrier()
-    if rank.rank == 0:
-        assert gpu.capture(stream, False) == 0
-    rank.barrier()

@@ -139,10 +139,6 @@ class Rank:
     def progress(self) -> bool:
         return bool(self.lib.shim_progress(self.transport))
 
-    def send_off(self) -> None:
-        """Moves all that goes without the receiver's help: where sends are buffered, small ones are done then."""
-        poll_until(lambda: not self.progress(), "the end of what can be sent")
-
     def wait(self, *ios: Io, timeout_ms: int = DEADLINE_MS) -> int:
         """HORO_OK, HORO_ERR_PEER_LOST or HORO_ERR_TIMEOUT."""
         array = self.native.ffi.new("void *[]", [io.io for io in ios])

@@ -31,15 +31,14 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-carry closing contention deadlock device_failures device_memory device_staged driving end engine events
-interrupt join large_moves leave link log lone many_local nccl nccl_failures parts recorder run sanitize
-single_copy stalls stress teams timeline transport two_threads wait_any
+carry cores deadlock device_failures device_memory device_staged driving end engine events interrupt join
+large_moves leave link log lone many_local nccl nccl_failures parts recorder sanitize stalls stress teams timeline
+transport waits
 """
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
-adasum alltoall complex_products compression control cross device_libraries
-gather hostile_member kernel linked nccl_teams reducescatter refusal relay single_copy_sums
-sockets_per_peer teams_ends transport_tcp tuning wire
+adasum alltoall complex_products compression control cross device_libraries gather hostile_member kernel nccl_teams
+reducescatter refusal transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""

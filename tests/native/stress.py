@@ -122,7 +122,17 @@ class Operation:
 class Schedule:
     """What all ranks do."""
 
-    def __init__(self, seed: int, operations: int = 400, hosts: int = 4, *, together: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        operations: int = 400,
+        hosts: int = 4,
+        *,
+        together: bool = False,
+        host_of_rank: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        """``host_of_rank`` and ``options`` of ``Group`` are given, or drawn."""
         self.seed, self.left = seed, operations
         chance = self.chance = random.Random(seed)
         common = chance.randrange(1, 6)
@@ -130,6 +140,7 @@ class Schedule:
         self.host_of_rank = [host for host, size in enumerate(sizes) for _ in range(size)]
         if chance.random() < 0.25:
             chance.shuffle(self.host_of_rank)
+        self.host_of_rank = list(host_of_rank) or self.host_of_rank
         self.size = len(self.host_of_rank)
         self.options: dict[str, Any] = {
             "segment_bytes": chance.choice([4096, 8192, 1 << 16, 1 << 18]),
@@ -139,6 +150,7 @@ class Schedule:
             "spin_us": chance.choice([0, 50, 1000]),
             "cycle_time_us": chance.choice([0, 0, 0, 100, 500]),
             "tuned": chance.choice([None, {}]),
+            **options,
         }
         self.joins_in = chance.choice([0, 0, 3, 15])
         self.is_hasty = self.size < 9 and chance.random() < 0.5
@@ -374,9 +386,11 @@ class Player:
                 raise begun
             if begun is None:
                 return "mine"
-            handle, _, outputs = begun
+            handle, inputs, outputs = begun
+            before = [each.tobytes() for each in inputs] if operation.apart else []
             if handle:
                 self.await_one(operation, handle, outputs)
+            assert before == [each.tobytes() for each in inputs[: len(before)]], "the input has changed"
             self.check(operation, outputs)
         except (AbortedError, PeerLostError) as error:
             self.run.expect_end(error)
@@ -429,13 +443,14 @@ class Run:
     """A schedule as it is played."""
 
     def __init__(self, schedule: Schedule, group: Group) -> None:
-        self.schedule, self.group, self.links = schedule, group, Links(schedule.host_of_rank)
+        sockets = schedule.options.get("sockets_per_peer", 1)
+        self.schedule, self.group, self.links = schedule, group, Links(schedule.host_of_rank, sockets)
         self.handed: set[tuple[str, int, int]] = set()
         self.going = threading.Event()
         self.agreed: dict[str, int] = {}
         self.kept: list[Any] = []
         slot = schedule.options["segment_bytes"]
-        self.proposals = None if schedule.options["tuned"] is None else Proposals(schedule.seed, slot, 1)
+        self.proposals = None if schedule.options["tuned"] is None else Proposals(schedule.seed, slot, sockets)
 
     def play(self, rank: Rank) -> None:
         """A rank, whose failure ends the others."""

@@ -100,14 +100,6 @@ def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
         assert np.array_equal(combined(rank, array, str(count)), summed)
 
 
-@over_every_layout
-@on_ranks("host_of_rank")
-def test_equal_vectors_average_to_themselves(rank: Rank) -> None:
-    for dtype in (np.float16, np.float32, np.float64):
-        array = np.round(values_of(0, 4001) * 8).astype(dtype)
-        assert np.array_equal(combined(rank, array, np.dtype(dtype).name), array)
-
-
 @on_ranks([2], [1, 1])
 def test_parallel_vectors_average_whatever_their_lengths(rank: Rank) -> None:
     array = np.arange(1000, dtype=np.float64) * 4**rank.rank
@@ -150,18 +142,6 @@ def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
         rank.finish(rank.submit("allreduce", f"group{step}", arrays, reduce_op=OP))
         for i, (dtype, _) in enumerate(kinds):
             check(arrays[i], [mine[i] for mine in inputs], dtype)
-
-
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@on_ranks([1], [2], [2, 1])
-def test_floats_travel_as_narrower_ones(rank: Rank, wire: str) -> None:
-    for dtype in (np.float32, np.float64):
-        inputs = [values_of(r, 3001, dtype) for r in range(rank.size)]
-        result = combined(rank, inputs[rank.rank], np.dtype(dtype).name, wires=[wire])
-        check(result, inputs, wire)
-        half = oracle.DTYPES[wire]
-        wide = oracle.DTYPES[np.dtype(dtype).name]
-        assert np.array_equal(oracle.convert(wide, half, oracle.convert(half, wide, result)), result)
 
 
 def test_teams_combine_in_the_order_of_their_members() -> None:

@@ -153,6 +153,23 @@ def test_as_many_names_are_cached_as_the_capacity_says(rank: Rank) -> None:
         assert rank.context.counters()["cache_hits"] == step * 5000
 
 
+@pytest.mark.parametrize("early", [0, 1, 2])
+@on_ranks([3], [1, 1, 1], [2, 1], [1, 2], cache_capacity=2)
+def test_a_name_that_waits_while_others_take_its_place_in_the_cache_is_announced_anew(rank: Rank, early: int) -> None:
+    for turn in range(4):
+        for _ in range(2):
+            assert (rank.allreduce(np.ones(3), "x") == 3).all()
+        waiting = [np.ones(3)]
+        handle = rank.submit("allreduce", "x", waiting, reduce_op=1) if rank.rank == early else 0
+        for number in range(100):  # of which a few are let in
+            rank.barrier(f"{turn} {number}")
+        if rank.rank == early:
+            rank.finish(handle)
+            assert (waiting[0] == 3).all()
+        else:
+            assert (rank.allreduce(np.ones(3), "x") == 3).all()
+
+
 def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show() -> None:
     """The leader is late itself and parked, so rank 1 must tell by what the others show."""
 

@@ -1,15 +1,14 @@
-"""Small allreduces between hosts whose data travels with the agreement: no link for data moves a byte."""
+"""Small allreduces between hosts whose data travels with the agreement: no link moves a byte, and no bit differs."""
 
 from __future__ import annotations
 
-import random
 import threading
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks
+from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import MismatchError
@@ -83,42 +82,6 @@ def test_every_operation_and_dtype_has_its_known_answer(hosts: list[int], op: st
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1, 1]], ids=str)
-@pytest.mark.parametrize("wire", [None, "float16", "bfloat16"])
-def test_factors_and_narrow_travel_count_and_all_ranks_get_the_same_bits(hosts: list[int], wire: str | None) -> None:
-    def body(rank: Rank) -> bytes:
-        options = {"op": "average", "prescale": 0.5, "postscale": 4.0, "wires": [wire]}
-        chance = np.random.default_rng(rank.rank)
-        inputs = chance.standard_normal(500).astype(np.float32)
-        warm_up(rank, "x", inputs, **options)
-        before = link_bytes(rank)
-        out = np.zeros_like(inputs)
-        rank.finish(
-            rank.submit(
-                "allreduce", "x", [inputs], outputs=[out], reduce_op=context.REDUCE_OPS["average"],
-                prescale=0.5, postscale=4.0, wires=[wire],
-            )
-        )  # fmt: skip
-        assert link_bytes(rank) == before
-        exact = sum(
-            np.random.default_rng(r).standard_normal(500).astype(np.float32).astype(float) for r in range(rank.size)
-        )
-        np.testing.assert_allclose(out, 2 * exact / rank.size, rtol=2e-2 if wire else 1e-5, atol=3e-2 if wire else 1e-5)
-        return out.tobytes()
-
-    results = run_ranks(body, hosts)
-    assert len(set(results)) == 1
-
-
-@on_ranks([1, 1], [2, 2], [1, 1, 1, 1])
-def test_averages_of_float16_do_not_overflow_on_the_way(rank: Rank) -> None:
-    array = np.full(10, 40000, np.float16)
-    warm_up(rank, "x", array, op="average")
-    before = link_bytes(rank)
-    assert (rank.allreduce(array, "x", op="average") == 40000).all()
-    assert link_bytes(rank) == before
-
-
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("busy", [0, 1])
 def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> None:
@@ -164,34 +127,6 @@ def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
     run_ranks(body, [1, 1], cache_capacity=capacity)
 
 
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_programs_of_lone_and_crowded_operations_have_known_answers(hosts: list[int], seed: int) -> None:
-    """All ranks submit the same tensors, each in an order and at a pace of its own."""
-    size = sum(hosts)
-
-    def body(rank: Rank) -> list[bytes]:
-        shared, own = random.Random(seed), random.Random(seed * 1000 + rank.rank)
-        bits = []
-        for step in range(150):
-            names = [f"x{shared.randrange(6)}"] if shared.random() < 0.7 else [f"x{i}" for i in range(3)]
-            arrays = {name: np.full(1 + 7 * int(name[1:]), 0.1 * (rank.rank + step), np.float32) for name in names}
-            order = own.sample(names, len(names))
-            for _ in range(own.choice([0, 0, 3000])):
-                pass
-            handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=SUM) for name in order]
-            if own.random() < 0.2 and step % 10:
-                rank.context.poll(handles[0])
-            rank.finish(*handles)
-            for name in names:
-                np.testing.assert_allclose(arrays[name], 0.1 * (size * step + size * (size - 1) / 2), rtol=1e-5)
-                bits.append(arrays[name].tobytes())
-        return bits
-
-    results = run_ranks(body, hosts)
-    assert all(result == results[0] for result in results)
-
-
 @pytest.mark.parametrize(("hosts", "is_carried"), [([2], False), ([2, 1], True)], ids=str)
 def test_a_tensor_alone_on_one_host_is_not_carried(native: ModuleType, hosts: list[int], is_carried: bool) -> None:
     """There the arena is quicker: what rank 1 writes to its leader is an announcement, which has no data."""
@@ -215,3 +150,77 @@ def test_a_tensor_alone_on_one_host_is_not_carried(native: ModuleType, hosts: li
         sent = written(group) - before
     assert steps * 4 <= sent
     assert (sent >= steps * data.nbytes) == is_carried, sent
+
+
+COUNT = 300
+SCALED = {"prescale": 0.3, "postscale": 0.7}
+
+
+class Paths:
+    """The same allreduce of all ranks, by each path in turn; rank 0 leads the agreement."""
+
+    def __init__(self, group: Group, hosts: list[int], inputs: list[np.ndarray], options: dict[str, Any]) -> None:
+        self._group = group
+        self._roots, self._others = range(hosts[0]), range(hosts[0], sum(hosts))
+        self._inputs = inputs
+        self._options = options
+        self._together = threading.Barrier(len(inputs))
+
+    def _messages(self, leader: int) -> int:
+        return self._group.contexts[leader].counters()["messages_sent"]
+
+    def _meet(self, leader: int) -> int:
+        """All ranks meet here; returns how many messages the leader has sent until then."""
+        self._together.wait()
+        before = self._messages(leader)
+        self._together.wait()
+        return before
+
+    def _reduce(self, rank: Rank, names: list[str]) -> bytes:
+        arrays = [self._inputs[rank.rank].copy() for _ in names]
+        handles = [
+            rank.submit("allreduce", name, [array], **self._options) for name, array in zip(names, arrays, strict=True)
+        ]
+        rank.finish(*handles)
+        return arrays[-1].tobytes()
+
+    def by_batch(self, rank: Rank) -> bytes:
+        """Two at once are not carried."""
+        return self._reduce(rank, ["y", "x"])
+
+    def by_record(self, rank: Rank) -> bytes:
+        """The other host's data is at the root before that of all of its own ranks."""
+        before = self._meet(self._others[0])
+        if rank.rank == self._roots[-1]:
+            wait_for(lambda: self._messages(self._others[0]) > before)
+        return self._reduce(rank, ["x"])
+
+
+def check_paths(hosts: list[int], inputs: list[np.ndarray], wanted: dict[str, Any]) -> None:
+    """An allreduce of ``inputs``, one of each rank, has the same bits on all ranks and by all paths."""
+    with Group(hosts, cache_capacity=8) as group:
+        paths = Paths(group, hosts, inputs, wanted)
+
+        def body(rank: Rank) -> list[bytes]:
+            for name in ("x", "y"):
+                rank.finish(rank.submit("allreduce", name, [inputs[rank.rank].copy()], **wanted))
+            rank.barrier()
+            return [paths.by_batch(rank), paths.by_record(rank)]
+
+        results = group.run(body)
+    assert {bits for result in results for bits in result} == {results[0][0]}
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("op", "options"), [("average", {}), ("sum", SCALED), ("product", {})], ids=["average", "scaled sum", "product"]
+)
+@pytest.mark.parametrize("spread", [1, 1e-5], ids=str)
+@pytest.mark.parametrize("form", [("float16", None), ("float32", "bfloat16"), ("float32", None)], ids=str)
+def test_the_bits_do_not_depend_on_the_path(
+    hosts: list[int], op: str, options: dict[str, float], spread: float, form: tuple[str, str | None]
+) -> None:
+    dtype, wire = form
+    random = np.random.default_rng(7)
+    inputs = [(random.standard_normal(COUNT) * spread).astype(dtype) for _ in range(sum(hosts))]
+    check_paths(hosts, inputs, {"wires": [wire], "reduce_op": context.REDUCE_OPS[op], **options})

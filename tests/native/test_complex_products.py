@@ -1,19 +1,66 @@
-"""Products of complex numbers: known answers however they travel, and a number is never cut in two."""
+"""Complex numbers: their products are known answers however they travel, and a number is never cut in two."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
-from complex_numbers import factor, product, read, stored
 from ranks import NUMPY_OF_COMPLEX, Rank, on_ranks, over_every_layout
-from test_carry_bits import check_paths
+from test_carry import check_paths
 from test_join import join
 from test_reducescatter import rows_of, scatter
 
 from horo.core import context
 from horo.errors import UnsupportedError
+
+Array = np.ndarray[Any, Any]
+
+UNITS = np.array([1, 1j, -1, -1j])
+POWERS = np.array([1, 1 + 1j, 2j, -2 + 2j, -4, -4 - 4j, -8j, 8 - 8j, 16, 16 + 16j, 32j, -32 + 32j, -64])
+"""Of 1 + i."""
+
+
+def _exponents(rank: int, count: int, salt: int) -> tuple[Array, Array]:
+    index = np.arange(count) + salt
+    return (index + rank * (index % 5)) % 4, (index // 3 + rank) % 3 == 0
+
+
+def factor(rank: int, count: int, salt: int = 0) -> Array:
+    """The contribution of a rank, as complex128."""
+    of_i, of_other = _exponents(rank, count, salt)
+    result: Array = UNITS[of_i] * POWERS[of_other.astype(int)]
+    return result
+
+
+def product(ranks: Iterable[int], count: int, salt: int = 0) -> Array:
+    """What these ranks give together, as complex128."""
+    of_i, of_other = np.zeros(count, int), np.zeros(count, int)
+    for rank in ranks:
+        more = _exponents(rank, count, salt)
+        of_i += more[0]
+        of_other += more[1]
+    result: Array = UNITS[of_i % 4] * POWERS[of_other]
+    return result
+
+
+def stored(values: Array, dtype: str) -> Array:
+    """As an array that the core reduces as this dtype; numpy has no complex32."""
+    kind = np.dtype(NUMPY_OF_COMPLEX[dtype])
+    if kind.kind == "c":
+        return values.astype(kind)
+    result = np.empty(values.shape, kind)
+    result["real"], result["imag"] = values.real, values.imag
+    return result
+
+
+def read(array: Array) -> Array:
+    """The inverse: complex128."""
+    if array.dtype.kind == "c":
+        return array.astype(np.complex128)
+    return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
+
 
 PRODUCT = context.REDUCE_OPS["product"]
 COUNTS = [0, 1, 3, 255, 512, 1025, 40_003]
@@ -35,46 +82,6 @@ def test_allreduce_over_any_layout(rank: Rank, dtype: str) -> None:
             rank.allreduce(mine, f"{count}", "product")
             for result in (mine, apart):
                 assert np.array_equal(read(result), product(range(rank.size), count, turn))
-
-
-@over_every_layout
-@pytest.mark.parametrize("direct_bytes", [0, 1])
-@by_dtype
-@on_ranks("host_of_rank", "direct_bytes", segment_bytes=1 << 12)
-def test_rows_over_any_layout(rank: Rank, dtype: str) -> None:
-    for rows, columns in [(0, 3), (1, 1), (1, 2001), (7, 5), (rank.size, 1), (331, 7), (9001, 1)]:
-        for turn in range(2):
-            mine = factor(rank.rank, rows * columns, turn).reshape(rows, columns)
-            wanted = product(range(rank.size), rows * columns, turn).reshape(rows, columns)
-            (got,) = scatter(rank, [stored(mine, dtype)], f"{rows}x{columns}", "product")
-            assert np.array_equal(read(got), wanted[rows_of(rows, rank.size, rank.rank)])
-
-
-@pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
-@on_ranks([1], [2], [3], [1, 1], [2, 3], [1, 1, 1], [2, 1, 3], segment_bytes=1 << 12)
-def test_a_group_of_several_kinds(rank: Rank, op: str) -> None:
-    """Some real, some empty, some across segments; those of a kind lie side by side in one vector."""
-    kinds = [
-        *(("complex64", 3), ("float32", 5), ("complex32", 10), ("complex128", 1), ("complex64", 3001), ("int64", 3)),
-        *(("complex128", 4099), ("complex64", 0), ("complex32", 7), ("float64", 2001), ("complex32", 8000)),
-    ]
-    for step in range(3):
-        mine, wanted = [], []
-        for dtype, count in kinds:
-            if dtype in NUMPY_OF_COMPLEX:
-                mine.append(stored(factor(rank.rank, count, step), dtype))
-                wanted.append(product(range(rank.size), count, step))
-            else:
-                mine.append(np.full(count, 2, dtype))
-                wanted.append(np.full(count, 2**rank.size, np.complex128))
-        if op == "reducescatter":
-            results = scatter(rank, mine, op="product")
-            wanted = [whole[rows_of(len(whole), rank.size, rank.rank)] for whole in wanted]
-        else:
-            results = mine
-            rank.finish(rank.submit("allreduce", "group", mine, reduce_op=PRODUCT))
-        for got, whole in zip(results, wanted, strict=True):
-            assert np.array_equal(read(got) if got.dtype.kind in "cV" else got, whole)
 
 
 @by_dtype

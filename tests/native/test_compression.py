@@ -113,27 +113,6 @@ def test_two_hosts_round_once_more_where_a_sum_travels(hosts: list[int], wide_na
             assert same_bits(results, widened(half, total, wide_name)), count
 
 
-@by_half
-@pytest.mark.parametrize("hosts", [[3], [2, 2], [1, 1, 1], [2, 1, 3], [1] * 5], ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_all_ranks_hold_the_same_bits_and_small_integers_are_exact(hosts: list[int], op: str, half_name: str) -> None:
-    reducers = {"sum": np.add, "average": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-    size = sum(hosts)
-    with Group(hosts) as group:
-        for count in (5, FLAT_ELEMENTS + 9, 3 * SEGMENT_ELEMENTS + 1):
-            anything = [values_of(count, rank, "float32", seed=1) for rank in range(size)]
-            results = on_all(group, anything, half_name, f"any{count}", op)
-            assert same_bits(results)
-            integers = [(np.arange(count) * (rank + 1) % 3).astype(np.float32) for rank in range(size)]
-            results = on_all(group, integers, half_name, f"int{count}", op)
-            expected = reducers[op].reduce(integers)
-            if op == "average":
-                expected = widened(
-                    oracle.DTYPES[half_name], narrowed(oracle.DTYPES[half_name], expected, 1 / size), "float32"
-                )
-            assert same_bits(results, expected)
-
-
 @pytest.mark.parametrize("count", [10, SEGMENT_ELEMENTS])
 @on_ranks([1], [3], [2, 2], [1, 1, 1], [3, 1], [2, 2, 1])
 def test_an_average_of_float16_that_fits_does_not_overflow_on_the_way(rank: Rank, count: int) -> None:
@@ -167,46 +146,6 @@ def test_in_place_and_at_any_address_gives_the_same_bits(rank: Rank, half_name: 
             rank.allreduce(place, f"in{count}.{skip}", wires=[half_name], prescale=0.5)
             assert place.tobytes() == expected.tobytes()
             assert not room[:skip].any() and not room[skip + count * 4 :].any()
-
-
-@on_ranks([2], [2, 1])
-def test_a_group_may_mix_what_travels_how(rank: Rank) -> None:
-    fine = 1 + 2.0**-12  # float32 holds it, the others do not
-    arrays = [
-        np.full(5000, fine, np.float32),
-        np.full(5000, fine, np.float32),
-        np.full(70_000, fine, np.float64),
-        np.full(3, 7, np.int64),
-        np.full(3, 1.5, np.float16),
-    ]
-    rank.finish(
-        rank.submit("allreduce", "g", arrays, wires=[None, "bfloat16", "float16", None, None], reduce_op=oracle.SUM)
-    )
-    for array, one in zip(arrays, (fine, 1.0, 1.0, 7, 1.5), strict=True):
-        assert (array == one * rank.size).all(), array
-
-
-def test_tensors_that_travel_alike_are_fused_and_get_the_bits_they_get_alone() -> None:
-    counts = [1, 10, 3000, 40_000, 17]
-
-    def body(rank: Rank) -> int:
-        inputs = [values_of(count, rank.rank, "float32") for count in counts]
-        alone = [travel(rank, values, "bfloat16", f"alone{index}") for index, values in enumerate(inputs)]
-        exact = [rank.allreduce(values.copy(), f"exact{index}") for index, values in enumerate(inputs)]
-        rank.barrier()
-        before = rank.context.counters()["batches"]
-        fused = [values.copy() for values in inputs]
-        plain = [values.copy() for values in inputs]
-        handles = []
-        for index in range(len(counts)):
-            handles.append(rank.submit("allreduce", f"f{index}", [fused[index]], wires=["bfloat16"], reduce_op=1))
-            handles.append(rank.submit("allreduce", f"p{index}", [plain[index]], reduce_op=1))
-        rank.finish(*handles)
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(fused, alone, strict=True))
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(plain, exact, strict=True))
-        return rank.context.counters()["batches"] - before
-
-    assert run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000) == [2, 2]
 
 
 @on_ranks([2, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,20 +13,16 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from links import DEADLINE_MS, KINDS, Fabric, Rank, create_tcp, fabric_of, run_ranks, socket_pair
 
 Array = npt.NDArray[Any]
 ALGORITHMS = ("ring", "doubling", "tree", "chain", "gather ring", "gather doubling", "scatter ring")
 REDUCTIONS, BROADCASTS, GATHERS, SCATTER = ALGORITHMS[:2], ALGORITHMS[2:4], ALGORITHMS[4:6], ALGORITHMS[6]
-OK, PEER_LOST, INTERNAL = 0, -40, -60
+OK, PEER_LOST = 0, -40
 FLOAT32, UINT8 = oracle.DTYPES["float32"], oracle.DTYPES["uint8"]
 MIXED_CASES = [
     *((oracle.DTYPES[name], oracle.SUM) for name in ("int64", "float32", "float16", "bfloat16", "uint8")),
     *((dtype, oracle.PRODUCT) for dtype in oracle.COMPLEX.values()),
 ]
-by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-by_reduction = pytest.mark.parametrize("algorithm", [*REDUCTIONS, SCATTER])
-by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def random_values(dtype: oracle.Dtype, count: int, seed: int) -> Array:
@@ -110,11 +105,6 @@ class Case:
         own = data[self.mine(host)] if self.algorithm == SCATTER else data
         return own.tobytes() == self.result(host).tobytes()
 
-    def run(self, rank: Rank, host: int, data: Array, repeats: int = 1) -> int:
-        """The status of calls on consecutive parts of data, in place."""
-        address = rank.native.ffi.from_buffer(data)
-        return int(rank.lib.shim_cross_run(rank.transport, host, self.call, address, repeats, DEADLINE_MS))
-
     def simulate(
         self, seed: int = 0, link_piece: int = 0, cut: Sequence[int] = (-1, -1, 0)
     ) -> tuple[list[int], list[int], list[Array]]:
@@ -126,64 +116,9 @@ class Case:
         assert done == OK
         return list(statuses), list(sent), data
 
-    def begin(self, host: int = 0) -> int:
-        return int(self.native.lib.shim_cross_begin(self.native.ffi.NULL, host, self.call, self.native.ffi.NULL))
-
 
 def even(count: int, hosts: int) -> list[int]:
     return [count // hosts + (host < count % hosts) for host in range(hosts)]
-
-
-@by_algorithm
-@pytest.mark.parametrize("hosts", [2, 3, 4, 5, 6, 9])
-@by_kind
-def test_every_algorithm_on_every_transport(native: ModuleType, kind: str, hosts: int, algorithm: str) -> None:
-    lengths = [even(count, hosts) for count in (0, 1, hosts - 1, hosts + 1, 1001)]
-    lengths += [[*[0] * (hosts - 1), 4999], [5003, *[0] * (hosts - 2), 7000]]
-    cases = [
-        Case(native, algorithm, parts, root=number % hosts, piece_bytes=piece)
-        for number, parts in enumerate(lengths)
-        for piece in (60, 4096, 1 << 20)
-    ]
-    cases.append(Case(native, algorithm, even(1 << 18, hosts), root=hosts - 1, piece_bytes=20_000))
-    with fabric_of(native, kind, hosts) as fabric:
-
-        def body(host: int) -> None:
-            for case in cases:
-                data = case.inputs[host].copy()
-                assert case.run(fabric.ranks[host], host, data) == OK
-                assert case.is_right(host, data), case.parts
-
-        run_ranks(hosts, body)
-
-
-@by_algorithm
-@by_kind
-def test_calls_may_follow_each_other_closely(native: ModuleType, kind: str, algorithm: str) -> None:
-    case, repeats = Case(native, algorithm, [70, 0, 430], piece_bytes=128), 40
-    with fabric_of(native, kind, case.hosts) as fabric:
-
-        def body(host: int) -> None:
-            data = np.tile(case.inputs[host], repeats)
-            assert case.run(fabric.ranks[host], host, data, repeats) == OK
-            assert all(case.is_right(host, each) for each in np.split(data, repeats))
-
-        run_ranks(case.hosts, body)
-
-
-# What is computed.
-
-
-@by_reduction
-@pytest.mark.parametrize(("dtype", "op"), oracle.CASES, ids=str)
-def test_every_dtype_and_operation_in_the_documented_order(
-    native: ModuleType, dtype: oracle.Dtype, op: int, algorithm: str
-) -> None:
-    for hosts in (2, 3, 5, 6):
-        case = Case(native, algorithm, [40 + 7 * host for host in range(hosts)], dtype, op, piece_bytes=100)
-        statuses, _, data = case.simulate()
-        assert statuses == [OK] * hosts
-        assert all(case.is_right(host, values) for host, values in enumerate(data))
 
 
 @pytest.mark.parametrize("algorithm", REDUCTIONS)
@@ -219,23 +154,6 @@ def test_any_call_under_any_timing_gives_the_documented_bits(native: ModuleType,
     assert algorithm == "doubling" or sum(sent) == times * case.count * case.dtype.storage.itemsize
 
 
-@given(count=st.integers(0, 1 << 50), parts=st.integers(1, 1000), data=st.data())
-def test_parts_cover_everything_and_differ_by_at_most_one(
-    native: ModuleType, count: int, parts: int, data: st.DataObject
-) -> None:
-    begin, length = native.ffi.new("size_t *"), native.ffi.new("size_t *")
-
-    def part(index: int) -> tuple[int, int]:
-        native.lib.shim_part(count, parts, index, begin, length)
-        return begin[0], length[0]
-
-    index = data.draw(st.integers(0, parts - 1))
-    first, size = part(index)
-    assert size in (count // parts, math.ceil(count / parts))
-    assert part(0)[0] == 0
-    assert first + size == (part(index + 1)[0] if index + 1 < parts else count)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "sends"),
     [
@@ -250,48 +168,6 @@ def test_parts_cover_everything_and_differ_by_at_most_one(
 def test_each_member_sends_so_many_times_the_data(native: ModuleType, algorithm: str, sends: list[float]) -> None:
     case = Case(native, algorithm, [40] * len(sends), piece_bytes=16)
     assert case.simulate()[1] == [round(times * case.count * case.dtype.storage.itemsize) for times in sends]
-
-
-# Loss.
-
-
-@by_algorithm
-@pytest.mark.parametrize("hosts", [2, 4, 5])
-@by_kind
-def test_a_member_that_never_comes_fails_the_others(native: ModuleType, kind: str, hosts: int, algorithm: str) -> None:
-    case = Case(native, algorithm, even(100_000, hosts), root=hosts - 1, piece_bytes=4096)
-    with fabric_of(native, kind, hosts) as fabric:
-
-        def body(host: int) -> int:
-            status = PEER_LOST if host == hosts - 1 else case.run(fabric.ranks[host], host, case.inputs[host].copy())
-            fabric.crash(host)  # as a process that gives up
-            return status
-
-        assert run_ranks(hosts, body) == [PEER_LOST] * hosts
-
-
-@by_algorithm
-@pytest.mark.parametrize("hosts", [2, 3, 6])
-@by_kind
-def test_a_member_that_dies_while_two_calls_are_under_way_fails_both(
-    native: ModuleType, kind: str, hosts: int, algorithm: str
-) -> None:
-    """It has taken part in the first of five calls; the others have begun the second, and the third behind it."""
-    case = Case(native, algorithm, even(30_000 * hosts, hosts), root=hosts - 1, piece_bytes=10_000)
-    with fabric_of(native, kind, hosts) as fabric:
-
-        def body(host: int) -> int:
-            status = die_or_run_on(fabric, case, host)
-            fabric.crash(host)
-            return status
-
-        assert run_ranks(hosts, body) == [PEER_LOST] * hosts
-
-
-def die_or_run_on(fabric: Fabric, case: Case, host: int) -> int:
-    repeats = 1 if host == case.hosts - 1 else 5
-    status = case.run(fabric.ranks[host], host, np.tile(case.inputs[host], repeats), repeats)
-    return PEER_LOST if (repeats, status) == (1, OK) else status
 
 
 @settings(max_examples=400)
@@ -309,52 +185,4 @@ def test_a_link_cut_at_any_moment_never_hangs_and_never_gives_a_wrong_result(
     assert all(case.is_right(host, results[host]) for host, status in enumerate(statuses) if status == OK)
 
 
-@by_algorithm
-@pytest.mark.parametrize("hosts", [2, 3, 6])
-def test_a_link_cut_in_the_middle_of_a_transfer_is_an_error_somewhere(
-    native: ModuleType, hosts: int, algorithm: str
-) -> None:
-    case = Case(native, algorithm, even(5000, hosts), piece_bytes=100)
-    statuses, _, _ = case.simulate(0, 50, (0, 1, 50))
-    assert PEER_LOST in statuses and set(statuses) <= {OK, PEER_LOST}
-
-
 # What no caller should do.
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"host_count": 1}, {"host_count": 0}, {"dtype": 99}, {"dtype": -1}, {"piece_bytes": 0}],
-    ids=lambda wrong: "-".join(f"{name}={value}" for name, value in wrong.items()),
-)
-@pytest.mark.parametrize("algorithm", [*REDUCTIONS, *BROADCASTS])
-def test_an_impossible_call_is_refused(native: ModuleType, algorithm: str, wrong: dict[str, int]) -> None:
-    case = Case(native, algorithm, [5, 5])
-    for name, value in wrong.items():
-        setattr(case.call, name, value)
-    assert case.begin() == INTERNAL
-
-
-@by_algorithm
-def test_hosts_and_roots_that_are_none_and_missing_parts_are_refused(native: ModuleType, algorithm: str) -> None:
-    for host in (-1, 2):
-        assert Case(native, algorithm, [5, 5]).begin(host) == INTERNAL
-        assert algorithm not in BROADCASTS or Case(native, algorithm, [5, 5], root=host).begin() == INTERNAL
-    case = Case(native, algorithm, [5, 5])
-    case.call.part_bytes = native.ffi.NULL
-    assert algorithm not in (*GATHERS, SCATTER) or case.begin() == INTERNAL
-    case = Case(native, algorithm, [5, 5])
-    case.call.dtype = FLOAT32.code
-    assert algorithm not in GATHERS or case.begin() == INTERNAL
-
-
-@pytest.mark.parametrize("algorithm", [*REDUCTIONS, *BROADCASTS])
-def test_a_call_that_lacks_a_link_fails_and_lets_go_of_its_memory(native: ModuleType, algorithm: str) -> None:
-    """Member 0 of three has a link to one of the two others only."""
-    near, far = socket_pair("tcp-unix")
-    with far:
-        rank = create_tcp(native, [-1, -1, near.detach()])
-        case = Case(native, algorithm, even(100, 3))
-        assert case.run(rank, 0, case.inputs[0]) == INTERNAL
-        assert rank.idle
-        rank.destroy()

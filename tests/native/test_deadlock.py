@@ -10,7 +10,7 @@ import pytest
 from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context as _core
-from horo.errors import DeadlockError, PeerLostError
+from horo.errors import DeadlockError
 
 LAYOUTS = [[2], [3], [1, 1], [2, 2], [1, 1, 1], [1, 2, 1, 1]]
 
@@ -177,15 +177,6 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
         assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
 
 
-@on_ranks([2])
-def test_a_thread_that_has_ended_submits_nothing(rank: Rank) -> None:
-    thread = threading.Thread(target=rank.barrier, args=("first",))
-    thread.start()
-    thread.join()
-    with pytest.raises(DeadlockError):
-        rank.barrier(f"own {rank.rank}")
-
-
 def test_two_threads_that_wait_are_both_named() -> None:
     are_known = threading.Barrier(4)
 
@@ -207,19 +198,3 @@ def test_two_threads_that_wait_are_both_named() -> None:
         assert all(f"'{i}{k}' (" in text for text in errors for i in range(2) for k in range(2)), errors
 
     run_ranks(body, [2])
-
-
-def test_where_stalls_are_not_looked_for_nothing_is_found(watch: Watch) -> None:
-    def body(rank: Rank) -> None:
-        ended = threading.Thread(target=end_later, args=(rank,))
-        if rank.rank == 0:
-            ended.start()
-        with pytest.raises(PeerLostError, match="enough"):
-            rank.barrier(f"own {rank.rank}")
-
-    def end_later(rank: Rank) -> None:
-        for each in range(rank.size):
-            watch.await_more(each, 6)
-        rank.context.end("enough")
-
-    run_ranks(body, [2], stall_warning_ms=0)

@@ -124,34 +124,6 @@ def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:
     own.close()
 
 
-def test_a_driver_that_keeps_the_thread_that_looks_keeps_nobody_else(gpu: Gpu) -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank != 2:
-            for number in range(20):
-                rank.allreduce(np.ones(2), f"host {number}")
-            fails(
-                rank, rank.submit("allreduce", "x0", [np.ones(100, np.float32)], reduce_op=SUM), ResourceError, REFUSED
-            )
-            return
-        own = OnGpu(rank, gpu)
-        gpu.is_broken = True
-        gpu.let_copies(0)
-        gpu.fail_staging(1)
-        gate = gpu.pause(is_query=True)
-        handle = submit(own, "allreduce", "x0", 100)
-        gpu.await_pause(gate)
-        for number in range(20):
-            rank.allreduce(np.ones(2), f"host {number}")
-        assert not rank.context.poll(handle)
-        gpu.let_copies(-1)
-        gpu.resume(gate)
-        fails(rank, handle, ResourceError, REASON)
-        own.close()
-
-    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
-        group.run(body)
-
-
 def test_failures_are_told_of_each_device(gpu: Gpu) -> None:
     """On one, copies stand still all the time; the double has one stream for each device, which fails by itself."""
 

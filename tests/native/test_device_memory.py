@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, describe, on_ranks, recorded_stderr, wait_for
+from ranks import Group, Rank, describe, on_ranks, recorded_stderr, run_ranks, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context
 from horo.core.libraries import copy_back
-from horo.core.setup import MpiCalls, MpiUse, Setup
 from horo.errors import GroupError, ResourceError, UsageError
 
 
@@ -62,8 +56,7 @@ def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> 
         assert gpu.counts()["pinned"] == 3
         own.close()
 
-    with Group((1,)) as group:
-        group.run(body)
+    run_ranks(body, (1,))
 
 
 def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_stands_still(gpu: Gpu) -> None:
@@ -88,8 +81,7 @@ def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_sta
         own.context.release(stuck)
         own.close()
 
-    with Group((2,)) as group:
-        group.run(body)
+    run_ranks(body, (2,))
 
 
 def test_a_caller_that_releases_its_request_does_not_wait_for_a_kernel_of_nccl(gpu: Gpu, nccl: Nccl) -> None:
@@ -155,16 +147,6 @@ def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: 
     counts = gpu.counts()
     assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 3]
     gpu.open(gate)
-    wait_for(lambda: gpu.counts()["contexts"] == 0)
-
-
-def test_a_driver_that_waits_for_another_stream_keeps_no_rank_that_leaves(gpu: Gpu) -> None:
-    """What it has not let go of then goes when the stream goes on."""
-    stream = gpu.stream()  # which horo knows nothing of
-    gate = leave_behind(gpu, stream)
-    assert gpu.counts()["contexts"] == 1
-    gpu.open(gate)
-    gpu.close(stream)
     wait_for(lambda: gpu.counts()["contexts"] == 0)
 
 
@@ -245,93 +227,3 @@ def test_results_that_are_asked_for_too_early_are_refused_while_nccl_is(rank: Ra
                     assert str(error).endswith("has no results for the GPU: it is not done, or has failed")
         own.finish(handle)
     own.close()
-
-
-MANY = np.ones(100_000, np.float32)
-HELD_MAX = 256
-
-
-class FakeMpi:
-    """An MPI that carries what the ranks of a group send, until it stops."""
-
-    def __init__(self, native: ModuleType) -> None:
-        self.native = native
-        self.state: Any = native.lib.shim_fake_reset()
-        self.state.carries = 1
-
-    def calls(self, rank: int, size: int) -> MpiCalls:
-        """Its communicator is the number of the rank that calls."""
-        described = self.native.ffi.new("horo_mpi *")
-        self.native.lib.shim_fake_describe(described, size)
-        return MpiCalls(
-            handle_bytes=described.handle_bytes,
-            status_bytes=described.status_bytes,
-            size=size,
-            communicator=rank,
-            byte=described.byte,
-            functions=list(described.functions),
-        )
-
-    def held(self, rank: int) -> list[int]:
-        """Where what it holds of a rank's lies."""
-        places = self.native.ffi.new("char *[]", HELD_MAX)
-        count = self.native.lib.shim_fake_held(rank, places, HELD_MAX)
-        return [int(self.native.ffi.cast("uintptr_t", place)) for place in places[0:count]]
-
-    def join(self, setups: list[Setup]) -> list[Setup]:
-        """The same with this MPI: data between hosts goes to the ranks of equal local index."""
-        hosts = list(setups[0].host_of_rank)
-        members = [[rank for rank, host in enumerate(hosts) if host == other] for other in range(max(hosts) + 1)]
-        joined = []
-        for setup in setups:
-            own = members[hosts[setup.rank]]
-            index = own.index(setup.rank)
-            peers = [m[index] if m is not own and index < len(m) else -1 for m in members]
-            calls = self.calls(setup.rank, len(setups))
-            joined.append(replace(setup, mpi=MpiUse(calls, rank_of_host=peers)))
-        return joined
-
-
-@pytest.fixture
-def mpi(native: ModuleType) -> FakeMpi:
-    return FakeMpi(native)
-
-
-def is_cut_off(mpi: FakeMpi, gpu: Gpu, hosts: tuple[int, ...], make: Callable[[Rank], OnGpu]) -> list[int]:
-    """Where in pinned memory MPI still reads and writes after ranks have lost one, and are gone.
-
-    MPI stops before an allreduce, and the last rank ends when MPI holds something of each rank with a part between
-    hosts.
-    """
-    last = sum(hosts) - 1
-    owners = [rank for rank in range(last + 1) if rank % hosts[0] < min(hosts)]
-
-    def body(rank: Rank) -> list[int]:
-        own = make(rank)
-        assert own.allreduce(MANY, "first").tolist() == [sum(hosts)] * len(MANY)
-        rank.barrier()
-        mpi.state.carries = 0
-        rank.barrier("it has stopped")
-        handle, _, _ = own.submit("allreduce", "x", MANY, reduce_op=SUM)
-        if rank.rank == last:
-            wait_for(lambda: all(map(mpi.held, owners)))
-            own.context.end("ValueError: bad batch")
-        with suppress(GroupError):  # a rank that has no part between hosts may be done
-            own.context.wait(handle)
-        own.context.release(handle)
-        own.close()
-        return own.context.counters()["mpi_stranded"]
-
-    with recorded_stderr(), Group(hosts, rewire=mpi.join) as group:
-        stranded = group.run(body)
-        held = [[place for place in mpi.held(rank) if gpu.is_pinned(place)] for rank in owners]
-    assert all(held) and all(stranded[rank] > 0 for rank in owners)
-    gpu.pinned_left = len(owners)
-    return [place for places in held for place in places]
-
-
-def test_staged_values_that_mpi_holds_stay_where_they_are(mpi: FakeMpi, gpu: Gpu) -> None:
-    held = is_cut_off(mpi, gpu, (1, 1), lambda rank: OnGpu(rank, gpu))
-    assert all(map(gpu.is_pinned, held))
-    for place in held:
-        ctypes.memset(place, 0xEE, 1)  # as MPI may; a sanitizer would see it

@@ -48,20 +48,6 @@ def test_others_are_served_when_the_caller_stops_calling(hosts: list[int], late_
     run_ranks(body, hosts)
 
 
-@on_ranks([1, 1], [2, 2])
-def test_streams_of_both_kinds_alternate(rank: Rank) -> None:
-    for turn in range(TURNS):
-        for _ in range(turn % 5):
-            rank.run("barrier", "stream", [])
-        arrays = [np.full(3, index, np.int64) for index in range(turn % 4)]
-        handles = [
-            rank.submit("allreduce", f"async {index}", [array], reduce_op=SUM) for index, array in enumerate(arrays)
-        ]
-        rank.run("barrier", "stream", [])
-        rank.finish(*handles)
-        assert all(np.all(array == index * rank.size) for index, array in enumerate(arrays))
-
-
 @on_ranks([1], [2], [1, 1])
 def test_who_only_asks_by_waits_of_no_time_gets_an_answer(rank: Rank) -> None:
     """Of a request that its caller would drive if it waited."""

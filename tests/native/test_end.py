@@ -1,17 +1,18 @@
-"""A rank whose program ends with an error ends the group, and the others read its words."""
+"""A rank whose program ends with an error ends the group; what the others read, and hear after the end."""
 
 from __future__ import annotations
 
 import re
+import socket
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, run_script, wait_for
+from slow_links import Relay
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
-SUM = context.REDUCE_OPS["sum"]
 WORDS = "ValueError: bad sample in shard 7"
 ENDS = [(hosts, ender) for hosts in ([2], [2, 2], [1, 1, 1]) for ender in range(sum(hosts))]
 
@@ -103,19 +104,6 @@ def test_long_words_are_cut_and_bytes_that_are_none_are_replaced() -> None:
     assert other == "rank 0 (host0) ended with x " + "\u00e4" * 446 + "\ufffd"
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_only_the_first_end_counts(hosts: list[int]) -> None:
-    def body(rank: Rank) -> str:
-        if rank.rank == 0:
-            rank.context.end("first")
-        wait_for(lambda: rank.context.health() is not None)
-        rank.context.end("second")
-        return str(rank.context.health())
-
-    with Group(hosts) as group:
-        assert [text.partition(" ended ")[2] for text in group.run(body)] == ["with first", "with first"]
-
-
 def test_the_first_death_stays_the_cause() -> None:
     """Also where the dead themselves lose the others, and write that into memory that all have."""
     with Group([3]) as group:
@@ -151,3 +139,129 @@ def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(capfd: py
 
     run_ranks(body, [2])
     assert "last events" not in capfd.readouterr().err
+
+
+SUM = context.REDUCE_OPS["sum"]
+MIB = 1 << 20
+
+# Five hosts of one rank; a broadcast goes down the chain 0-1-2-3-4. Rank 1 is stopped before the data comes. Rank 0
+# has sent its part and shuts down; then rank 1 is killed. Rank 4's only peer in the tree of hosts is rank 0.
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import pytest
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo.core.context import Context
+
+SIZE = 5
+setups = make_setups([1] * SIZE, log_level=5, tcp=True)
+go, left = os.pipe(), os.pipe()
+pids = []
+for me in range(SIZE):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        break
+else:
+    for setup in setups:
+        close_setup(setup)
+    os.waitpid(pids[1], os.WUNTRACED)
+    os.write(go[1], b"x")
+    os.read(left[0], 1)
+    time.sleep(0.5)  # by now rank 0 has executed its LEAVE record, and waits for those behind it
+    os.kill(pids[1], signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    sys.exit(0)
+for other, setup in enumerate(setups):
+    if other != me:
+        close_setup(setup)
+rank = Rank(Context(setups[me]))
+rank.barrier()
+array = np.full(75_000, me, np.float32)
+if me == 0:
+    os.read(go[0], 1)
+    rank.broadcast(array, 0)
+    os.write(left[1], b"x")
+    rank.context.destroy()
+    os._exit(0)
+sent = rank.context.counters()["messages_sent"]
+handle = rank.submit("broadcast", "b", [array], root_rank=0)
+if me == 1:
+    while rank.context.counters()["messages_sent"] == sent:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    rank.finish(handle)
+    os.write(1, f"{me} finished\\n".encode())
+except Exception as error:
+    os.write(1, f"{me} {type(error).__name__} {error}\\n".encode())  # one write: lines of ranks do not mix
+time.sleep(3)  # as one that writes a checkpoint: its sockets stay
+"""
+
+
+def test_a_death_after_the_leader_in_between_has_left_is_heard_by_all_and_named() -> None:
+    said = run_script(SCRIPT)
+    outcomes = dict(line.split(" ", 1) for line in said.splitlines())
+    for rank in ("2", "3", "4"):
+        assert outcomes[rank].startswith("PeerLostError rank 1 "), said
+
+
+def test_a_batch_that_moves_slowly_is_finished_by_ranks_that_leave() -> None:
+    """One segment, pieces of which arrive all the time: that is no standing still, though it lasts."""
+
+    def body(rank: Rank) -> float:
+        array = np.ones(MIB, np.float32)
+        handle = rank.submit("allreduce", "slow", [array], reduce_op=SUM)
+        if rank.rank == 0:
+            rank.finish(handle)
+        else:
+            wait_for(lambda: rank.context.counters()["link_bytes"] > 0)
+            group.leave(1)
+        return float(array.min())
+
+    relay = Relay(
+        data_chunk_bytes=1 << 15, chunk_pause_s=0.025
+    )  # 1.3 MB/s: 4 MiB take more than the two seconds of grace
+    with Group([1, 1], relay=relay, segment_bytes=4 * MIB, stall_warning_ms=0) as group:
+        assert group.run(body) == [2, 2]
+
+
+def test_links_are_silent_again_after_an_operation_that_took_long() -> None:
+    def is_probed(rank: int) -> bool:
+        return any(
+            link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for link in group._ends[rank] if is_tcp(link)
+        )
+
+    def is_tcp(link: socket.socket) -> bool:
+        return link.family != socket.AF_UNIX
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            wait_for(lambda: all(is_probed(other) for other in (1, 2, 3)))
+        rank.barrier()
+
+    with Group([2, 2], tcp=True) as group:
+        group.run(body)
+        wait_for(lambda: not any(is_probed(rank) for rank in range(4)))
+
+
+@pytest.mark.parametrize(("hosts", "leaver", "dead", "asker"), [([3], 1, 0, 2), ([2, 2], 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("asks_before", [False, True])
+def test_a_death_after_the_end_is_not_its_cause(
+    hosts: list[int], leaver: int, dead: int, asker: int, asks_before: bool
+) -> None:
+    """Also to a rank that had nothing pending, and so has not looked at the log since."""
+
+    def ask(rank: Rank) -> None:
+        with pytest.raises(AbortedError, match=rf"rank {leaver} \(host0\) has shut horo down"):
+            rank.barrier("later")
+
+    with Group(hosts, log_level=5) as group:
+        group.run(lambda rank: rank.barrier())
+        group.leave(leaver)
+        wait_for(lambda: group.contexts[asker].health() is not None)
+        if asks_before:
+            group.run(ask, ranks=[asker])
+        group.kill(dead)
+        group.run(ask, ranks=[asker])

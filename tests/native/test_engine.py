@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -73,22 +72,6 @@ def test_tensors_of_unlike_factors_that_are_ready_at_once_have_their_own(rank: R
         assert np.array_equal(np.full(3, 2.0 * rank.size * before * after), array)
 
 
-@on_ranks(*LAYOUTS)
-def test_broadcast_from_every_root(rank: Rank) -> None:
-    for root in range(rank.size):
-        for count in (0, 1, 50_000):
-            x = np.full(count, rank.rank, np.int32)
-            assert (rank.broadcast(x, root, f"{root}.{count}") == root).all()
-
-
-@on_ranks([8, 8, 8], segment_bytes=1 << 12)
-def test_allgather_of_more_ranks_than_have_room_in_a_slot_at_once(rank: Rank) -> None:
-    for count in (1, 3000):
-        gathered, _ = rank.allgather(np.full(count + rank.rank, rank.rank, np.int32), f"g{count}")
-        parts = [np.full(count + r, r, np.int32) for r in range(rank.size)]
-        assert np.array_equal(gathered, np.concatenate(parts))
-
-
 def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
     """Also when one rank of each host has everything."""
 
@@ -126,19 +109,6 @@ def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
 
 
 # ---- Agreement ----
-
-
-@pytest.mark.parametrize("cache_capacity", [0, 1, 5, 1024])
-@on_ranks([2], [4], [2, 2], [1, 1, 1], "cache_capacity")
-def test_ranks_may_submit_in_any_order_with_any_cache(rank: Rank) -> None:
-    for step in range(6):
-        names = [f"t{i}" for i in range(24)]
-        random.Random(step * 100 + rank.rank).shuffle(names)
-        arrays = {name: np.full(int(name[1:]) * 10 + 1, rank.rank + step, np.float64) for name in names}
-        handles = [rank.submit("allreduce", name, [arrays[name]], reduce_op=1) for name in names]
-        rank.finish(*handles)
-        for array in arrays.values():
-            assert (array == rank.size * (rank.size - 1) / 2 + rank.size * step).all()
 
 
 def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:

@@ -11,7 +11,7 @@ from ranks import Group, Rank, describe, on_ranks, over_every_layout, wait_for
 from test_teams import run_in_teams
 
 from horo.core import context
-from horo.errors import MismatchError, PeerLostError, UsageError
+from horo.errors import PeerLostError, UsageError
 
 DTYPES = (np.int32, np.uint8, np.float64)
 
@@ -100,21 +100,6 @@ def test_a_group_may_have_thousands_of_tensors(rank: Rank) -> None:
             assert first_dims == [(i + r + step) % 3 for r in range(rank.size)]
             assert bytes(data) == bytes([i % 100]) * sum(first_dims)
         rank.context.release(handle)
-
-
-@pytest.mark.parametrize("cached", [False, True])
-@on_ranks([1, 1], [2, 2], [1, 1, 1])
-def test_ranks_that_differ_in_more_than_rows_are_told_and_go_on(rank: Rank, cached: bool) -> None:
-    last = rank.rank == rank.size - 1
-    for step in range(2):
-        if cached:
-            check_group(rank, step, 2)
-        arrays = [np.zeros((rank.rank, 1 + last), np.int32), np.zeros((5, 2), np.uint8)]
-        with pytest.raises(MismatchError, match=r"'group of 2'.*int32 \[\*, [12]\].*int32 \[\*, [12]\]"):
-            rank.finish(rank.submit("allgather", "group of 2", arrays))
-        with pytest.raises(MismatchError, match=r"1 tensor.* 2 tensors|2 tensors.* 1 tensor"):
-            rank.finish(rank.submit("allgather", "group of 2", arrays[: 1 + last]))
-    check_group(rank, 2, 2)
 
 
 def gather(rank: Rank, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[int]:
@@ -235,14 +220,6 @@ def test_an_output_of_another_length_fails_on_its_rank_alone(rank: Rank, more: i
         check_group(rank, step, 2)
 
 
-@on_ranks([1, 1])
-def test_an_empty_output_is_for_an_empty_result(rank: Rank) -> None:
-    nothing = np.zeros((0, 4), np.float32)
-    run_into(rank, "g", nothing, nothing)
-    with pytest.raises(UsageError, match=r"'g': the result has 32 bytes, but its output has 0$"):
-        run_into(rank, "g", np.ones((1, 4), np.float32), nothing)
-
-
 @on_ranks([2])
 def test_what_was_refused_is_done(rank: Rank) -> None:
     """A poll says so, and takes its error for no missing handle; a missing one is told apart."""
@@ -253,17 +230,6 @@ def test_what_was_refused_is_done(rank: Rank) -> None:
         rank.finish(handle)
     with pytest.raises(UsageError, match=f"Handle {handle} was not created or has been cleared"):
         rank.context.poll(handle)
-
-
-@on_ranks([2, 1, 1])
-def test_some_ranks_give_memory_and_others_have_it_allocated(rank: Rank) -> None:
-    for step in range(4):
-        if (rank.rank + step) % 2:
-            check_group(rank, step, 1)
-            continue
-        output = room(rank, step, 0)
-        run_into(rank, "group of 1", part(rank.rank, step, 0), output)
-        assert np.array_equal(output, whole(rank.size, step, 0))
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 2]], ids=str)

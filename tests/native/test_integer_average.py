@@ -47,14 +47,6 @@ def test_the_average_of_integers_is_exact(hosts: list[int], dtype: str) -> None:
     run_ranks(body, hosts)
 
 
-@on_ranks([1], [2], [1, 1], [2, 1])
-def test_the_average_of_equal_values_is_that_value_also_beyond_2_to_the_53(rank: Rank) -> None:
-    values = [2**60 + 1, -(2**60) - 1, 2**53 + 1, -1]
-    for size in SIZES:
-        result = rank.allreduce(np.resize(np.array(values), size), f"x{size}", "average")
-        assert result[:4].tolist() == values and np.array_equal(result, np.resize(result[:4], size))
-
-
 @on_ranks([1], [3], [2, 1])
 def test_factors_and_the_average_of_integers_truncate_once(rank: Rank, hosts: list[int]) -> None:
     """Each rank doubles what it holds; then the sum times 2.5 is divided by the number of ranks."""

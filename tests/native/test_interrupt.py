@@ -105,52 +105,6 @@ def await_stop(process):
         time.sleep(0.001)
 """
 
-SPINNING = """
-# Spins of 0.4 s instead of a millisecond, so that the signal surely comes in one. The first call makes links and life
-# lines be watched, after which no wait ends by itself any more.
-rank, child = make_rank(spin_us=400_000, sleeps_under_contention=False)
-data = np.ones(16 << 20, np.float32)
-if rank.rank == 1:
-    for _ in range(2):
-        try:
-            stop_in_the_middle(rank, data)
-        except HoroError:
-            pass
-    os._exit(0)
-me = os.getpid()
-hand = os.fork()
-if hand == 0:
-    await_stop(child)
-    time.sleep(2)
-    os.kill(child, signal.SIGCONT)
-    await_stop(me)  # it stops itself between the two calls
-    os.kill(me, signal.SIGCONT)
-    await_stop(child)
-    time.sleep(0.1)
-    os.kill(me, signal.SIGINT)
-    time.sleep(6)
-    os.kill(child, signal.SIGKILL)  # ends a wait that does not end by itself
-    os._exit(0)
-data[:] = 1
-rank.run("allreduce", "x", [data], reduce_op=1)
-os.kill(me, signal.SIGSTOP)
-try:
-    while True:  # once, unless the peer was stopped so late that the operation was over
-        data[:] = 1
-        rank.run("allreduce", "x", [data], reduce_op=1)
-except KeyboardInterrupt:
-    waited = os.waitpid(hand, os.WNOHANG) == (0, 0)
-    print("interrupted" if waited else "interrupted only when the peer had gone")
-except HoroError as error:
-    print(type(error).__name__, error)
-sys.stdout.flush()
-for process in (hand, child):
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-os._exit(0)
-"""
 
 HOLDING = """
 import ctypes
@@ -180,10 +134,6 @@ os.waitpid(child, 0)
 print("held until", held_until, flush=True)
 os._exit(0)
 """
-
-
-def test_ctrl_c_ends_a_wait_that_spins_in_the_middle_of_an_operation() -> None:
-    assert run_script(BEGIN + SPINNING).strip() == "interrupted"
 
 
 def test_a_peer_does_not_wait_for_the_interpreter_of_a_rank_in_the_middle_of_an_operation() -> None:

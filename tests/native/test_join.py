@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import native_build
 import numpy as np
 import pytest
+from fabric import make_team_links
 from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, UsageError
+from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, StalledError, UsageError
 
 LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
 SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
-SUM, ADASUM = context.REDUCE_OPS["sum"], context.REDUCE_OPS["adasum"]
+SUM = context.REDUCE_OPS["sum"]
 
 
 def join(rank: Rank, team: int = 0) -> int:
@@ -152,6 +156,11 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
                     lambda: rank.submit("broadcast", "b", [np.zeros(3)], root_rank=0),
                     "broadcast 'b': its root, rank 0, has joined",
                 )
+                array = np.zeros(rank.size)
+                tensor = context.Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["float64"])
+                moved = tensor._replace(splits=(1,) * rank.size)
+                alltoall = context.RequestBuffer.of(context.OPS["alltoall"], "a", [moved])
+                refuse(rank, partial(rank.context.submit, alltoall), "alltoall 'a': rank 0 has joined")
                 for op in ("min", "max", "product"):
                     refuse(
                         rank,
@@ -168,19 +177,6 @@ def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(ho
             assert rank.allreduce(np.ones(2), "all")[0] == rank.size
 
     run_ranks(body, hosts, cache_capacity=cache)
-
-
-@on_ranks([2])
-def test_an_alltoall_is_refused(rank: Rank) -> None:
-    handle = joins_first(rank, 1)
-    if handle is None:
-        array = np.zeros(2)
-        tensor = context.Tensor(array.ctypes.data, 0, (2,), context.DTYPES["float64"])._replace(splits=(1, 1))
-        request = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor]))
-        with pytest.raises(MismatchError, match="alltoall 'a': rank 0 has joined"):
-            rank.context.wait(request)
-        rank.context.release(request)
-    end_join(rank, handle)
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:
@@ -239,7 +235,11 @@ def test_a_rank_that_adds_a_team_cannot_join() -> None:
 # ---- Ends ----
 
 
-def ends_the_wait(hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]) -> None:
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("end", "error"), [(Group.kill, PeerLostError), (Group.leave, AbortedError)])
+def test_a_rank_that_is_gone_ends_the_wait_of_those_that_have_joined(
+    hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]
+) -> None:
     """The last rank ends after an operation that needs all others to have joined."""
     last = sum(hosts) - 1
     with Group(hosts) as group:
@@ -256,16 +256,6 @@ def ends_the_wait(hosts: list[int], end: Callable[[Group, int], None], error: ty
             rank.context.release(handle)
 
         group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
-def test_a_rank_that_dies_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    ends_the_wait(hosts, Group.kill, PeerLostError)
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2]], ids=str)
-def test_a_rank_that_shuts_down_ends_the_wait_of_those_that_have_joined(hosts: list[int]) -> None:
-    ends_the_wait(hosts, Group.leave, AbortedError)
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
@@ -336,3 +326,126 @@ def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     reports = reports_of("late", text)  # before it is submitted, rank 0 counts as joined
     assert all("rank 0 (host0) has joined" in report for report in reports if "rank 0" in report), text
     assert any("rank 0 (host0) has joined" in report for report in reports) or hosts != [3], text
+
+
+WARNING_MS, SHUTDOWN_MS = 400, 3000
+"""The second is far longer than a busy machine holds up a rank between two steps."""
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def work(rank: Rank, how: str, team: int) -> list[float]:
+    """What ranks that have not joined do for longer than ``SHUTDOWN_MS``; when they have gone on."""
+    moments = [time.monotonic()]
+    if how == "nothing":
+        pause(SHUTDOWN_MS / 1000 + 1)
+        return moments
+    end = moments[0] + SHUTDOWN_MS / 1000 + 1
+    is_over = False
+    while not is_over:  # all of them stop after the same step
+        mine = [np.array([time.monotonic() > end], np.int32)]
+        rank.finish(rank.submit("allreduce", "x", mine, reduce_op=SUM, team=team))
+        is_over = bool(mine[0][0])
+        moments.append(time.monotonic())
+        pause(0.02)
+    return moments
+
+
+@pytest.mark.parametrize(
+    ("hosts", "how"),
+    [([3], "nothing"), ([2, 1], "in the world"), ([1, 2], "in a team")],
+    ids=str,
+)
+@on_ranks("hosts", stall_warning_ms=WARNING_MS, stall_shutdown_ms=SHUTDOWN_MS)
+def test_a_join_waits_as_long_as_the_others_need(rank: Rank, how: str) -> None:
+    """A team in which nothing happens is joined, too; or only a team works, which the joined rank does not see."""
+    members = [1, 2] if how == "in a team" else [0, 1]
+    team = rank.context.add_team(members)
+    if rank.rank != 0:
+        work(rank, how, team if how == "in a team" else 0)
+    handles = [rank.context.start_join(joined) for joined in [0, team] if joined == 0 or rank.rank in members]
+    rank.finish(*handles)
+
+
+def test_what_waits_beside_a_join_ends_the_job_as_ever() -> None:
+    """Rank 0 has joined, rank 1 waits for rank 2, which does nothing."""
+    has_joined, has_ended = threading.Event(), threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 2:
+            assert has_ended.wait(30)
+            return
+        with pytest.raises(StalledError, match=r"rank 2"):
+            if rank.rank == 0:
+                handle = rank.context.start_join(0)
+                has_joined.set()
+                rank.context.wait(handle)
+            else:
+                assert has_joined.wait(20)
+                rank.allreduce(np.ones(3), "x")
+        has_ended.set()
+
+    run_ranks(body, [3], stall_warning_ms=100, stall_shutdown_ms=300)
+
+
+MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT = 5000
+
+FOUR = [[0, 1, 2, 3], [1, 2, 3, 0], [3, 2, 1, 0], [0, 1, 3, 2], [0, 3, 1, 2], [2, 3, 0, 1], [3, 0, 2, 1], [1, 0, 2, 3]]
+ORDERS = [
+    ([3], None, [list(order) for order in itertools.permutations(range(3))]),
+    ([2, 2], None, FOUR),
+    ([1, 1, 2], None, FOUR),
+    ([4], [1, 2, 3], [list(order) for order in itertools.permutations([1, 2, 3])]),
+    ([2, 3], [1, 2, 3, 4], [[rank + 1 for rank in order] for order in FOUR]),
+]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize(("hosts", "members", "orders"), ORDERS, ids=str)
+def test_it_is_the_last_one(
+    hosts: list[int], members: list[int] | None, orders: list[list[int]], pending: bool
+) -> None:
+    """A rank joins once the one before has called, and the root has heard of that if it is on another host."""
+    ranks = members or list(range(sum(hosts)))
+    called = {(turn, place): threading.Event() for turn in range(len(orders)) for place in range(len(ranks))}
+
+    host_of_rank = [host for host, size in enumerate(hosts) for _ in range(size)]
+    links = make_team_links(host_of_rank, members) if members and len(hosts) > 1 else {}
+
+    with Group(hosts) as group:
+        root = group.contexts[ranks[0]]
+
+        def join_in_turn(rank: Rank, team: int, turn: int, place: int) -> int:
+            """Several hosts: the root tells the others of each rank that joins, by a message."""
+            if place > 0:
+                assert called[turn, place - 1].wait(60)
+            handles = []
+            if pending:
+                array = np.ones(MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT)
+                handles.append(rank.submit("allreduce", "x", [array], reduce_op=SUM, team=team))
+            before = root.counters()["messages_sent"]
+            joined = rank.context.start_join(team)
+            if len(hosts) > 1:
+                wait_for(lambda: root.counters()["messages_sent"] > before)
+            called[turn, place].set()
+            for handle in handles:
+                rank.finish(handle)
+                assert np.all(array == len(ranks))
+            rank.context.wait(joined)
+            last = rank.context.joined_last(joined)
+            rank.context.release(joined)
+            return last
+
+        def body(rank: Rank) -> list[int]:
+            team = rank.context.add_team(members, **links.get(rank.rank, {})) if members else 0
+            lasts = []
+            for turn, order in enumerate(orders):
+                rank.barrier(f"turn {turn}")
+                if rank.rank in order:
+                    lasts.append(join_in_turn(rank, team, turn, order.index(rank.rank)))
+            return lasts
+
+        lasts = group.run(body)
+    assert [lasts[rank] for rank in ranks] == [[order[-1] for order in orders]] * len(ranks)

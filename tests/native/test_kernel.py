@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_oracle import CASES, COMPLEX, DTYPES, PARTS, Dtype
-from native_build import ROOT, native_build
-from skips import apt_install
 
 from horo.core import context
 
@@ -149,20 +145,6 @@ def test_the_best_level_is_the_one_reported(native: ModuleType) -> None:
     has = [level for level in LEVELS if native.lib.shim_kernel_name(level.encode()) != native.ffi.NULL]
     assert best.decode() == has[-1]
     assert native.lib.shim_kernel_name(b"mmx") == native.ffi.NULL
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 asks the processor for its levels")
-def test_choosing_a_level_does_not_ask_the_processor(tmp_path: Path) -> None:
-    """In a virtual machine every cpuid is a trap of microseconds, and MPI's reductions choose anew in each call."""
-    if reason := apt_install({"gcc": "gcc"}):
-        pytest.skip(reason)
-    if int(subprocess.check_output(["gcc", "-dumpversion"]).split(b".")[0]) < 11:
-        pytest.skip("no gcc whose table of features has f16c")
-    source, assembly = ROOT / "native/src/kernel/kernel.c", tmp_path / "kernel.s"
-    includes = [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
-    subprocess.run(["gcc", *native_build.COMPILE_FLAGS, *includes, "-S", source, "-o", assembly], check=True)
-    text = assembly.read_text()
-    assert "hr_kernel_find" in text and "cpuid" not in text
 
 
 def test_dtypes_have_names_and_sizes_and_reduce_but_for_the_average_of_bool(native: ModuleType) -> None:

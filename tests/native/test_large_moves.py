@@ -1,13 +1,16 @@
-"""Many segments of data on one host, of which the large ones are stored past the cache on the way and at the end."""
+"""Large moves on one host: of many segments, and those that read the other ranks' memory."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from ranks import Rank, on_ranks
-from test_alltoall import Plan
-from test_alltoall import check as check_alltoall
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks
+from test_alltoall import Plan, check
 from test_reducescatter import rows_of, scatter
+
+from horo.errors import PeerLostError
 
 SLOT_BYTES = 1 << 18
 COUNT = 3 * (1 << 20) + 3333  # of float32: the results of a host are more than 32 MiB
@@ -15,7 +18,7 @@ ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"
 over_hosts = pytest.mark.parametrize("hosts", [[1], [2], [3], [2, 1]], ids=str)
 
 
-def numbers(rank: int, count: int = COUNT) -> np.ndarray:
+def whole_numbers(rank: int, count: int = COUNT) -> np.ndarray:
     """Small whole numbers, whose sums are exact."""
     return np.resize((np.arange(1001) * 7 + rank * 31) % 1001, count).astype(np.float32)
 
@@ -23,9 +26,9 @@ def numbers(rank: int, count: int = COUNT) -> np.ndarray:
 @over_hosts
 @on_ranks("hosts", segment_bytes=SLOT_BYTES)
 def test_sums_of_many_segments(rank: Rank) -> None:
-    total = np.sum([numbers(r) for r in range(rank.size)], axis=0)
-    assert np.array_equal(rank.allreduce(numbers(rank.rank)), total)
-    (mine,) = scatter(rank, [numbers(rank.rank)])
+    total = np.sum([whole_numbers(r) for r in range(rank.size)], axis=0)
+    assert np.array_equal(rank.allreduce(whole_numbers(rank.rank)), total)
+    (mine,) = scatter(rank, [whole_numbers(rank.rank)])
     assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
 
 
@@ -35,7 +38,7 @@ def test_sums_of_many_segments(rank: Rank) -> None:
 @on_ranks("hosts", "direct_bytes", segment_bytes=SLOT_BYTES)
 def test_a_broadcast_of_many_segments(rank: Rank, count: int) -> None:
     for root in range(rank.size):
-        assert np.array_equal(rank.broadcast(numbers(rank.rank, count), root), numbers(root, count))
+        assert np.array_equal(rank.broadcast(whole_numbers(rank.rank, count), root), whole_numbers(root, count))
 
 
 @over_hosts
@@ -45,8 +48,134 @@ def test_parts_of_any_lengths(rank: Rank) -> None:
     """In two rounds, which begin with other slots; some ranks have less than a segment, or nothing."""
     for step in range(2):
         lengths = [[COUNT, 100, 0][(r + step) % 3] for r in range(rank.size)]
-        wanted = np.concatenate([numbers(r, length) for r, length in enumerate(lengths)])
-        gathered, _ = rank.allgather(numbers(rank.rank, lengths[rank.rank]))
+        wanted = np.concatenate([whole_numbers(r, length) for r, length in enumerate(lengths)])
+        gathered, _ = rank.allgather(whole_numbers(rank.rank, lengths[rank.rank]))
         assert np.array_equal(gathered, wanted)
         rows = [[[1_200_000, 1, 70_000, 0][(s + 2 * d + step) % 4] for d in range(rank.size)] for s in range(rank.size)]
-        check_alltoall(rank, [Plan(rows, 3)])
+        check(rank, [Plan(rows, 3)])
+
+
+INFO = 2
+"""Of ``log_level``."""
+READS = "large moves read the memory of the other ranks"
+
+
+def gather(rank: Rank, count: int, turn: int = 0, name: str = "g") -> None:
+    gathered, _ = rank.allgather(np.full(count, rank.rank + 10 * turn, np.int32), name)
+    assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, count))
+
+
+@pytest.mark.parametrize(
+    ("operation", "least"), [("broadcast", 3000), ("allgather", 6000), ("alltoall", 3000), ("reducescatter", 3000)]
+)
+@pytest.mark.parametrize("missing", [0, 3])
+def test_reading_begins_where_it_pays(operation: str, least: int, missing: int) -> None:
+    """``least``: bytes on a rank, of which each of the three has a third in what all have."""
+    count = least - missing
+
+    def body(rank: Rank) -> None:
+        if operation == "broadcast":
+            assert rank.broadcast(np.full(count, rank.rank, np.uint8), 1)[-1] == 1
+        elif operation == "allgather":
+            gathered, _ = rank.allgather(np.full(count // 3, rank.rank, np.uint8))
+            assert np.array_equal(gathered, np.repeat(np.arange(3, dtype=np.uint8), count // 3))
+        elif operation == "alltoall":
+            check(rank, [Plan([[count // 3] * 3] * 3, dtype=np.uint8)])
+        else:
+            (mine,) = scatter(rank, [np.full((count // 3, 3), rank.rank, np.uint8)])
+            assert np.all(mine == 3)
+
+    with recorded_stderr() as said:
+        run_ranks(body, [3], direct_bytes=1000, log_level=INFO)
+        assert said().count(READS) == (0 if missing else 1)
+
+
+def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
+    with recorded_stderr() as said:
+        for hosts, direct_bytes in (([2], 0), ([1, 1], 1), ([2, 1], 1)):
+            run_ranks(lambda rank: gather(rank, 1 << 17), hosts, direct_bytes=direct_bytes, log_level=INFO)
+        assert "large moves" not in said()
+
+
+def test_a_team_on_one_of_several_hosts_reads() -> None:
+    """Its members are not the first ranks of their host."""
+    host_of_rank = [0, 1, 0, 1, 1]
+
+    def body(rank: Rank) -> None:
+        members = [3, 4]
+        team = rank.add_team(members)
+        for turn in range(4 if rank.rank in members else 0):
+            handle = rank.submit(
+                "broadcast", "b", [array := np.full(5000, rank.rank)], root_rank=3 + turn % 2, team=team
+            )
+            rank.finish(handle)
+            assert np.all(array == 3 + turn % 2)
+
+    with recorded_stderr() as said:
+        run_ranks(body, host_of_rank=host_of_rank, direct_bytes=1, log_level=INFO)
+        assert said().count(f"process set 1 (ranks 3, 4): {READS}") == 1
+
+
+@pytest.mark.parametrize("count", [2, 33, 64, 500, 600])
+@on_ranks([3], segment_bytes=4096, direct_bytes=1)
+def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(rank: Rank, count: int) -> None:
+    """512 addresses fit a slot."""
+    for turn in range(3):
+        arrays = [np.full(1 + i % 7 * 100, rank.rank * 1000 + i + turn, np.int32) for i in range(count)]
+        handle = rank.submit("broadcast", "group", arrays, root_rank=turn % rank.size)
+        rank.finish(handle)
+        for i, array in enumerate(arrays):
+            assert np.all(array == turn % rank.size * 1000 + i + turn)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(victim: int) -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == victim:
+            group.kill(victim)
+            return
+        with pytest.raises(PeerLostError, match=rf"rank {victim} \(host0\) is gone"):
+            gather(rank, 5000, 1)
+
+    with Group([3], direct_bytes=1) as group:
+        group.run(lambda rank: gather(rank, 5000))
+        group.run(body)
+
+
+CASES = list(itertools.product(sorted(NUMPY_OF_DTYPE), ["sum", "min", "max", "product", "average"]))
+
+
+def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    kind = np.dtype(NUMPY_OF_DTYPE[dtype])
+    if kind.kind == "f":
+        return (rng.standard_normal((rows, 3)) * 10.0 ** rng.integers(-3, 4, (rows, 3))).astype(kind)
+    return rng.integers(0, 2 if kind == np.bool_ else 100, (rows, 3)).astype(kind)
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [5]], ids=str)
+@pytest.mark.parametrize(("dtype", "op"), [case for case in CASES if case != ("bool", "average")])
+def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str, op: str) -> None:
+    def body(rank: Rank) -> None:
+        for rows in (1, rank.size, 1000, 20_001):
+            values = numbers(dtype, rows, rank.rank)
+            factors = {"postscale": 0.7} if op == "average" and values.dtype.kind == "f" else {}
+            whole = rank.allreduce(values.copy(), f"a{rows}", op, **factors)
+            (got,) = scatter(rank, [values], f"s{rows}", op, **factors)
+            assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes()
+
+    with recorded_stderr() as said:
+        run_ranks(body, hosts, segment_bytes=1 << 15, direct_bytes=1, log_level=INFO)
+        assert said().count(READS) == 1
+
+
+@pytest.mark.parametrize(("size", "segment_bytes"), [(2, 1 << 12), (3, 1 << 12), (9, 1 << 15), (17, 1 << 15)])
+def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: int) -> None:
+    def body(rank: Rank) -> None:
+        for turn in range(2):
+            for rows in (10, 3000):
+                (got,) = scatter(rank, [np.arange(rows) * (rank.rank + turn)], str(rows))
+                factor = size * (size - 1) // 2 + size * turn
+                assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
+
+    run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)

@@ -1,18 +1,30 @@
-"""The control link between two leaders: messages of every length, and bytes that no leader sends."""
+"""Links between hosts: which there are, all messages, bytes that no leader sends, several sockets per peer."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
 
+import known_answers
 import numpy as np
 import pytest
 import wire_oracle as oracle
+from descriptors import open_descriptors
 from fabric import close_setup, make_setups
+from hypothesis import given
+from hypothesis import strategies as st
+from links import CONTROL, DATA, create_tcp, socket_pair
 from ranks import Group, Rank, on_ranks
 
+from horo.bootstrap.host.grouping import control_peers, data_peers
 from horo.core.context import Context
-from horo.errors import InternalError, PeerLostError
+from horo.core.setup import Setup
+from horo.errors import HoroError, InternalError, PeerLostError, UsageError
 
 FRAME_MAX = 64 << 20
 NOISE = random.Random(3)
@@ -111,3 +123,170 @@ def test_a_leader_that_reads_nothing_is_out_of_reach() -> None:
         context.destroy()
     finally:
         close_setup(nobody)
+
+
+@given(count=st.integers(1, 300), data=st.data())
+def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int, data: st.DataObject) -> None:
+    host = data.draw(st.integers(0, count - 1), "host")
+    for channel, peers in ((CONTROL, control_peers), (DATA, data_peers)):
+        linked = [other for other in range(count) if native.lib.shim_hosts_are_linked(channel, count, host, other)]
+        assert linked == peers(host, count)
+
+
+OK, INTERNAL = 0, -60
+
+
+# With contexts, which have no other connections.
+
+
+@pytest.mark.parametrize("sockets", [1, 2])
+@pytest.mark.parametrize(
+    ("channel", "rank", "host", "told"),
+    [
+        ("control_fds", 0, 4, "rank 0 on host 0 (host0) was given no connection for agreement to host 4 (host4)"),
+        ("control_fds", 7, 6, "rank 7 on host 7 (host7) was given no connection for agreement to host 6 (host6)"),
+        ("data_fds", 1, 5, "rank 1 on host 1 (host1) was given no connection for data to host 5 (host5)"),
+        ("data_fds", 6, 0, "rank 6 on host 6 (host6) was given no connection for data to host 0 (host0)"),
+    ],
+)
+def test_a_missing_connection_is_named_at_creation(channel: str, rank: int, host: int, told: str, sockets: int) -> None:
+    setups = make_setups([1] * 8, sockets_per_peer=sockets)
+    fds = list(getattr(setups[rank], channel))
+    width = sockets if channel == "data_fds" else 1
+    os.close(fds[(host + 1) * width - 1])
+    fds[(host + 1) * width - 1] = -1
+    setups[rank] = replace(setups[rank], **{channel: fds})
+    with pytest.raises(UsageError) as error:
+        Context(setups[rank])
+    assert told in str(error.value)
+    close_all_setups(setups)
+
+
+def close_all_setups(setups: Sequence[Setup]) -> None:
+    for setup in setups:
+        close_setup(setup)
+
+
+def test_a_leader_without_any_connection_for_agreement_is_refused_by_name() -> None:
+    setups = make_setups([1, 1, 1])
+    for fd in setups[2].control_fds:
+        if fd >= 0:
+            os.close(fd)
+    setups[2] = replace(setups[2], control_fds=[])
+    with pytest.raises(HoroError, match=r"host 2 has no connection for agreement to host 0 \(host0\)"):
+        Context(setups[2])
+    close_all_setups(setups)
+
+
+def test_what_the_rule_does_not_ask_for_is_not_missed() -> None:
+    setups = make_setups([1] * 8)
+    assert [host for host, fd in enumerate(setups[0].data_fds) if fd < 0] == [0, 3, 5]
+    contexts = [Context(setup) for setup in setups]
+    for context in contexts[::-1]:
+        context.destroy()
+
+
+# Posting where there is no link.
+
+
+def test_posting_to_a_missing_link_is_refused_and_the_others_go_on(native: ModuleType) -> None:
+    near, far = socket_pair("tcp")
+    with far:
+        rank = create_tcp(native, [-1, -1, near.detach()], control_fds=[-1, -1, -1])
+        for channel in (CONTROL, DATA):
+            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
+                rank.send(1, b"x", channel)
+            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
+                rank.recv(1, 1, channel)
+        assert rank.idle
+        assert rank.wait(rank.send(2, b"on")) == OK
+        assert far.recv(2) == b"on"
+        rank.destroy()
+
+
+@on_ranks([1, 1, 1], data_links=False)
+def test_without_any_links_for_data_what_moves_none_works(rank: Rank) -> None:
+    """An operation that moves data is an error on all ranks, not a hang and not a crash."""
+    rank.barrier()
+    with pytest.raises(HoroError):
+        rank.allreduce(np.ones(10), "x")
+
+
+PIECE_BYTES = 1 << 17
+
+
+def collectives(rank: Rank) -> None:
+    """With sizes of one piece and of many, at once."""
+    for step, size in enumerate((1, 2, 3, 1000, 4097, 300_000)):
+        known_answers.collectives(rank, step)
+        large = np.arange(size, dtype=np.float64)
+        for number in range(3):
+            whole = rank.allreduce(large * (rank.rank + 1), f"{size} {number}")
+            assert np.array_equal(whole, large * (rank.size * (rank.size + 1) // 2))
+        for root in range(rank.size):
+            assert set(rank.broadcast(np.full(size, rank.rank, np.int32), root)) == {root}
+
+
+@pytest.mark.parametrize("sockets", [2, 8])
+def test_waits_sleep_on_every_socket(sockets: int) -> None:
+    """Nobody spins, and segments of many pieces keep all sockets busy."""
+    hosts, options = [1, 1, 1], {"sockets_per_peer": sockets, "spin_us": 0, "segment_bytes": 1 << 21}
+    with Group(hosts, tcp=True, **options) as group:
+        group.run(collectives)
+        assert all(context.counters()["sleeps"] > 0 for context in group.contexts)
+        for rank in range(len(hosts)):
+            received = [received_bytes(group.data_end(rank, number)) for number in range(2 * sockets)]
+            assert min(received) > 0, received
+
+
+def test_the_bytes_are_shared_among_the_sockets() -> None:
+    values = np.ones(1 << 20, np.float32)
+    setups = make_setups([1, 1], sockets_per_peer=4, tcp=True, segment_bytes=1 << 20)
+    ends = [socket.socket(fileno=os.dup(fd)) for fd in setups[0].data_fds if fd >= 0]
+    contexts = [Context(setup) for setup in setups]
+    ranks = [Rank(context) for context in contexts]
+    arrays = [values.copy(), values.copy()]
+    handles = [rank.submit("allreduce", "x", [array], reduce_op=1) for rank, array in zip(ranks, arrays, strict=True)]
+    for rank, handle in zip(ranks, handles, strict=True):
+        rank.finish(handle)
+    received = [received_bytes(end) for end in ends]
+    assert sum(received) == values.nbytes  # the ring: half of them twice
+    assert max(received) - min(received) <= PIECE_BYTES, received
+    for end in ends:
+        end.close()
+    for context in contexts[::-1]:
+        context.destroy()
+
+
+def received_bytes(end: socket.socket) -> int:
+    """tcpi_bytes_received of struct tcp_info in linux/tcp.h."""
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return int.from_bytes(info[128:136], "little")
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_rank_that_loses_one_socket_is_lost(hosts: list[int], number: int) -> None:
+    broken: list[socket.socket] = []
+
+    def body(rank: Rank) -> str:
+        with pytest.raises(PeerLostError) as caught:
+            for turn in range(1000):
+                if turn == 3 and rank.rank == 0:
+                    broken[0].shutdown(socket.SHUT_RDWR)
+                rank.allreduce(np.ones(200_000, np.float32))
+        return str(caught.value)
+
+    with Group(hosts, sockets_per_peer=3, tcp=True) as group:
+        broken.append(group.data_end(0, number))
+        said = group.run(body)
+    assert all("rank 0" in text or f"rank {hosts[0]}" in text for text in said), said
+
+
+def test_no_descriptor_is_left() -> None:
+    before = open_descriptors()
+    contexts = [Context(setup) for setup in make_setups([1, 1, 1], sockets_per_peer=3)]
+    assert len(open_descriptors() - before) > 18
+    for context in contexts:
+        context.destroy()
+    assert open_descriptors() <= before

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -182,32 +180,6 @@ def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., 
     assert any(text.startswith("ERROR the last events on this rank") for text in seen[0])
 
 
-def test_a_call_fails_behind_the_record_that_the_other_thread_has_taken(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, fails = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def log_slowly() -> None:
-        if threading.current_thread().name == "horo log":
-            taken.set()
-            assert fails.wait(60)
-            order.append("logged")
-
-    def log_waiting(lines: log_lines.LogLines) -> None:
-        assert taken.wait(60)
-        fails.set()
-        usual(lines)
-
-    kept(log_slowly)
-    usual = log_lines.LogLines._log_waiting
-    monkeypatch.setattr(log_lines, "_END_S", 60.0)
-    monkeypatch.setattr(log_lines.LogLines, "_log_waiting", log_waiting)
-
-    lose_rank_0(lambda: order.append("failed"))
-    assert order[:2] == ["logged", "failed"]
-
-
 def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) -> None:
     def refuse() -> None:
         raise RuntimeError("this handler is broken")
@@ -232,16 +204,3 @@ def test_a_handler_that_hangs_holds_up_no_operation_and_not_the_end(
         # The first record of a rank hangs with its thread; those behind it are written.
         assert "horo [1] warning: the last events on this rank" in written()
     goes_on.set()
-
-
-def test_a_message_of_the_end_itself_is_a_record(kept: Callable[..., Kept], tmp_path: Path) -> None:
-    handler = kept()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        with Group((1,)) as group:
-            group.contexts[0].start_timeline(str(tmp_path / "t.json"))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    (text,) = handler.named("horo.engine")
-    assert text.startswith("WARNING the timeline ends here, since it cannot be written")

@@ -13,7 +13,7 @@ import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError
+from horo.errors import AbortedError, HoroError, PeerLostError
 
 SUM = context.REDUCE_OPS["sum"]
 PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
@@ -199,19 +199,6 @@ def test_a_rank_that_is_late_is_waited_for_asleep() -> None:
         group.run(body)
 
 
-def test_those_who_wait_and_those_who_do_not_agree_through_the_leader() -> None:
-    def body(rank: Rank) -> None:
-        for step in range(TIMES):
-            array = np.ones(5, np.float32)
-            if rank.rank == step % 3:
-                rank.allreduce(array, "s")
-            else:
-                rank.run("allreduce", "s", [array], reduce_op=SUM)
-            assert (array == 3).all()
-
-    run_ranks(body, (3,), **PATIENT)
-
-
 def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each() -> None:
     meet = threading.Barrier(2)
 
@@ -264,19 +251,6 @@ def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_roo
     assert counts[0] == counts[1] > 0
 
 
-def test_a_rank_with_another_shape_fails_the_operation_for_all_and_the_job_goes_on() -> None:
-    def body(rank: Rank) -> int:
-        for step in range(30):
-            allreduce(rank, step, 8)
-            if step % 10 == 9:
-                with pytest.raises(MismatchError, match="'s'"):
-                    rank.run("allreduce", "s", [np.ones(8 + rank.rank, np.float32)], reduce_op=SUM)
-        return until_counted(rank, lambda: allreduce(rank, 0, 8))
-
-    counts = run_ranks(body, (3,), **PATIENT)
-    assert counts[0] > 0
-
-
 def test_teams_count_by_themselves() -> None:
     def body(rank: Rank) -> int:
         teams = [(rank.context.add_team(list(members)), members) for members in ((0, 1), (1, 2))]
@@ -296,42 +270,6 @@ def test_teams_count_by_themselves() -> None:
     assert low > 0
     assert high > 0
     assert middle >= max(low, high)
-
-
-def test_who_waits_for_a_rank_that_leaves_is_told() -> None:
-    with Group((3,), **PATIENT) as group:
-
-        def body(rank: Rank) -> None:
-            for step in range(20):
-                allreduce(rank, step, 4)
-            if rank.rank == 2:
-                group.leave(2)
-                return
-            with pytest.raises(AbortedError, match="rank 2"):
-                allreduce(rank, 20, 4)
-
-        group.run(body)
-
-
-def go_on(rank: Rank, stops: int, stop: Callable[[], object]) -> None:
-    """Rank ``stops`` does something after a while; the others go on until they are told."""
-    for step in range(50 if rank.rank == stops else 10_000):
-        allreduce(rank, step, 4)
-    stop()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_is_named(victim: int) -> None:
-    with Group((3,), **PATIENT) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                go_on(rank, victim, lambda: group.kill(victim))
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim}"):
-                go_on(rank, victim, pytest.fail)
-
-        group.run(body)
 
 
 def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
@@ -379,14 +317,41 @@ def test_joined_ranks_are_counted_on_no_more() -> None:
     run_ranks(body, (3,), **PATIENT)
 
 
-def test_an_end_while_ranks_are_counted_in_is_told_to_all() -> None:
+@pytest.mark.parametrize(
+    ("how", "error"), [("leave", AbortedError), ("kill", PeerLostError), ("end", PeerLostError)], ids=str
+)
+@pytest.mark.parametrize("gone", [0, 1])
+def test_who_is_counted_in_is_told_of_a_rank_that_is_gone(how: str, error: type[HoroError], gone: int) -> None:
     with Group((3,), **PATIENT) as group:
 
         def body(rank: Rank) -> None:
-            if rank.rank == 1:
-                go_on(rank, 1, lambda: rank.context.end("it is over"))
-                return
-            with pytest.raises(HoroError, match="rank 1"):
-                go_on(rank, 1, pytest.fail)
+            for step in range(50):
+                allreduce(rank, step, 4)
+            if rank.rank != gone:
+                with pytest.raises(error, match=f"rank {gone}"):
+                    allreduce(rank, 50, 4)
+            elif how == "end":
+                rank.context.end("it is over")
+            else:
+                (group.leave if how == "leave" else group.kill)(gone)
 
         group.run(body)
+
+
+def test_a_name_in_use_keeps_its_id_while_others_come_and_go() -> None:
+    """There are two places for names. One name is used all the time, and each of the others once."""
+    steps = 400
+
+    def body(rank: Rank) -> int:
+        for name in ("used", "idle"):
+            rank.allreduce(np.ones(1, np.float32), name)
+        hits = 0
+        for step in range(steps):
+            rank.allreduce(np.ones(1, np.float32), f"newcomer {step}")
+            before = rank.context.counters()["cache_hits"]
+            rank.run("allreduce", "used", [np.ones(1, np.float32)], reduce_op=SUM)
+            hits += rank.context.counters()["cache_hits"] - before
+        return hits
+
+    with Group((2,), cache_capacity=2, **PATIENT) as group:
+        assert group.run(body) == [steps, steps]

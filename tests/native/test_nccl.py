@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, on_gpu
-from ranks import Group, Rank
+from ranks import Group, Rank, run_ranks
 
 from horo.core import context
 from horo.errors import MismatchError, UsageError
@@ -37,8 +37,7 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
         own.close()
         return gpu.get(source, array)
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
@@ -71,8 +70,7 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         own.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     for found in results:
         for name, values in zip(chosen, found, strict=True):
             tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
@@ -118,8 +116,7 @@ def test_a_batch_of_many_calls_is_one_launch(gpu: Gpu, nccl: Nccl, op: str) -> N
             assert gpu.get(target, output).tolist() == (mine * size)[first : first + len(output)].tolist()
         own.close()
 
-    with Group((size,), cycle_time_us=200_000) as group:
-        group.run(body)
+    run_ranks(body, (size,), cycle_time_us=200_000)
     assert nccl.counts()["launched"] == CALLS * size * (size if op == "reducescatter" else 1)
 
 
@@ -143,8 +140,7 @@ def test_broadcast_and_reducescatter(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...
         own.close()
         return found
 
-    with Group(hosts) as group:
-        results = group.run(body)
+    results = run_ranks(body, hosts)
     for mine, found in enumerate(results):
         for root in range(size):
             np.testing.assert_array_equal(found[root], np.full(3, 10 * root))
@@ -194,8 +190,7 @@ def test_what_nccl_cannot_do_is_staged(
         own.close()
         return found.copy()
 
-    with Group((1, 1)) as group:
-        found = group.run(body)
+    found = run_ranks(body, (1, 1))
     one = op in ("reducescatter", "alltoall")  # each rank has a part
     np.testing.assert_array_equal(np.concatenate(found) if one else found[0], expected.astype(dtype))
     assert one or np.array_equal(*found)
@@ -219,8 +214,7 @@ def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, ncc
         assert own.allreduce(np.ones(4, np.float32), "y").tolist() == [2.0] * 4
         own.close()
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
 
 
 def test_a_tensor_on_another_gpu_is_refused_on_its_rank_and_fails_on_all(gpu: Gpu, nccl: Nccl) -> None:
@@ -243,6 +237,5 @@ def test_a_tensor_on_another_gpu_is_refused_on_its_rank_and_fails_on_all(gpu: Gp
         assert own.allreduce(np.ones(4, np.float32)).tolist() == [2.0] * 4
         own.close()
 
-    with Group((1, 1)) as group:
-        group.run(body)
+    run_ranks(body, (1, 1))
     assert nccl.counts()["launched"] == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
 from test_teams import Links, hosts_of
 
@@ -23,7 +23,6 @@ from horo.errors import (
     MismatchError,
     PeerLostError,
     ResourceError,
-    StalledError,
     UsageError,
 )
 
@@ -148,8 +147,7 @@ def test_a_set_that_nccl_does_not_connect_is_not_added(gpu: Gpu, nccl: Nccl, hos
             assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     assert nccl.counts()["launched"] == 3 + 2
 
 
@@ -276,37 +274,6 @@ def test_a_rank_dies(
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 9)
 
 
-@pytest.mark.parametrize("hosts", [(1, 1, 1), (3,)], ids=str)
-def test_nobody_is_blamed_for_a_turn_that_other_ranks_hold_up(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
-    """A launch on rank 2 does not end. So ranks 0 and 1 cannot launch in their set, and neither waits for the other."""
-    links = Links(hosts_of(list(hosts)))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(own, links, [[0, 1]])
-        for each in [0] if rank.rank == 2 else [0, team]:
-            own.finish(begin(own, "first", each)[0])
-        rank.barrier()
-        if rank.rank == 2:
-            nccl.fail("late launch", 2)
-        handles = [begin(own, "a")[0]]
-        if rank.rank < 2:
-            own.finish(handles.pop())
-        handles.append(begin(own, "b")[0])
-        if rank.rank < 2:
-            wait_for(lambda: any(event.event == "begun" and event.name == "b" for event in own.context.events()))
-            handles.append(begin(own, "c", team)[0])
-        for handle in handles:
-            with pytest.raises(StalledError, match=r"^(a|this) rank has not submitted what others wait for"):
-                own.context.wait(handle)
-            own.context.release(handle)
-        own.close()
-
-    with recorded_stderr() as text, Group(hosts, stall_warning_ms=200, stall_shutdown_ms=600) as group:
-        group.run(body)
-        assert "waiting in process set" not in text()
-
-
 # ---- Leaving ----
 
 
@@ -357,8 +324,7 @@ def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nc
         rank.context.remove_team(gone)
         return own, gate
 
-    with Group((2,)) as group:
-        owners = group.run(body)
+    owners = run_ranks(body, (2,))
     for own, gate in owners:
         if gate is not None:
             gpu.open(gate)

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, wait_for
+from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
 from test_teams import Links, hosts_of
 
 from horo.core import context
@@ -45,8 +45,7 @@ def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts
         assert own.allreduce(ONES).tolist() == [3.0] * 5
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     assert nccl.counts()["launched"] == 2 * 2 + 3
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (5, 0)
     assert gpu.counts()["pinned_ever"] == 0
@@ -79,35 +78,8 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
                 assert gpu.get(source, ONES).tolist() == [total] * 5
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_launches_come_in_one_order_where_gpus_stand_still(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
-    """All calls are over before a kernel has run: the values of each rank wait for another call's gate."""
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(own, links))
-        for team, _ in mine:
-            own.finish(begin(own, "first", team)[0])
-        gpu.synchronize(own.stream)
-        gate = gpu.hold(own.stream)
-        order = mine[rank.rank :] + mine[: rank.rank]
-        begun = [(*begin(own, f"{i}", team), size) for i in range(5) for team, size in order]
-        for handle, _, _ in reversed(begun):
-            own.finish(handle)
-        gpu.open(gate)
-        gpu.synchronize(own.stream)
-        for _, source, size in begun:
-            assert gpu.get(source, ONES).tolist() == [size] * 5
-        own.close()
-
-    with Group(hosts) as group:
-        group.run(body)
 
 
 # ---- Calls that fail ----
@@ -215,8 +187,7 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
                 wait_for(lambda step=step: nccl.counts()["destroys"] >= 6 * (step + 1))
         own.close()
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
 
 
@@ -266,8 +237,7 @@ def test_what_is_pending_on_a_gpu_that_is_late_has_a_bound(gpu: Gpu, nccl: Nccl,
             assert gpu.get(source, ONES).tolist() == [size] * 5
         own.close()
 
-    with Group((2, 1), cycle_time_us=cycle_us) as group:
-        group.run(body)
+    run_ranks(body, (2, 1), cycle_time_us=cycle_us)
     assert gpu.waits() == 0
 
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
-from descriptors import open_descriptors
-from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Group, Rank, wait_for
 
-from horo.core.setup import Setup, close_all
 from horo.errors import PeerLostError
 
 # ---- A forked child is known for one, with and without a page that a fork wipes ----
@@ -37,12 +29,6 @@ def test_a_child_is_told_from_its_parent(native: ModuleType, by_pid: bool) -> No
         os._exit(native.lib.shim_owner_is_here(owner) if grandchild == 0 else _wait(grandchild))
     assert _wait(child) == 0
     assert native.lib.shim_owner_is_here(owner) == 1
-    native.lib.shim_owner_destroy(owner)
-
-
-def test_this_kernel_needs_no_system_call(native: ModuleType) -> None:
-    owner = native.lib.shim_owner_create(False)
-    assert native.lib.shim_owner_asks_kernel(owner) == 0
     native.lib.shim_owner_destroy(owner)
 
 
@@ -91,104 +77,6 @@ def test_a_wake_is_an_eventfd_that_blocks_nobody(make: Callable[..., tuple[int, 
         assert os.eventfd_read(wake) == 3
     finally:
         os.close(wake)
-
-
-def test_more_memory_than_a_file_may_have_is_an_error_that_says_how_much(
-    native: ModuleType, make: Callable[..., tuple[int, int, str]]
-) -> None:
-    before = open_descriptors()
-    status, memory, text = make("memory", 1 << 63)
-    assert (status, memory) == (native.lib.HORO_ERR_RESOURCE, -1)
-    assert text == f"cannot create {1 << 63} bytes of shared memory: Invalid argument"
-    assert open_descriptors() <= before
-
-
-def test_without_a_free_descriptor_both_say_so() -> None:
-    code = f"""
-import resource
-from horo.core import context
-from horo.errors import ResourceError
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}))
-for make, words in ((context.create_memory, (10,)), (context.create_wake, ())):
-    try:
-        make(*words)
-    except ResourceError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == [
-        "cannot create shared memory (memfd_create): Too many open files",
-        "cannot create an eventfd: Too many open files",
-    ]
-
-
-# ---- What a setup may leave out: arrays of descriptors that have nothing to say ----
-
-
-OK = 0
-_KEPT: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""What descriptions of an MPI point to."""
-
-
-def create(native: ModuleType, setup: Setup, **changes: Any) -> tuple[int, Any]:
-    """The status of horo_create and the context; ``changes`` are fields of horo_setup."""
-    ffi = native.ffi
-    names = [ffi.new("char[]", name.encode()) for name in setup.host_name_of_rank]
-    given = {
-        "rank": setup.rank,
-        "size": setup.size,
-        "host_of_rank": ffi.new("int32_t[]", list(setup.host_of_rank)),
-        "host_name_of_rank": ffi.new("char *[]", names),
-        "arena_fd": setup.arena_fd,
-        "segment_bytes": setup.segment_bytes,
-        "wake_fds": ffi.new("int32_t[]", list(setup.wake_fds)),
-        "life_fds": ffi.new("int32_t[]", list(setup.life_fds)),
-        "control_fds": ffi.new("int32_t[]", list(setup.control_fds)),
-        "data_fds": ffi.new("int32_t[]", list(setup.data_fds)),
-        "peer_timeout_ms": setup.peer_timeout_ms,
-        "log_level": setup.log_level,
-    }
-    context = ffi.new("horo_context **")
-    error = ffi.new("char[]", 1024)
-    status = native.lib.horo_create(ffi.new("horo_setup *", given | changes), context, error, len(error))
-    return status, context[0]
-
-
-def no_changes(_native: ModuleType) -> dict[str, Any]:
-    return {}
-
-
-def by_mpi(native: ModuleType) -> dict[str, Any]:
-    """Data travels by an MPI that does nothing."""
-    native.lib.shim_fake_reset()
-    calls = native.ffi.new("horo_mpi *")
-    native.lib.shim_fake_describe(calls, 2)
-    peers = native.ffi.new("int32_t[]", [-1, 1])
-    calls.rank_of_host = peers
-    _KEPT[calls] = peers
-    return {"mpi": calls}
-
-
-@pytest.mark.parametrize(
-    ("hosts", "rank", "absent", "use"),
-    [
-        pytest.param([1], 0, ["control_fds", "data_fds"], no_changes, id="one host has no links"),
-        pytest.param([1, 1], 0, ["data_fds"], by_mpi, id="data by MPI"),
-        pytest.param([1, 2], 2, ["control_fds", "data_fds"], no_changes, id="no leader and nobody's like"),
-        pytest.param([2, 2], 1, ["control_fds"], no_changes, id="no leader"),
-    ],
-)
-def test_an_array_of_descriptors_that_are_not_used_may_be_missing(
-    native: ModuleType, hosts: list[int], rank: int, absent: list[str], use: Callable[[ModuleType], dict[str, Any]]
-) -> None:
-    setups = make_setups(hosts)
-    status, context = create(native, setups[rank], **use(native), **dict.fromkeys(absent, native.ffi.NULL))
-    native.lib.horo_destroy(context)
-    close_all([fd for name in absent for fd in getattr(setups[rank], name)])
-    for setup in setups:
-        if setup is not setups[rank]:
-            close_setup(setup)
-    assert status == OK
 
 
 # ---- How data is cut among owners, and that the room for what travels holds every share ----

@@ -68,20 +68,6 @@ def test_events_come_back_in_order_with_all_they_had(recorder: Recorder) -> None
     assert first.time_ns <= second.time_ns
 
 
-def test_times_are_those_of_the_monotonic_clock(recorder: Recorder) -> None:
-    now_ns = recorder.native.lib.shim_recorder_now_ns
-    threading.Event().wait(
-        0.02
-    )  # the rate of the processor's counter is known the better the longer it has been watched
-    begin_ns = now_ns()
-    recorder.add(SUBMITTED, "x")
-    end_ns = now_ns()
-    threading.Event().wait(0.02)
-    (event,) = recorder.read()
-    slack_ns = 1_000_000  # a sample of both clocks may be interrupted
-    assert begin_ns - slack_ns <= event.time_ns <= end_ns + slack_ns
-
-
 @pytest.mark.parametrize("count", [RECORDS - 1, RECORDS, RECORDS + 1, 5 * RECORDS + 7])
 def test_the_last_ones_are_kept(recorder: Recorder, count: int) -> None:
     for i in range(count):
@@ -98,26 +84,6 @@ def test_of_a_long_name_the_end_is_kept_and_no_character_is_cut(recorder: Record
     for name in (short, long, cut_inside):
         recorder.add(SUBMITTED, name)
     assert recorder.names() == [short, "..." + long[-29:], "..." + "\u00e4" * 14]
-
-
-def test_a_record_that_is_being_written_is_skipped_by_readers_and_writers(recorder: Recorder) -> None:
-    for i in range(RECORDS):
-        recorder.add(SUBMITTED, str(i))
-    held = RECORDS + 6
-    recorder.native.lib.shim_recorder_hold(recorder.made, held)
-    assert recorder.names() == [str(i) for i in range(RECORDS) if i != 6]
-    for i in range(RECORDS, RECORDS + 10):
-        recorder.add(SUBMITTED, str(i))
-    assert recorder.names() == [str(i) for i in range(10, RECORDS + 10) if i != held]
-
-
-def test_a_writer_that_comes_a_turn_late_leaves_the_record_alone(recorder: Recorder) -> None:
-    for i in range(RECORDS + 5):
-        recorder.add(SUBMITTED, str(i))
-    recorder.native.lib.shim_recorder_rewind(recorder.made, RECORDS + 1)
-    recorder.add(SUBMITTED, "late")
-    recorder.native.lib.shim_recorder_forward(recorder.made, RECORDS)
-    assert recorder.names() == [str(i) for i in range(5, RECORDS + 5)]
 
 
 def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) -> None:

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, dies_in_the_middle, on_ranks, over_every_layout
+from ranks import Rank, dies_in_the_middle, on_ranks, over_every_layout
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
-
-REDUCERS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
-BOOL_REDUCERS = {"sum": np.logical_or, "min": np.logical_and, "max": np.logical_or, "product": np.logical_and}
 
 
 def rows_of(rows: int, size: int, rank: int) -> slice:
@@ -58,36 +55,6 @@ def test_any_number_of_rows_over_any_layout(rank: Rank) -> None:
             assert np.array_equal(got, total * table(rows, columns)[rows_of(rows, rank.size, rank.rank)])
 
 
-@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-@on_ranks([1], [3], [2, 1])
-def test_every_dtype_with_every_op(rank: Rank, dtype: str) -> None:
-    rng = np.random.default_rng(7)
-    for rows in (5, 3000):
-        inputs = [rng.integers(0, 3, rows).astype(NUMPY_OF_DTYPE[dtype]) for _ in range(rank.size)]
-        for op, reducer in (BOOL_REDUCERS if dtype == "bool" else REDUCERS).items():
-            expected = inputs[0]
-            for other in inputs[1:]:
-                expected = reducer(expected, other)
-            (got,) = scatter(rank, [inputs[rank.rank]], f"{op}{rows}", op)
-            assert np.array_equal(got, expected[rows_of(rows, rank.size, rank.rank)])
-
-
-@on_ranks([1], [2], [1, 1], [2, 2], [1, 1, 1])
-def test_average_and_factors(rank: Rank) -> None:
-    for rows in (3, 30_000):
-        mine = rows_of(rows, rank.size, rank.rank)
-        (got,) = scatter(rank, [np.full(rows, 2.0)], f"sum{rows}", prescale=0.5, postscale=10.0)
-        assert np.array_equal(got, np.full(rows, 10.0 * rank.size)[mine])
-        (got,) = scatter(rank, [np.full(rows, rank.rank)], f"average{rows}", "average")
-        assert np.array_equal(got, np.full(rows, (rank.size - 1) // 2)[mine])
-
-
-@on_ranks([2], [1, 1], [2, 3])
-def test_an_average_of_float16_does_not_leave_its_range(rank: Rank) -> None:
-    (got,) = scatter(rank, [np.full(3000, 60000, np.float16)], op="average")
-    assert (got == 60000).all()
-
-
 @over_every_layout
 @on_ranks("host_of_rank", segment_bytes=1 << 12)
 def test_a_group_of_several_kinds(rank: Rank) -> None:
@@ -97,17 +64,6 @@ def test_a_group_of_several_kinds(rank: Rank) -> None:
         for got, array in zip(scatter(rank, arrays), arrays, strict=True):
             mine = rows_of(len(array), rank.size, rank.rank)
             assert np.array_equal(got, (array * array.dtype.type(rank.size))[mine])
-
-
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@on_ranks([2], [1, 1], [2, 1])
-def test_floats_travel_as_narrower_ones(rank: Rank, wire: str) -> None:
-    for dtype in (np.float32, np.float64):
-        arrays = [table(rows, 3, dtype) % 16 for rows in (3, 5000)]
-        for got, array in zip(scatter(rank, arrays, wires=[wire, wire]), arrays, strict=True):
-            assert np.array_equal(got, array[rows_of(len(array), rank.size, rank.rank)] * rank.size)
-        (got,) = scatter(rank, [np.full((rank.size, 2), 0.1, dtype)], "rounded", wires=[wire])
-        assert (np.abs(got - rank.size * 0.1) > 1e-5).all()  # what fits no 16 bits is rounded
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -13,7 +13,6 @@ from horo.core import context
 from horo.errors import DeadlockError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
-ADASUM = context.REDUCE_OPS["adasum"]
 
 
 def call(rank: Rank, name: str, dtype: type = np.float32) -> np.ndarray:
@@ -39,14 +38,6 @@ def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], 
             assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
 
     run_ranks(body, hosts, cache_capacity=cache)
-
-
-@on_ranks([2], [1, 1], [2, 1, 3])
-def test_where_all_refuse_each_has_its_own_reason_and_nothing_is_left(rank: Rank) -> None:
-    for _ in range(3):
-        with pytest.raises(UnsupportedError, match=r"^allreduce 'x': this op"):
-            call(rank, "x", np.int32)
-    assert call(rank, "x").tolist() == [rank.size] * 2
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
@@ -155,13 +146,3 @@ def test_a_call_behind_a_refused_one_may_be_part_of_a_deadlock(rank: Rank) -> No
         refused(rank, "x", 0)
     with pytest.raises(DeadlockError, match=r"rank 0 waits for 'x'.*, rank 1 for 'y'"):
         call(rank, "x" if rank.rank == 0 else "y")
-
-
-@on_ranks([2], [3], [1, 1], [2, 2])
-def test_ranks_that_have_refused_one_name_twice_can_join(rank: Rank) -> None:
-    for _ in range(3):
-        for _ in range(3):
-            refused(rank, f"of rank {rank.rank}", rank.rank)
-        handle = rank.context.start_join(0)
-        rank.finish(handle)
-        assert call(rank, "y").tolist() == [rank.size] * 2

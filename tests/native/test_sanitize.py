@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import sanitize
 from native_build import FLAVOUR
-from skips import no_compiler
 
 FOLDER = Path(__file__).resolve().parent
 FAULTS = {
@@ -42,30 +40,6 @@ def test_an_unknown_sanitizer_is_named_and_the_known_ones_listed(arguments: list
     assert (repr(arguments[0]) if arguments else "nothing") in str(caught.value)
 
 
-def test_an_unknown_flavour_of_the_build_is_refused() -> None:
-    env = {**os.environ, "HORO_SANITIZE": "memory"}
-    result = subprocess.run(
-        [sys.executable, "-c", "import native_build"],
-        cwd=FOLDER,
-        env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode != 0
-    assert "HORO_SANITIZE is 'memory'" in result.stderr
-
-
-@pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
-@pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
-def test_options_that_the_user_has_set_win(sanitizer: str) -> None:
-    env = sanitize.environment(sanitizer, {"ASAN_OPTIONS": "verbosity=1", "HOME": "/"})
-    assert env["ASAN_OPTIONS"] == "verbosity=1"
-    assert env["HORO_SANITIZE"] == sanitizer
-    assert Path(env["LD_PRELOAD"]).is_file()
-
-
 @pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
 def test_a_part_of_the_tests_can_be_chosen(sanitizer: str) -> None:
     everything = sanitize.selection(sanitizer, [])
@@ -74,12 +48,3 @@ def test_a_part_of_the_tests_can_be_chosen(sanitizer: str) -> None:
     assert sanitize.selection(sanitizer, ["-k", "ring", "-x"]) == [*everything, "-k", "ring", "-x"]
     for path in (__file__, f"{__file__}::test_some[1::2]"):
         assert sanitize.selection(sanitizer, ["-x", path]) == ["-x", path]
-
-
-@pytest.mark.parametrize(("target", "sanitizer"), [("asan", "address"), ("tsan", "thread")])
-def test_make_passes_the_choice_on(target: str, sanitizer: str) -> None:
-    make = ["make", "--dry-run", "--always-make", target, "PYTEST_ARGS=-k ring"]
-    # In this run's own sanitizer, which the library is loaded for, make itself fails.
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(make, cwd=FOLDER.parents[1], env=env, check=True, capture_output=True, text=True, timeout=60)
-    assert f"tests/native/sanitize.py {sanitizer} -k ring\n" in done.stdout

@@ -84,20 +84,6 @@ def test_large_messages_both_ways_at_once_do_not_deadlock(join: Join) -> None:
     assert run_ranks(2, body) == data[::-1]
 
 
-def test_many_messages_may_be_posted_at_once(join: Join) -> None:
-    fabric = join(2)
-    messages = [noise(index % 97, index) for index in range(400)]
-
-    def body(me: int) -> list[bytes]:
-        rank = fabric.ranks[me]
-        receives = [rank.recv(1 - me, len(message)) for message in messages]
-        sends = [rank.send(1 - me, message) for message in messages]
-        assert rank.wait(*receives, *sends) == 0
-        return [io.bytes() for io in receives]
-
-    assert run_ranks(2, body) == [messages, messages]
-
-
 def test_done_bytes_grow_while_a_message_comes(join: Join) -> None:
     sender, receiver = join(2).ranks
     data = noise(16 * MIB)
@@ -132,16 +118,6 @@ def test_a_receive_of_some_takes_what_has_come_whatever_sends_it_is_of(join: Joi
         came += got.bytes()[: got.done_bytes]
     assert came == b"".join(messages)
     progress_until([sender, receiver], *sends)
-
-
-def test_a_receive_of_some_leaves_the_rest_to_the_next_receive(join: Join) -> None:
-    sender, receiver = join(2).ranks
-    sent = sender.send(1, b"0123456789", CONTROL)
-    sender.send_off()
-    receives = [receiver.recv_some(0, 4), receiver.recv(0, 6, CONTROL)]
-    progress_until([sender, receiver], sent, *receives)
-    came = receives[0].bytes()[: receives[0].done_bytes] + receives[1].bytes()
-    assert came == b"0123456789"[: len(came)]
 
 
 def test_progress_says_whether_anything_moved(join: Join) -> None:
@@ -187,20 +163,6 @@ def test_a_sleeper_sleeps_until_bytes_come(join: Join) -> None:
     assert sender.wait(sent) == 0
     assert not receiver.sleeps()
     assert receiver.wait(received) == 0
-
-
-def test_bytes_for_another_link_wake_nobody_for_long(join: Join) -> None:
-    fabric = join(3)
-    first, second, receiver = fabric.ranks
-    received = receiver.recv(0, 1)
-    second.send(2, b"x")
-    second.send_off()
-    receiver.progress()
-    assert receiver.sleeps(timeout_ms=0)
-    sent = first.send(2, b"y")
-    assert first.wait(sent) == 0
-    assert receiver.wait(received) == 0
-    assert received.bytes() == b"y"
 
 
 def test_a_sender_sleeps_until_there_is_room(join: Join) -> None:
@@ -318,16 +280,6 @@ def test_the_others_go_on_after_a_loss(join: Join, how: str) -> None:
     progress_until([rank, other], again, answer)
     assert answer.bytes() == b"still here"
     assert rank.loss(2) != NONE
-
-
-def test_every_lost_peer_is_known_as_such(join: Join) -> None:
-    fabric = join(4)
-    rank = fabric.ranks[0]
-    for peer in (2, 1):
-        io = rank.recv(peer, 1)
-        fabric.crash(peer)
-        assert rank.wait(io) == PEER_LOST
-    assert [rank.loss(peer) for peer in (1, 2, 3)] == [CLOSED, CLOSED, NONE]
 
 
 @pytest.mark.parametrize("channel", [CONTROL, DATA])

@@ -35,20 +35,6 @@ def join(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[Join]:
     yield from joining(native, request.param)
 
 
-def test_hundreds_of_links_are_all_served(native: ModuleType) -> None:
-    hosts = 140
-    pairs = [socket.socketpair() for _ in range(hosts - 1)]
-    rank = create_tcp(native, [-1, *(near.detach() for near, _ in pairs)])
-    receives = [rank.recv(peer, 2) for peer in range(1, hosts)]
-    for peer, (_, far) in enumerate(pairs, start=1):
-        far.send(b"%c!" % peer)
-    assert rank.wait(*receives) == 0
-    assert [io.bytes() for io in receives] == [b"%c!" % peer for peer in range(1, hosts)]
-    rank.destroy()
-    for _, far in pairs:
-        far.close()
-
-
 @pytest.mark.parametrize("kind", TCP_KINDS)
 def test_last_words_on_one_socket_outlive_the_end_of_the_other(native: ModuleType, kind: str) -> None:
     (control, far_control), (data, far_data) = socket_pair(kind), socket_pair(kind)
@@ -229,18 +215,6 @@ def test_receives_take_the_sockets_in_turn_of_their_own(striped: tuple[Rank, lis
     assert [io.bytes() for io in receives] == [b"a", b"bb", b"", b"ccc", b"dddd"]
 
 
-def test_a_message_may_be_done_before_an_earlier_one_on_another_socket(
-    striped: tuple[Rank, list[socket.socket]],
-) -> None:
-    rank, far = striped
-    first, second, empty = rank.recv(1, 1), rank.recv(1, 1), rank.recv(1, 0)
-    far[1].sendall(b"2")
-    assert rank.wait(second, empty) == 0
-    assert first.posted and second.bytes() == b"2"
-    far[0].sendall(b"1")
-    assert rank.wait(first) == 0
-
-
 @pytest.mark.parametrize("broken", range(3))
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_the_loss_of_one_socket_is_the_loss_of_the_peer(
@@ -265,28 +239,9 @@ def test_the_loss_of_one_socket_is_the_loss_of_the_peer(
             assert end.recv(1) == b"", "the peer learns of the end on the other sockets"
 
 
-def test_what_has_come_on_the_other_sockets_is_delivered(striped: tuple[Rank, list[socket.socket]]) -> None:
-    rank, far = striped
-    data = bytes(range(256)) * 100
-    far[1].sendall(data)
-    far[2].sendall(data[::-1])
-    far[0].close()
-    first = rank.recv(1, 1)
-    assert rank.wait(first) == PEER_LOST
-    second, third = rank.recv(1, len(data)), rank.recv(1, len(data))
-    assert rank.wait(second, third) == 0
-    assert (second.bytes(), third.bytes()) == (data, data[::-1])
-
-
 def test_a_host_has_all_of_its_sockets_or_none(native: ModuleType) -> None:
     near, far = socket.socketpair()
     with near, far:
         for fds in ([near.fileno(), -1], [-1, near.fileno()]):
             with pytest.raises(ValueError, match="-1: of 2 sockets for host 1 only some are given"):
                 create_tcp(native, [-1, -1, *fds], sockets=2)
-
-
-@pytest.mark.parametrize("sockets", [-1, 9])
-def test_impossible_numbers_of_sockets_are_refused(native: ModuleType, sockets: int) -> None:
-    with pytest.raises(ValueError, match=rf"sockets per peer 1 to 8, not -?\d+, 30000 and {sockets}"):
-        create_tcp(native, [-1] * abs(sockets), sockets=sockets)

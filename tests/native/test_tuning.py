@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from fabric import close_setup, make_setups, make_team_links
 from known_answers import Proposals, collectives
-from ranks import Group, Rank, run_ranks
+from ranks import Rank, run_ranks
 
 from horo.core.context import Context
 from horo.core.setup import KNOBS
-from horo.errors import HoroError, PeerLostError, UsageError
+from horo.errors import UsageError
 
 HOSTS = [[1], [2], [3], [1, 1], [2, 2], [3, 1, 2], [1, 1, 1, 1, 1]]
 STEPS = 20 if native_build.FLAVOUR else 30
@@ -102,29 +102,6 @@ def test_final_values_are_those_of_all_ranks_and_of_process_sets() -> None:
         rank.barrier()
 
     run_ranks(body, hosts, **tuned(hosts))
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("lost", [0, 1])
-def test_the_loss_of_a_rank_in_the_middle_ends_all(hosts: list[int], lost: int) -> None:
-    others = proposals(hosts, SEED)
-    with Group(hosts, **tuned(hosts)) as group:
-
-        def body(rank: Rank) -> str:
-            try:
-                for step in range(10_000):
-                    others.propose(rank)
-                    rank.allreduce(np.ones(3000 + 100 * (step % 3), np.float32), f"x{step % 3}")
-                    if step == 50 and rank.rank == lost:
-                        group.kill(lost)
-                        return ""
-            except HoroError as error:
-                assert isinstance(error, PeerLostError)
-                return str(error)
-            raise AssertionError
-
-        said = group.run(body)
-    assert all(f"rank {lost}" in text for rank, text in enumerate(said) if rank != lost), said
 
 
 def test_without_first_values_nothing_changes() -> None:

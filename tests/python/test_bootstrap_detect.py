@@ -270,13 +270,6 @@ def test_an_argument_that_rules_a_launcher_out_is_named_as_one(no_mpi4py: None) 
         assert str(caught.value).startswith(f"init(controller='{told}")
 
 
-def test_two_communicators_are_two_jobs_and_one_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, 1, 4)
-    one, other = Comm(0, 2), Comm(0, 2)
-    assert find({}, one) == find({}, one)
-    assert find({}, one) != find({}, other)
-
-
 @pytest.mark.parametrize("comm", [3, "01", b"01", {0: 1}, 1.5])
 def test_what_is_no_comm_is_refused_with_its_type(comm: Any) -> None:
     with pytest.raises(UsageError, match=f"a list of ranks .* not a {type(comm).__name__}"):
@@ -341,9 +334,3 @@ def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):
         find(HYDRA)
-
-
-def test_what_is_no_script_is_not_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sys, "argv", ["-c"])
-    detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT))
-    assert "'srun python SCRIPT' or 'hororun SCRIPT'" in caplog.text

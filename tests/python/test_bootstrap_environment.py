@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo.bootstrap.launchers.variables import TorchMaster, read_launch, subset
+from horo.bootstrap.launchers import inherited
+from horo.bootstrap.launchers.variables import Launch, TorchMaster, read_launch, subset
 from horo.bootstrap.net.addresses import Endpoint
+from horo.config.hosts import HOSTS_MAX, parse_counts, parse_host_list
 from horo.errors import UsageError
 
 HORORUN = {
@@ -190,3 +193,222 @@ def test_any_environment_is_understood_or_a_usage_error(environ: dict[str, str])
     if launch.size > 1:
         hororun = launch.endpoints and launch.secret
         assert launch.torch_master is not None or launch.slurm is not None or hororun
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("x", ["x"]),
+        ("a,b.example.org", ["a", "b.example.org"]),
+        ("h[1-3,07-10],x", ["h1", "h2", "h3", "h07", "h08", "h09", "h10", "x"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[0-1]n[01-02]-ib", ["r0n01-ib", "r0n02-ib", "r1n01-ib", "r1n02-ib"]),
+        ("[3,1]", ["3", "1"]),
+        ("b,a[2,1]", ["b", "a2", "a1"]),
+    ],
+)
+def test_a_list_names_its_hosts_in_order(text: str, hosts: list[str]) -> None:
+    assert parse_host_list(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", "a,,b", "a,", "h[", "h]", "h[]", "h[1", "h1]", "h[3-1]", "h[a-b]", "h[1-]", "h[[1]]", "h[1-2-3]", "a b"],
+)
+def test_a_damaged_list_is_named_in_the_error(text: str) -> None:
+    with pytest.raises(ValueError, match="host list") as raised:
+        parse_host_list(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["h[0-99999999999]", "h[0-999][0-999]", ",".join(["h[1-60000]"] * 2)])
+def test_a_list_that_no_cluster_has_costs_no_memory(text: str) -> None:
+    with pytest.raises(ValueError, match=str(HOSTS_MAX)):
+        parse_host_list(text)
+
+
+letters = st.text("abcxyz.-_", min_size=1, max_size=6)
+spans = st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 4))
+brackets = st.lists(spans, min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(letters, brackets, letters | st.just("")), min_size=1, max_size=4))
+def test_a_list_that_is_written_is_read(entries: list[tuple[str, list[tuple[int, int, int]], str]]) -> None:
+    written, expected = [], []
+    for before, ranges, after in entries:
+        items = [f"{low:0{width}d}-{low + more:0{width}d}" for low, more, width in ranges]
+        written.append(f"{before}[{','.join(items)}]{after}")
+        for low, more, width in ranges:
+            expected += [f"{before}{str(number).zfill(width)}{after}" for number in range(low, low + more + 1)]
+    assert parse_host_list(",".join(written)) == expected
+
+
+@given(st.text("h[]-,019x ", max_size=12) | st.text(max_size=12))
+def test_any_text_is_a_list_of_hosts_or_a_sentence(text: str) -> None:
+    try:
+        hosts = parse_host_list(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert hosts
+        assert all(hosts)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 9)), min_size=1, max_size=9))
+def test_counts_are_repeated_as_often_as_they_say(items: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{repeat})" if repeat > 1 else str(count) for count, repeat in items)
+    assert parse_counts(text) == [count for count, repeat in items for _ in range(repeat)]
+
+
+@pytest.mark.parametrize("text", ["", "x", "2(x", "2(x3", "-1", "2,,1", "2(3)", "1(x99999999)"])
+def test_damaged_counts_are_named_in_the_error(text: str) -> None:
+    with pytest.raises(ValueError, match="tasks") as raised:
+        parse_counts(text)
+    assert repr(text) in str(raised.value)
+
+
+HORORUN_PLACE = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "HORO_JOB_ID": "j", "RANK": "1"}
+TORCHRUN_PLACE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "r"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-h-7@1"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "-1"}
+SLURM_PLACE = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+def child_of(rank: dict[str, str], monkeypatch: pytest.MonkeyPatch, **launch: object) -> dict[str, str]:
+    """The environment that a process started by this rank, another process, has."""
+    named: list[str] = []
+    with monkeypatch.context() as context:
+        context.setattr(inherited, "name_for_children", named.append)
+        context.setattr(os, "getpid", lambda: 4_999_999)
+        inherited.name_rank(rank, Launch("hororun", 1, 2, "h", **launch))  # type: ignore[arg-type]
+    return {**rank, "HORO_RANK_PROCESS": named[0]} if named else dict(rank)
+
+
+@pytest.mark.parametrize("rank", [HORORUN_PLACE, TORCHRUN_PLACE, OPEN_MPI, MPICH, SLURM_PLACE])
+def test_a_child_with_the_ranks_place_is_refused(rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"started by rank 1 \(process 4999999\), has inherited its environment"):
+        inherited.refuse_inherited(child_of(rank, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("rank", "own"),
+    [
+        (HORORUN_PLACE, {"HORO_JOB_ID": "k"}),
+        (HORORUN_PLACE, {"HOROVOD_RANK": "0"}),
+        (HORORUN_PLACE, dict.fromkeys(HORORUN_PLACE, "")),
+        (TORCHRUN_PLACE, {"MASTER_PORT": "2"}),
+        (TORCHRUN_PLACE, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        (TORCHRUN_PLACE, HORORUN_PLACE),
+        (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-h-8@1"}),
+        (MPICH, {"PMI_FD": "99999"}),
+        (SLURM_PLACE, {"SLURM_STEP_ID": "1"}),
+        (SLURM_PLACE, HORORUN_PLACE),
+    ],
+)
+def test_a_child_with_another_place_or_none_is_let_in(
+    rank: dict[str, str], own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited.refuse_inherited({**child_of(rank, monkeypatch), **own})
+
+
+TORCH_ENV = {**HORORUN_PLACE, "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+SINCE = [
+    (HORORUN_PLACE, TORCHRUN_PLACE, "HORO_STORE HORO_JOB_ID HOROVOD_RANK", "RANK"),
+    (TORCH_ENV, {"MASTER_PORT": "2"}, "HORO_STORE HORO_JOB_ID HOROVOD_RANK", "RANK"),
+    (HORORUN_PLACE, OPEN_MPI, "HORO_STORE RANK WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    (HORORUN_PLACE, SLURM_PLACE, "HORO_STORE RANK", "SLURM_PROCID"),
+    (TORCHRUN_PLACE, MPICH, "RANK MASTER_ADDR", "PMI_RANK"),
+]
+
+
+@pytest.mark.parametrize(("rank", "since", "dropped", "kept"), SINCE)
+def test_a_place_that_was_given_since_counts_and_those_before_are_dropped(
+    rank: dict[str, str], since: dict[str, str], dropped: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = inherited.refuse_inherited({**child_of(rank, monkeypatch), **since})
+    assert set(dropped.split()) <= names
+    assert kept not in names
+    again = child_of({**rank, **since}, monkeypatch)  # an inner rank that has dropped them: its children are refused
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(
+            {name: value for name, value in again.items() if name not in names or "PROC" in name}
+        )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"LOCAL_RANK": "0"},  # as trainers set it
+        {"RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},  # the shell of salloc
+        {"PMI_FD": "0"},
+    ],
+)
+def test_what_is_no_place_among_several_changes_nothing(
+    changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited({**child_of(HORORUN_PLACE, monkeypatch), **changed})
+
+
+def test_torchs_variables_that_repeat_the_ranks_place_are_none_to_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = {**child_of(HORORUN_PLACE, monkeypatch), "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert inherited.refuse_inherited(child)
+    monkeypatch.setattr(inherited, "parent_process", os.getpid)
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(child)
+    assert inherited.refuse_inherited({**child, "RANK": "0"})
+
+
+def test_variables_hidden_from_a_library_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = child_of(HORORUN_PLACE, monkeypatch)
+    del child["RANK"]
+    with pytest.raises(UsageError, match="inherited"):
+        inherited.refuse_inherited(child)
+
+
+def test_the_rank_itself_may_start_again_and_a_process_id_that_came_again_is_another() -> None:
+    for is_another in (False, True):
+        named: list[str] = []
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(inherited, "name_for_children", named.append)
+            if is_another:
+                context.setattr(inherited, "_start_of_process", lambda: 1)
+            inherited.name_rank(HORORUN_PLACE, Launch("hororun", 1, 2, "h"))
+        environ = {**HORORUN_PLACE, "HORO_RANK_PROCESS": named[0]}
+        if is_another:
+            with pytest.raises(UsageError, match="inherited"):
+                inherited.refuse_inherited(environ)
+        else:
+            inherited.refuse_inherited(environ)
+
+
+def test_a_nested_job_of_mpich_with_equal_numbers_has_a_connection_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = socket.socketpair()
+    rank = {**MPICH, "PMI_FD": str(first.fileno())}
+    child = child_of(rank, monkeypatch)
+    with pytest.raises(UsageError, match="inherited"):  # os.system leaves the descriptor open
+        inherited.refuse_inherited(child)
+    os.dup2(second.fileno(), first.fileno())
+    inherited.refuse_inherited(child)  # another socket under the same number: another mpirun's
+    number = first.fileno()
+    first.close()
+    with pytest.raises(UsageError, match="inherited"):  # subprocess and multiprocessing close it
+        inherited.refuse_inherited({**child, "PMI_FD": str(number)})
+    second.close()
+
+
+def test_a_job_of_one_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[str] = []
+    monkeypatch.setattr(inherited, "name_for_children", named.append)
+    inherited.name_rank({}, Launch("none", 0, 1, "h"))
+    assert named == []
+    inherited.name_rank(HORORUN_PLACE, Launch("hororun", 0, 1, "h", ranks=(1,)))  # a part of a larger job
+    assert len(named) == 1
+
+
+def test_a_value_that_init_did_not_write_is_named() -> None:
+    with pytest.raises(UsageError, match=r"HORO_RANK_PROCESS='7' is not what init\(\) writes there; unset it"):
+        inherited.refuse_inherited({"HORO_RANK_PROCESS": "7"})

@@ -270,21 +270,3 @@ def test_a_secret_file_that_others_could_write_is_refused(tmp_path: Path) -> Non
     file.remove()
     file.remove()
     assert not file.path.exists()
-
-
-@pytest.mark.parametrize("comm", [[2, 0], [1, 2]])
-def test_some_ranks_of_a_step_form_a_job(comm: list[int], fake_munge: Path, tmp_path: Path) -> None:
-    script = tmp_path / "some.py"
-    script.write_text(
-        f"from horo.bootstrap.job import start\njob = start(comm={comm})\nprint(job.rank, job.size)\njob.close()\n"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={"PATH": str(fake_munge), "HOME": str(tmp_path), **step(rank, [0, 0, 0], "7" + JOB)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in comm
-    ]
-    assert [process.communicate(timeout=60)[0] for process in processes] == [f"{rank} 2\n" for rank in range(2)]

@@ -6,14 +6,15 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from pathlib import Path
 
-import numpy as np
 import pytest
 from descriptors import open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joining import SECRET, environments, run_threads, serving, wait_until
+from jobs import wait_until
+from joining import SECRET, run_threads
+from plain_ranks import PlainRanks
 from wiring import check_links
 
 from horo.bootstrap import team_links
@@ -21,11 +22,8 @@ from horo.bootstrap.auth.frames import pack_fields
 from horo.bootstrap.auth.handshake import Purpose
 from horo.bootstrap.directory import Directory, PeerAddress
 from horo.bootstrap.host.grouping import Grouping, group_ranks
-from horo.bootstrap.job import start
 from horo.bootstrap.links import Links
-from horo.bootstrap.running_rank import RunningRank
 from horo.bootstrap.team_links import TeamLinks, _TeamSetup, connect_team
-from horo.core.context import DTYPES, OPS, RequestBuffer, Tensor
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
 Outcome = TeamLinks | BaseException | None
@@ -120,7 +118,10 @@ def tight() -> Iterator[None]:
     """Nothing is left open."""
     before, threads = open_descriptors(), threading.active_count()
     yield
-    wait_until(lambda: open_descriptors() <= before and threading.active_count() <= threads)
+    wait_until(
+        lambda: open_descriptors() <= before and threading.active_count() <= threads,
+        "no descriptor and no thread is left",
+    )
 
 
 @pytest.mark.parametrize("sockets", [1, 3])
@@ -213,7 +214,7 @@ def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monk
 
     def wait_once_rank_3_is_there(self: Links) -> None:
         if self._directory.rank == 0:
-            wait_until(lambda: any(link.peer == 3 for link in self._incoming._connected))
+            wait_until(lambda: any(link.peer == 3 for link in self._incoming._connected), "rank 3 has connected")
         real(self)
 
     monkeypatch.setattr(Links, "wait", wait_once_rank_3_is_there)
@@ -347,40 +348,27 @@ def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: lis
 # --- from a job that has really started
 
 
-def gathering(job: RunningRank) -> Callable[[bytes], list[bytes]]:
-    """An exchange by the job's own allgather."""
-
-    def exchange(mine: bytes) -> list[bytes]:
-        values = np.frombuffer(mine, np.uint8)
-        tensor = Tensor(values.ctypes.data, values.ctypes.data, values.shape, DTYPES["uint8"])
-        handle = job.context.submit(RequestBuffer.of(OPS["allgather"], "team", [tensor]))
-        job.context.wait(handle)
-        data, lengths = job.context.take_result(handle, 0)
-        job.context.release(handle)
-        ends = list(accumulate(lengths))
-        return [bytes(data[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-
-    return exchange
+def wanted(ranks: Sequence[int]) -> list[float]:
+    return [float(sum(rank + 1 for rank in ranks))] * 2
 
 
-def test_a_running_job_makes_links_by_its_own_allgather(tight: None) -> None:
-    """One team after the other, over links that the job keeps using."""
-    hosts, teams = [0, 1, 2, 1], [[0, 1], [1, 2, 3], [1, 3], [0, 1, 2, 3]]
-
-    def body(environ: Mapping[str, str]) -> list[TeamLinks | None]:
-        job = start(environ)
-        try:
-            exchange = gathering(job)
-            return [connect_team(job.directory, number, team, exchange) for number, team in enumerate(teams, start=1)]
-        finally:
-            job.close()
-
-    with serving() as server:
-        environs = environments(server, len(hosts))
-        for environ, host in zip(environs, hosts, strict=True):
-            environ["HORO_HOST_ID"] = str(host)
-        outcomes = run_threads([lambda environ=environ: body(environ) for environ in environs])  # type: ignore[misc]
-    made = [outcome for outcome in outcomes if isinstance(outcome, list)]
-    assert len(made) == len(hosts), outcomes
-    for number, team in enumerate(teams):
-        check_team([links[number] for links in made], team, hosts, 1)
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd", "abbb"])
+def test_teams_are_added_used_and_removed_without_a_trace(tmp_path: Path, hosts: str) -> None:
+    sets = [[0, 1], [1, 2], [2, 3], [0, 3], [1, 2, 3]]
+    with PlainRanks(tmp_path, hosts) as ranks:
+        ranks.all("start")
+        ranks.all("allreduce", "warm", 10)
+        before = ranks.all("descriptors")
+        teams = [ranks.all("add_team", members) for members in sets]
+        assert teams == [[number] * 4 for number in range(1, 6)]
+        for step, members in enumerate(sets):
+            for count in (1, 200_000):
+                sums = ranks.all("sum_in", step + 1, f"t{count}", count, ranks=members)
+                assert sums == [wanted(members)] * len(members)
+        assert ranks.all("allreduce", "world", 1000) == [wanted(range(4))] * 4
+        for number in range(1, 6):
+            ranks.all("remove_team", number)
+        assert ranks.all("descriptors") == before
+        assert ranks.all("add_team", [0, 2]) == [1 + 256] * 4
+        assert ranks.all("sum_in", 1 + 256, "again", 5000, ranks=[0, 2]) == [wanted([0, 2])] * 2
+        assert ranks.finish() == [0] * 4

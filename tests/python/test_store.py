@@ -13,7 +13,7 @@ import pytest
 from descriptors import open_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
-from joining import wait_until
+from jobs import wait_until
 
 from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
@@ -163,7 +163,7 @@ def test_client_that_vanishes_while_waiting_disturbs_nobody(server: StoreServer)
     thread.join(10)
     other.set("a", b"1")
     assert other.get("a", 0) == b"1"
-    wait_until(lambda: len(server._clients) == 1)
+    wait_until(lambda: len(server._clients) == 1, "the others have gone")
     assert not server._waiters
     assert not server._waiting
     other.close()
@@ -181,7 +181,7 @@ def test_value_of_set_on_disconnect_is_set_for_a_lost_client_and_not_for_one_tha
     late = client_of(server)
     late.set_on_disconnect("p/failed", b"too late")
     late._connection.close()
-    wait_until(lambda: len(server._clients) == 1)
+    wait_until(lambda: len(server._clients) == 1, "the others have gone")
     assert reader.get("p/failed", 0) == b"lost"
     reader.close()
 
@@ -255,7 +255,7 @@ def test_address_that_cannot_be_bound_is_named() -> None:
 def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, refusals: list[str]) -> None:
     with pytest.raises(PeerLostError, match="does not know the job's secret"):
         client_of(server, bytes(32), timeout_s=0.05)
-    wait_until(lambda: bool(refusals))
+    wait_until(lambda: bool(refusals), "it is refused")
     with client_of(server) as client:
         client.set("a", b"")
     assert all("127.0.0.1" in sentence for sentence in refusals)
@@ -269,7 +269,9 @@ def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: St
         assert len(connection.recv(200)) == 72
         connection.sendall(bytes(32))
         assert connection.recv(1) == b""
-    wait_until(lambda: refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"])
+    wait_until(
+        lambda: refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"], "it is refused"
+    )
 
 
 def test_silent_and_slow_connections_are_dropped_at_their_deadline(server: StoreServer, refusals: list[str]) -> None:
@@ -319,7 +321,7 @@ def test_other_version_is_named_on_both_sides(server: StoreServer, refusals: lis
         answer = connection.recv(72, socket.MSG_WAITALL)
         assert answer[:5] == b"HORO\x03"
         assert answer[40:] == bytes(32)
-    wait_until(lambda: bool(refusals))
+    wait_until(lambda: bool(refusals), "it is refused")
     assert "version 7 of the handshake, this side version 3" in refusals[0]
 
 
@@ -380,7 +382,7 @@ def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCapture
     with StoreServer(["127.0.0.1"], SECRET, on_refused=fail) as server:
         with raw(server) as connection:
             connection.sendall(b"?" * 100)
-            wait_until(lambda: "reporting a refused connection failed" in caplog.text)
+            wait_until(lambda: "reporting a refused connection failed" in caplog.text, "the failure is in the log")
         with client_of(server) as client:
             client.set("a", b"")
 

@@ -8,15 +8,12 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from adasum_oracle import adasum, tolerance
-from interrupts import interrupt
-from jobs import wait_until
 from rank_pool import on, on_own
 from small_model import FailingSgd, assert_close, make_loss, make_model, needs_cpu_scaler
 
@@ -273,31 +270,6 @@ def test_a_step_whose_optimizer_raises_is_done_when_it_is_called_again() -> None
     _assert_is(model, _expected("plain", [0, 1], 3))
 
 
-@on("ranks2")
-def test_a_closure_that_raises_leaves_parameters_where_they_were() -> None:
-    model, optimizer = _made("lbfgs")
-    _step(model, optimizer, 0)
-    if hvd.rank() == 0:
-        before, calls = _values(model), []
-
-        def closure() -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == 2:
-                assert not all(map(torch.equal, model.parameters(), before))
-                raise KeyError("no such batch")
-            optimizer.zero_grad()
-            loss = make_loss(model, 0, 1)
-            loss.backward()
-            return loss
-
-        with pytest.raises(KeyError, match="no such batch"):
-            optimizer.step(closure)
-        assert_close(_values(model), before)
-    for step in (1, 2):
-        _step(model, optimizer, step)
-        _assert_is(model)
-
-
 @pytest.mark.parametrize("has_scheduler", [False, True])
 @on("ranks2")
 def test_parameters_are_back_when_a_step_has_raised(has_scheduler: bool) -> None:
@@ -357,31 +329,6 @@ def test_what_a_signal_handler_loses_of_an_exchange_is_found(place: str, error: 
     for step in (1, 2, 3):
         _step(model, optimizer, step)
     _assert_is(model, expected)
-
-
-@pytest.mark.parametrize("loads", [False, True])
-@on("ranks2")
-def test_a_step_that_is_interrupted_is_ended_by_the_next_call_and_what_is_loaded_before_it_stays(
-    tmp_path: Path, loads: bool
-) -> None:
-    flag = tmp_path / "interrupted"
-    model, optimizer = _made()
-    _step(model, optimizer, 0)
-    reducer = optimizer._reducer
-    if hvd.rank() == 0:
-        before = _values(model)
-        interrupt(lambda: _step(model, optimizer, 1), _Stop, lambda: 0 < len(reducer._requests) == len(reducer._starts))
-        assert_close(_values(model), before)
-        flag.touch()
-    else:
-        wait_until(flag.exists, "rank 0 is interrupted", deadline_s=60)
-        if loads:
-            _step(model, optimizer, 1)
-    if loads:
-        model.load_state_dict(make_model().state_dict())
-    for step in range(2) if loads else (1, 2):
-        _step(model, optimizer, step)
-    _assert_is(model, _expected("plain", [0, 1], 2 if loads else 3))
 
 
 @on("ranks2")
@@ -470,18 +417,6 @@ def test_each_tensor_of_a_group_by_itself() -> None:
     ):
         for result, each in zip(results, vectors, strict=True):
             _check_vectors(result, each)
-
-
-@on("ranks")
-def test_members_of_a_process_set() -> None:
-    members = list(range(1, hvd.size()))
-    part = hvd.add_process_set(members)
-    if hvd.rank() in members:
-        vectors = _vectors(900, torch.float32, members)
-        mine = vectors[members.index(hvd.rank())]
-        _check_vectors(hvd.allreduce(mine, op=hvd.Adasum, process_set=part), vectors)
-    hvd.barrier()
-    hvd.remove_process_set(part)
 
 
 @on("ranks2")

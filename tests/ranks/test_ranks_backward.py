@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 import warnings
 from typing import Any
@@ -177,22 +176,6 @@ def test_a_hook_that_changes_gradients_comes_before_the_reduction_or_is_refused(
     assert len(optimizers) == 2
 
 
-@on("ranks2_always")
-def test_an_optimizer_that_is_garbage_keeps_no_gradient_from_an_early_reduction() -> None:
-    gc.disable()
-    forgotten = vars(sgd(make_model()))  # has the same names, and none of them in the core
-    forgotten["itself"] = forgotten
-    model, optimizer = made()
-    early = []
-    model[0].bias.register_post_accumulate_grad_hook(lambda _: early.append(_requests()))
-    del forgotten
-    before = _requests()
-    make_loss(model, hvd.rank()).backward()
-    gc.enable()
-    assert early[0] > before
-    optimizer.step()
-
-
 @on("ranks2_in_backward")
 def test_optimizers_of_one_loss_whose_order_differs_between_ranks_do_not_wait_in_a_circle() -> None:
     torch.manual_seed(1)
@@ -274,20 +257,6 @@ def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> 
         optimizer.zero_grad()
         backward_averages(model, step)
         optimizer.step()
-
-
-@on("ranks2_in_backward")
-def test_gradients_as_they_are_take_part_after_an_exception() -> None:
-    model, optimizer = made()
-    if hvd.rank() == 0:
-        with pytest.raises(RuntimeError, match="broken in the middle"):
-            model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
-        optimizer.synchronize()
-    else:
-        make_loss(model, 1).backward()
-    for _ in range(2):
-        optimizer.zero_grad()
-        backward_averages(model)
 
 
 @on("ranks2_in_backward")

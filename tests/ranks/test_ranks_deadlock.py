@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from jobs import TORCH_S, Hororun
 from plain_ranks import PlainRanks
-from rank_pool import RankPool
-
-import horo.torch as hvd
 
 everywhere = pytest.mark.parametrize("hosts", ["aa", "aabb", "abc"])
 
@@ -54,42 +51,6 @@ def test_a_rank_with_fewer_batches_is_told_and_reported(
     assert done.returncode == 1, done.stderr
     assert len(re.findall(rf"^\[[01]\] horo\.errors\.{told}$", done.stderr, re.MULTILINE)) == 2, done.stderr
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
-
-
-GAN = """
-import torch
-import horo.torch as hvd
-hvd.init()
-maker, critic = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
-for model in (maker, critic):
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), m) for m in (maker, critic)]
-for step in range(2):
-    made = maker(torch.ones(1, 2))
-    optimizers[1].zero_grad()
-    critic(made.detach()).sum().backward()
-    optimizers[1].step()
-    optimizers[0].zero_grad()
-    if step == 0 or hvd.rank() == 0:
-        critic(made).sum().backward()
-    optimizers[0].step()
-"""
-SKIPPED, STEPPED = 16, 17
-
-
-def test_a_rank_that_skips_the_backward_of_one_of_two_models_is_told() -> None:
-    """The backward of rank 0 averages the gradients of both models, the step of rank 1 those of one."""
-
-    def check(script: str) -> str:
-        with pytest.raises(hvd.DeadlockError) as caught:
-            exec(compile(script, "train.py", "exec"), {})
-        return str(caught.value)
-
-    with RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.4"}) as pool:
-        told = pool.run(check, GAN)
-    name = r"'gradient1?\.(weight|bias)[.a-z]*'"
-    waits = rf"rank 0 waits for {name} \(train\.py:{SKIPPED}\), rank 1 for {name} \(train\.py:{STEPPED}\)"
-    assert all(re.fullmatch(rf"{waits}; {HINT}", text) for text in told), told
 
 
 HEAD = """
@@ -141,20 +102,6 @@ else:
     await_file("saves")
     job.context.finish(submit("saved"))
 job.context.finish(submit("end"))
-""",
-    "an alarm may end a wait beside one that would be a deadlock": """
-if job.rank == 1:
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 2)
-    second = submit("second")
-    try:
-        job.context.wait(second)
-    except Late:
-        pass
-job.context.finish(submit("first"))
-if job.rank == 0:
-    second = submit("second")
-job.context.finish(second)
 """,
 }
 

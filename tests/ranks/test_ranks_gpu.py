@@ -71,38 +71,6 @@ def test_a_check_of_real_gpus(double: str, on_gpu: tuple[int, ...], check: str) 
     getattr(gpu_checks, check)(gpu_double.load(double), on_gpu)
 
 
-def test_an_optimizer_averages_gradients_on_gpus(pool: RankPool, double: str) -> None:
-    def check(path: str) -> list[list[float]]:
-        gpu = gpu_double.load(path)
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-        plain = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
-        plain.load_state_dict(model.state_dict())
-        alone = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), named_parameters=model.named_parameters()
-        )
-        for parameter in model.parameters():
-            parameter.grad = gpu.put(torch.zeros_like(parameter))
-        for step in range(4):
-            whole = torch.randn(8, 4)
-            optimizer.zero_grad(set_to_none=False)
-            model(whole[hvd.rank() :: 2]).square().mean().backward()
-            for parameter in model.parameters():
-                assert parameter.grad is not None and parameter.grad.is_cuda, step
-                gpu.read(parameter.grad)  # the step of this torch does not follow streams
-            optimizer.step()
-            alone.zero_grad()
-            plain(whole).square().mean().backward()
-            alone.step()
-        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, other)
-        return [parameter.flatten().tolist() for parameter in model.parameters()]
-
-    first, second = pool.run(check, double)
-    assert first == second
-
-
 def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(pool: RankPool, double: str) -> None:
     def check(path: str) -> list[int]:
         gpu = gpu_double.load(path)

@@ -1,7 +1,8 @@
-"""Processes that a rank starts: those that inherit its place are refused, those with a place of their own work."""
+"""Processes that a rank starts: an inherited place is refused; and jobs of torchrun, which names who failed first."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,29 +149,37 @@ rank.close()
     assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {[r, size]}" for r in range(size)]
 
 
-BY_HAND = """
-if rank.start()[0] == 1:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(some.getsockname()[1]), "WORLD_SIZE": "2"}
-    inner = [subprocess.Popen([sys.executable, INNER], env={**os.environ, **master, "RANK": str(r)}) for r in (0, 1)]
-    assert [each.wait() for each in inner] == [0, 0]
-rank.allreduce("the end")
-rank.close()
+TRAIN = """
+import atexit, sys, time
+sys.path.insert(0, {tests!r})
+from plain_rank import Rank
+from horo.bootstrap import ending
+
+ending._AFTER_CAUSE_S = 60  # until torchrun has seen the end of the cause, which may take long on a busy machine
+rank = Rank()
+number, _ = rank.start()
+rank.allreduce("first")
+if number == 1:
+    atexit.register(time.sleep, 0.3)  # the stimulus: the cause is slower to end than its victim
+    {end}
+try:
+    rank.allreduce("second")
+except Exception:
+    {answer}
 """
-INNER_BY_HAND = """
-if __name__ == "__main__":
-    for time in range(2):
-        place = rank.start()
-        assert "HOROVOD_RANK" not in os.environ and "HORO_HOST_MARK" in os.environ
-        os.write(1, f"inner {place} {rank.allreduce('x')}\\n".encode())
-        rank.close()
-    assert f"process {os.getpid()}), has inherited" in start("spawn")
-"""
+RAISES, EXITS = "raise ValueError('bad sample in shard 7')", "sys.exit(7)"
 
 
-def test_a_rank_may_give_places_by_torchs_variables(tmp_path: Path) -> None:
-    inner = tmp_path / "inner.py"
-    inner.write_text(PLAIN + INNER_BY_HAND)
-    lines = run(tmp_path / "train.py", PLAIN + BY_HAND.replace("INNER", repr(str(inner)))).stdout.splitlines()
-    assert sorted(lines) == ["inner [0, 2] [3.0, 3.0]"] * 2 + ["inner [1, 2] [3.0, 3.0]"] * 2
+@pytest.mark.parametrize(
+    ("end", "answer", "code"),
+    [(RAISES, "raise", "1"), (RAISES, "rank.close(); raise", "1"), (EXITS, "rank.close(); sys.exit(9)", "7")],
+    ids=["an exception", "its victim leaves the job first", "sys.exit, and its victim has a code of its own"],
+)
+def test_the_rank_that_is_the_cause_is_the_first_failure(tmp_path: Path, end: str, answer: str, code: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.format(tests=str(Path(__file__).resolve().parent.parent), end=end, answer=answer))
+    command = [sys.executable, *TORCHRUN, "2", "--monitor-interval", "0.1", str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert ("PeerLostError: rank 1 (" in done.stderr) == ("exit" not in answer)
+    assert re.findall(r"failed \(exitcode: (\d+)\) local_rank: (\d)", done.stderr) == [(code, "1")], done.stderr

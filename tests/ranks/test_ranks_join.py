@@ -263,26 +263,6 @@ def test_what_no_rank_can_do_for_another_is_an_error_and_the_job_goes_on() -> No
 # ---- Waiting ----
 
 
-@on("ranks2")
-def test_an_interrupted_join_goes_on_when_it_is_called_again(tmp_path: Path) -> None:
-    done = tmp_path / "done"
-
-    class StopError(Exception):
-        pass
-
-    if hvd.rank() == 0:
-        joining = runtime.current().joining
-        for _ in range(3):
-            interrupt(hvd.join, StopError, lambda: joining._round is not None and bool(joining._round.handles))
-            with pytest.raises(hvd.UsageError, match=r"rank 0 has joined"):
-                hvd.allreduce(torch.ones(1), name="refused")
-        done.touch()
-    else:
-        await_file(done, lambda: hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum))
-    assert hvd.join() == 1
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
-
-
 def await_file(path: Path, meanwhile: Callable[[], Any]) -> None:
     """Until another rank, which cannot communicate, has made it."""
     end = time.monotonic() + 50

@@ -164,25 +164,6 @@ def test_an_optimizer_more_on_one_rank_shifts_no_names() -> None:
         train(second, optimizer2, step)
 
 
-@on("ranks2_in_each_order")
-def test_numbers_are_only_where_names_collide() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.shared = torch.nn.Parameter(torch.ones(2))
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
-
-    first, second = Twice("names_left"), Twice("names_right")
-    optimizers: list[Any] = [sgd(first), sgd(second)]
-    for model, optimizer in zip((first, second), optimizers, strict=True):
-        (sum(p.sum() for p in model.parameters())).backward()
-        optimizer.step()
-    kinds = {state.name: state.kind for optimizer in optimizers for state in optimizer._reducer.states.values()}
-    shared = [state.kind for o in optimizers for state in o._reducer.states.values() if state.name == "shared"]
-    assert len(set(shared)) == 2
-    assert (kinds["names_left"], kinds["names_right"]) == ("gradient", "gradient")
-
-
 # ---- Copies ----
 
 
@@ -207,20 +188,6 @@ def test_a_deep_copy_of_model_and_optimizer_trains_like_the_original(order: str,
     model3, optimizer3 = copy.deepcopy((model2, optimizer2))
     del model2, optimizer2
     train(model3, optimizer3, 4)
-
-
-@on("ranks2_in_each_order")
-def test_a_copy_on_one_rank_only_disturbs_nobody() -> None:
-    model, optimizer = made()
-    best: Any = None
-    for step in range(3):
-        train(model, optimizer, step)
-        if hvd.rank() == 1:
-            best = copy.deepcopy((model, optimizer))
-    train(model, optimizer, 3)
-    other = make_model(5)
-    train(other, sgd(other), 4)
-    assert (best is not None) == (hvd.rank() == 1)
 
 
 @on("ranks2_in_each_order")

@@ -1,16 +1,22 @@
-"""What HORO_LOG_LEVEL shows of a job in which nothing happens: a line at its start, and nothing else."""
+"""A job in which nothing happens: what ``HORO_LOG_LEVEL`` shows, what is kept, and that nothing wakes."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from jobs import IMPORT_TORCH_SILENTLY
+import torch
+from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
+from rank_pool import RankPool
 
+import horo.torch as hvd
 from horo import __version__
 
 HEAD = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
@@ -83,3 +89,88 @@ def test_at_debug_every_rank_says_where_it_is(tmp_path: Path) -> None:
             r"cross rank 0 of 1, \d+ cores? of this host, segments of 256 KiB, joined in \d+ ms"
         )
         assert re.fullmatch(pattern, line), line
+
+
+PROGRAM = """
+import gc
+import torch
+import horo.torch as hvd
+
+def dirty_kib():
+    gc.collect()
+    return next(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Private_Dirty:"))
+
+def ones():
+    return torch.ones(1 << 18)
+
+FORMS = {
+    "allreduce": lambda name: hvd.allreduce(ones(), name=name),
+    "allreduce_async": lambda name: hvd.synchronize(hvd.allreduce_async(ones(), name=name)),
+    "grouped_allreduce": lambda name: hvd.grouped_allreduce([ones(), ones()], name=name),
+    "broadcast_": lambda name: hvd.broadcast_(ones(), 0, name=name),
+    "allgather, repeated": lambda name: (ones(), [hvd.allgather(ones()[: 1 << 16], name=name) for _ in range(2)]),
+    "reducescatter": lambda name: hvd.reducescatter(ones(), name=name),
+    "alltoall": lambda name: hvd.alltoall(ones(), name=name),
+}
+hvd.init()
+grown = {}
+for form, call in FORMS.items():
+    for number in range(10):
+        call(None)
+    call("x")
+    before = dirty_kib()
+    for number in range(64):  # names so short that what is kept of one fits into what malloc leaves behind a tensor
+        call(f"{number}")
+    grown[form] = dirty_kib() - before
+print(grown, flush=True)
+"""
+
+
+def test_a_name_costs_no_tensor(hororun: Hororun) -> None:
+    """1 MiB kept for each of 64 names would be eight times what is allowed."""
+    done = hororun.start("-np", "2", "--no-prefix", sys.executable, "-c", PROGRAM).finish(TORCH_S)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    for line in done.stdout.splitlines():
+        assert {form: kib for form, kib in ast.literal_eval(line).items() if kib > 8 << 10} == {}
+
+
+BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
+LOOK_S = 1.0
+DEADLINE_S = 30.0
+
+
+def begin() -> int:
+    """Works a little; returns the process."""
+    for step in range(3):
+        handles = [hvd.allreduce_async_(torch.ones(1000), op=hvd.Sum, name=f"{step % 2}.{i}") for i in range(10)]
+        assert all((hvd.synchronize(handle) == hvd.size()).all() for handle in handles)
+    return os.getpid()
+
+
+def count_packets(benchmarks: str) -> tuple[int, int]:
+    sys.path.insert(0, benchmarks)
+    from resting import own_packets  # noqa: PLC0415
+
+    return own_packets()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "a host per rank"])
+def test_an_idle_job_is_silent(apart: bool) -> None:
+    sys.path.insert(0, BENCHMARKS)
+    from resting import activity_of  # noqa: PLC0415
+
+    with RankPool(2, ranks_per_host=1 if apart else 2) as pool:
+        processes = pool.run(begin)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:  # what a start leaves behind ends; what comes again and again never does
+            before = pool.run(count_packets, BENCHMARKS)
+            threading.Event().wait(0.1)
+            resting = activity_of(processes)
+            threading.Event().wait(LOOK_S)
+            did = activity_of(processes).since(resting)
+            after = pool.run(count_packets, BENCHMARKS)
+            if (did.wake_ups, did.cpu_ns, after) == (0, 0, before):
+                break
+            assert time.monotonic() < deadline, f"in {LOOK_S:g} s: {did}, packets and connections {before} to {after}"
+        assert all((connections > 0) == apart for _, connections in after)

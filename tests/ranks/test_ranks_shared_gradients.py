@@ -12,7 +12,6 @@ from small_model import assert_close
 
 import horo.torch as hvd
 from horo.torch.compression import Compressor
-from horo.torch.optimizer import gradient_reducer
 
 Loss = Callable[[], torch.Tensor]
 
@@ -136,22 +135,6 @@ def test_a_view_that_was_changed_while_it_was_being_reduced_is_found(through: st
         optimizer.step()
 
 
-@pytest.mark.parametrize("sharing", [(True, True), (False, True)], ids=["both ranks", "one rank"])
-@on("ranks2_in_step")
-def test_a_group_of_views_may_have_a_frozen_parameter(sharing: tuple[bool, bool]) -> None:
-    leaves, loss, wanted = _case("stack")
-    (frozen,) = _leaves((2,))
-    optimizer = _optimizer([*leaves, frozen], groups=1)
-    frozen.requires_grad_(False)
-    for _ in range(3):
-        optimizer.zero_grad()
-        alone = sum((leaf * part).sum() for leaf, part in zip(leaves, wanted, strict=True))
-        ((loss() if sharing[hvd.rank()] else alone) * (hvd.rank() + 1)).backward()
-        optimizer.step()
-        _assert_gradients(leaves, wanted, 1.5)
-        assert frozen.grad is None
-
-
 @on("ranks2_in_step")
 def test_a_group_with_an_unused_parameter_may_share_memory_with_another_group() -> None:
     for first in (True, False):
@@ -167,31 +150,3 @@ def test_a_group_with_an_unused_parameter_may_share_memory_with_another_group() 
             (loss() * (hvd.rank() + 1)).backward()
             optimizer.step()
             _assert_gradients(leaves, wanted, 2.5)
-
-
-@on("ranks2_in_each_order")
-def test_an_older_torch_finds_views_that_a_later_step_makes() -> None:
-    def hold_while_hooks_run(grad: torch.Tensor) -> None:  # as torch before 2.13 does with a new gradient
-        held.append(grad.untyped_storage())
-
-    held: list[Any] = []
-    for kind in ("stack", "flat"):
-        leaves, loss, wanted = _case(kind)
-        for leaf in leaves:
-            leaf.register_hook(hold_while_hooks_run)
-        optimizer = _optimizer(leaves)
-        counted: Any = gradient_reducer.COUNTS_IN_HOOKS
-        gradient_reducer.COUNTS_IN_HOOKS = False
-        try:
-            for step in range(6):
-                optimizer.zero_grad(set_to_none=step != 5)
-                if step % 2:
-                    (loss() * (hvd.rank() + 1)).backward()
-                else:
-                    parts = zip(leaves, wanted, strict=True)
-                    (sum((leaf * part).sum() for leaf, part in parts) * (hvd.rank() + 1)).backward()
-                held.clear()
-                optimizer.step()
-                _assert_gradients(leaves, wanted, 1.5)
-        finally:
-            gradient_reducer.COUNTS_IN_HOOKS = counted

@@ -1,7 +1,9 @@
-"""What ranks run: any command, a Python script, or a module."""
+"""What ranks run, and what users mean otherwise: input, a launcher in a launcher, names of variables."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from jobs import Hororun
 
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.cli import parse
+from horo.runner.cli import main, parse
+from horo.runner.job.forwarded_variables import outer_rank
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
 
@@ -28,22 +31,6 @@ def test_a_module_runs_under_the_python_of_its_host(hororun: Hororun, where: str
     assert done.returncode == 0, done.stderr
     script = tmp_path / "package" / "train.py"
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {sys.executable} {script} -m x" for r in (0, 1)]
-
-
-def test_a_script_that_is_not_there_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    (tmp_path / "folder.py").mkdir()
-    host = "localhost" if where.startswith("localhost") else "one"
-    for name in ("tarin.py", "./tarin.py", "/no/such/train.py"):
-        done = hororun.run("-np", "2", name, where=where, cwd=tmp_path)
-        assert done.returncode == 127
-        assert done.stderr == f"hororun: there is no script {name!r} on {host} in {tmp_path}\n".replace(
-            f" in {tmp_path}", "" if name.startswith("/") else f" in {tmp_path}"
-        )
-    done = hororun.run("-np", "2", "./folder.py", where=where, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        126,
-        f"hororun: './folder.py' on {host} is a folder: name a script or a program\n",
-    )
 
 
 def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
@@ -98,3 +85,155 @@ def test_a_dry_run_shows_the_python(hororun: Hororun, tmp_path: Path) -> None:
         f"each rank here: {sys.executable} train.py",
         "each rank elsewhere: /py train.py",
     ]
+
+
+def test_input_that_nobody_reads_is_said(hororun: Hororun, tmp_path: Path) -> None:
+    said = "hororun: nothing was read from stdin: that of every rank is /dev/null\n"
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, b"some\n")
+    os.close(write_fd)
+    assert hororun.run("-np", "1", "true", stdin=read_fd).stderr == said
+    os.close(read_fd)
+    (tmp_path / "input").write_text("some\n")
+    with (tmp_path / "input").open() as file:
+        assert hororun.run("-np", "1", "true", stdin=file).stderr == said
+    read_fd, write_fd = os.pipe()  # empty: as where another program has started hororun
+    assert hororun.run("-np", "1", "true", stdin=read_fd).stderr == ""
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_a_hororun_in_a_hororun_warns(hororun: Hororun, where: str) -> None:
+    inner = [sys.executable, "-m", "horo.runner", "-np", "1", "-H", "localhost:1", "true"]
+    done = hororun.run("-np", "1", "--", *inner, where=where)
+    expected = (
+        "[0] hororun: warning: this hororun is itself rank 0 of another hororun's job and starts a whole job of its own"
+    )
+    assert (done.returncode, done.stderr) == (0, expected + "\n")
+    assert outer_rank({"HOROVOD_RANK": "1"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}, "rank 1 of a job of torchrun"),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, "rank 3 of a job of mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "rank 0 of a job of mpirun"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+    ],
+)
+def test_a_hororun_below_another_launcher_is_known(environment: dict[str, str], rank: str) -> None:
+    assert outer_rank(environment) == rank
+
+
+WARNS = "from horo.bootstrap.job import start\nstart().close()\n"
+
+
+def test_rank_0_warns_of_a_misspelt_variable(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNS)
+    done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HORO_LOGLEVEL": "debug"})
+    assert done.returncode == 0
+    assert done.stderr == (
+        "[0] horo [0] warning: HORO_LOGLEVEL is no variable of horo and means nothing: did you mean HORO_LOG_LEVEL?\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "way"), [("HORO_CYCLE_TIME", []), ("HOROVOD_CYCLE_TIME", ["--mpi"])])
+def test_a_wrong_value_in_the_environment_is_one_line_before_any_rank_starts(
+    name: str, way: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "soon")
+    assert main([*way, "-np", "2", "-H", "h1:2", "no-such-command"]) == 2
+    assert capsys.readouterr() == ("", f"hororun: {name}='soon' is not a number from 0 to 1000 ms\n")
+
+
+def test_a_wrong_value_in_the_environment_that_an_option_replaces_is_none() -> None:
+    environment = {"HORO_CYCLE_TIME": "soon", "HOROVOD_CACHE_CAPACITY": "much"}
+    words = ["-np", "2", "--cycle-time-ms", "3", "-x", "HORO_CACHE_CAPACITY=7", "true"]
+    job = parse(words, environment=environment)
+    assert job is not None
+    assert job.exports["HORO_CYCLE_TIME"] == "3"
+
+
+def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "horo", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment}
+    )
+
+
+def test_check_build_shows_what_the_environment_has_set() -> None:
+    lines = show("--check-build", HOROVOD_CYCLE_TIME="2", HORO_LOG_LEVEL="").stdout.splitlines()
+    assert [line.split() for line in lines if "HOROVOD_" in line] == [
+        ["[X]", "cycle_time_ms", "2.0", "HOROVOD_CYCLE_TIME"]
+    ]
+    assert "Settings from the environment:" in lines
+
+
+def test_check_build_fails_where_init_would() -> None:
+    done = show("--check-build", HORO_SPIN_US="x")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("init() fails here: HORO_SPIN_US='x' is not an integer")
+    inside = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HORO_STORE": "127.0.0.1:1", "RANK": "1"}
+    assert show("--check-build", **inside).returncode == 0
+
+
+SHOWS = [["--help"], ["--check-hosts"], ["-np", "1", "--dry-run", "true"]]
+
+
+def onto(stdout: int, words: list[str]) -> tuple[int, bytes]:
+    """Exit code and stderr of a hororun that writes there."""
+    command = [sys.executable, "-m", "horo", *words]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(stdout)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_what_is_shown_may_lose_its_reader(words: list[str]) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    assert onto(write_fd, words) == (141, b"")
+
+
+@pytest.mark.parametrize("words", [*SHOWS, ["-np", "1", "echo", "x"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_named(words: list[str]) -> None:
+    code, said = onto(os.open("/dev/full", os.O_WRONLY), words)
+    assert said.startswith(b"hororun: stdout cannot be written: No space left on device")
+    assert (code, said.count(b"\n")) == (78, 1)
+
+
+INTERRUPTED = """
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from horo.runner.cli import main
+sys.exit(main(["-np", "1", "true"]))
+"""
+"""Ctrl-C while a module is loaded."""
+
+
+@pytest.mark.parametrize("at", ["horo.runner.cli.entry", "horo.runner.job.supervise"])
+def test_an_interrupt_while_hororun_starts_is_one_line(at: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "hororun: interrupted\n")
+
+
+def test_hororun_alone_asks_what_to_run(hororun: Hororun) -> None:
+    done = hororun.run(where=None, environment={"CUDA_VISIBLE_DEVICES": ""})
+    said = "hororun: no command given: say what to run, like 'hororun -np 2 train.py'\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("words", SHOWS, ids=" ".join)
+def test_a_closed_stdout_is_named(words: list[str]) -> None:
+    script = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "horo", *words]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (78, 1)
+    assert done.stderr.startswith("hororun: stdout is closed")

@@ -151,14 +151,6 @@ def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flag
     assert job.finish().returncode == 130
 
 
-def test_a_signal_while_hosts_are_reached_ends_that(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:
-    hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
-    job = hororun.start("-np", "1", "true", where="one:1")
-    flags.wait(["called"])
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().returncode == 143
-
-
 STUBBORN = "trap '' TERM INT HUP; (trap '' TERM; setsid sleep 300) & flag up; while :; do sleep 1; done"
 
 
@@ -187,15 +179,6 @@ def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, fla
     done = job.finish()
     assert done.returncode == 69
     assert "was lost with its host (ssh ended with code 137" in done.stderr
-
-
-def test_an_agent_that_is_told_to_end_ends_the_job(hororun: Hororun, flags: Flags) -> None:
-    job = hororun.start("-np", "2", *shell("flag up; exec sleep 60", flags), where="one:2")
-    flags.wait(["up.0", "up.1"])
-    kill_all(agents(job), signal.SIGTERM)
-    done = job.finish()
-    assert done.returncode == 69
-    assert done.stderr == "hororun: host one ended its ranks: SIGTERM came to the agent there\n"
 
 
 def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, tmp_path: Path, flags: Flags) -> None:

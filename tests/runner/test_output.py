@@ -1,14 +1,22 @@
-"""Lines, prefixes and the writer."""
+"""Lines, prefixes and the writer; and what hororun shows and keeps of what ranks write."""
 
 from __future__ import annotations
 
 import os
+import pty
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import Flags, Hororun, wait_until
 
 from horo.runner.job.output import LineSplitter, Piece, Printer, Writer
 from horo.runner.job.rank_files import RankFiles
@@ -145,3 +153,159 @@ def test_files_of_ranks_sort_by_rank(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank.03" / "stderr").read_bytes() == b"err"
     assert (tmp_path / "logs" / "rank.10" / "stdout").read_bytes() == b""
     assert files.name_of(files.fd(3, 2)) == "stderr of rank 3"
+
+
+PYTHON = (sys.executable, "-S", "-c")
+
+
+def test_lines_of_any_length_are_never_mixed_and_none_is_lost(hororun: Hororun, where: str) -> None:
+    script = (
+        "import os; r = os.environ['HOROVOD_RANK']\n"
+        "for n in range(200):\n"
+        "    line = (r * (n * n * 7 % 30000) + '\\n').encode()\n"
+        "    for start in range(0, len(line), 5000): os.write(1, line[start:start + 5000])\n"
+    )
+    done = hororun.run("-np", "3", *PYTHON, script, where=where)
+    assert done.returncode == 0
+    expected = Counter(f"[{rank}] {str(rank) * (n * n * 7 % 30000)}" for rank in range(3) for n in range(200))
+    assert Counter(done.stdout.splitlines()) == expected
+
+
+def test_files_of_ranks_hold_every_byte(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    words = ["-np", "2", "--output-filename", str(tmp_path / "logs"), "--prefix-timestamp"]
+    hororun.run(
+        *words, "--", "sh", "-c", r"printf '10%%\r20%%\r\n\377'$HOROVOD_RANK; echo $HOROVOD_RANK >&2", where=where
+    )
+    for rank in range(2):
+        folder = tmp_path / "logs" / f"rank.{rank}"
+        assert (folder / "stdout").read_bytes() == b"10%%\r20%%\r\n\xff%d" % rank
+        assert (folder / "stderr").read_bytes() == b"%d\n" % rank
+
+
+@pytest.mark.parametrize("where", ["localhost:1,one:1,seven:1", "one:1,localhost:1,seven:1"])
+def test_lines_and_folders_can_name_the_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    words = ["-np", "3", "--prefix-host", "--output-filename", str(tmp_path / "logs")]
+    done = hororun.run(*words, "--", "sh", "-c", "echo out $HOROVOD_RANK; echo err $HOROVOD_RANK >&2", where=where)
+    assert done.returncode == 0, done.stderr
+    hosts = [item.partition(":")[0] for item in where.split(",")]
+    assert sorted(done.stdout.splitlines()) == [f"[{r} {name}] out {r}" for r, name in enumerate(hosts)]
+    assert sorted(done.stderr.splitlines()) == [f"[{r} {name}] err {r}" for r, name in enumerate(hosts)]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"rank.{r}.{n}" for r, n in enumerate(hosts)]
+    assert (tmp_path / "logs" / f"rank.2.{hosts[2]}" / "stdout").read_text() == "out 2\n"
+
+
+def test_a_file_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "rank.0").touch()
+    done = hororun.run("-np", "1", "--output-filename", str(tmp_path), "true")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"hororun: --output-filename {tmp_path}: {tmp_path}/rank.0 is a file, and a folder is needed: name another\n"
+    )
+
+
+def test_verbose_says_what_is_done(hororun: Hororun) -> None:
+    done = hororun.run("-np", "2", "--verbose", "true", where="localhost:1,one:1")
+    assert "horo.runner.agent" in done.stderr
+    assert re.search(r"rank 1 on one runs as process \d+", done.stderr)
+    assert "key-value server at 127.0.0.1:" in done.stderr
+
+
+FLOOD = "import os\nwhile True: os.write(1, b'x' * 99 + b'\\n')"
+
+
+def test_a_reader_that_waits_makes_ranks_wait_and_loses_nothing(hororun: Hororun, where: str, flags: Flags) -> None:
+    script = f"""
+import os
+for n in range(40000):
+    os.write(1, b"%d " % n * 100 + b"\\n")
+open({str(flags.folder)!r} + "/written." + os.environ["HOROVOD_RANK"], "w").close()
+"""
+    job = hororun.start("-np", "2", *PYTHON, script, where=where)
+    assert job.process.stdout is not None
+    beginning = os.read(job.process.stdout.fileno(), 1000)
+    assert not (flags.folder / "written.0").exists()  # 45 MB do not fit between them and a reader who waits
+    done = job.finish()
+    lines = (beginning.decode() + done.stdout).splitlines()
+    assert len(lines) == 80000
+    for rank in range(2):
+        mine = [line.partition("] ")[2] for line in lines if line.startswith(f"[{rank}]")]
+        assert mine == [f"{n} " * 100 for n in range(40000)]
+
+
+def test_a_blocked_stdout_does_not_keep_a_signal_from_ending_the_job(hororun: Hororun, where: str) -> None:
+    read_fd, write_fd = os.pipe()
+    job = hororun.start("-np", "2", "--grace-seconds", "0.5", *PYTHON, FLOOD, where=where, stdout=write_fd)
+    os.close(write_fd)
+    os.read(read_fd, 1)
+    wait_until(lambda: len(os.listdir(f"/proc/{job.process.pid}/task")) > 1, "output flows")  # noqa: PTH208
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(30) == 143
+    job.nothing_is_left()
+    os.close(read_fd)
+
+
+def test_a_reader_that_goes_ends_the_job(hororun: Hororun, where: str) -> None:
+    read_fd, write_fd = os.pipe()
+    job = hororun.start("-np", "2", *PYTHON, FLOOD, where=where, stdout=write_fd)
+    os.close(write_fd)
+    os.read(read_fd, 1)
+    os.close(read_fd)
+    done = job.finish()
+    assert done.returncode == 141
+    assert "nobody reads stdout" in done.stderr
+
+
+def on_terminal(*words: str, keys: bytes = b"", after: bytes = b"", **environment: str) -> tuple[bytes, int]:
+    """Runs hororun on a terminal of its own; types ``keys`` once ``after`` has appeared."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            os.execve(
+                sys.executable,
+                [sys.executable, "-m", "horo.runner", "-np", "1", *words],
+                {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", **environment},
+            )
+        finally:
+            os._exit(99)
+    shown = b""
+    while True:
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # how a terminal says that nobody has it open any more
+            break
+        shown += data
+        if keys and after in shown:
+            os.write(terminal, keys)
+            keys = b""
+        if not data:
+            break
+    os.close(terminal)
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_terminal_gets_colours_and_redrawn_progress() -> None:
+    shown, code = on_terminal("--", "printf", r"1%%\r2%%\rdone\n")
+    assert code == 0
+    start = b"\x1b[36m[0]\x1b[0m "
+    assert shown == start + b"1%\r\x1b[2K" + start + b"2%\r\x1b[2K" + start + b"done\r\n"
+
+
+@pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_without_colours_gets_none(variable: dict[str, str]) -> None:
+    assert on_terminal("echo", "x", **variable)[0] == b"[0] x\r\n"
+
+
+def test_ctrl_c_on_a_terminal_ends_the_job() -> None:
+    script = "import signal, sys\ndef end(*_): print('saved'); sys.exit(0)\n"
+    script += "signal.signal(signal.SIGINT, end); print('up', flush=True)\nwhile True: signal.pause()"
+    shown, code = on_terminal(*PYTHON, script, keys=b"\x03", after=b"up")
+    assert code == 130
+    assert b"saved" in shown
+    assert b"hororun: SIGINT: the job was ended" in shown
+
+
+def test_a_closed_stderr_disturbs_nobody() -> None:
+    command = [sys.executable, "-m", "horo.runner", "-np", "1", "sh", "-c", "echo gone >&2; echo here"]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"[0] here\n")

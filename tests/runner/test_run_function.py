@@ -9,14 +9,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import CodeType
+from typing import Any, cast
 
+import cloudpickle
 import pytest
 from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, marked_processes, wait_until
 
 import horo
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
 from horo.runner.call.parent import check_outcomes
-from horo.runner.call.values import Outcome
+from horo.runner.call.pickling import Pickler, dumps
+from horo.runner.call.values import Outcome, get, put
 
 OVERSUBSCRIBE = ["--oversubscribe"]
 
@@ -113,7 +119,7 @@ def test_the_error_of_the_script_comes_before_that_of_its_victims() -> None:
         check_outcomes([None], 2, "hororun: more ranks than slots")
 
 
-WRONG = [
+WRONG_ARGUMENTS = [
     ({"np": 0}, UsageError, "horo.run: -np 0: at least one rank is needed"),
     ({"hosts": "a:b:c"}, UsageError, "horo.run: "),
     ({"hosts": "a:1", "hostfile": "x"}, UsageError, "horo.run: "),
@@ -134,7 +140,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG, ids=[str(next(iter(each[0]))) for each in WRONG])
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"), WRONG_ARGUMENTS, ids=[str(next(iter(each[0]))) for each in WRONG_ARGUMENTS]
+)
 def test_a_wrong_argument_is_named(arguments: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as caught:
         horo.run(**{"func": own_rank, **arguments})  # type: ignore[arg-type]
@@ -235,3 +243,121 @@ def test_variables_reach_other_hosts(tmp_path: Path) -> None:
     shell.chmod(0o755)
     options = ["--remote-shell", str(shell)]
     assert horo.run(lambda: os.environ["GIVEN"], np=1, hosts="far:1", env={"GIVEN": "x"}, options=options) == ["x"]
+
+
+PIECE = 4 << 20
+
+
+class Store:
+    """A store in this process that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.order: list[str] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        assert 0 < len(value) <= PIECE
+        self.values[key] = value
+        self.order.append(key)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        if key not in self.values:
+            raise StoreTimeoutError([key])
+        return self.values[key]
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+
+def client(store: object) -> StoreClient:
+    return cast(StoreClient, store)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, PIECE - 20, PIECE, 3 * PIECE + 7])
+def test_an_object_of_any_size_comes_back(size: int) -> None:
+    store = Store()
+    value = {"data": bytes(range(256)) * (size // 256) + b"x" * (size % 256), "more": [1, "two", None]}
+    put(client(store), "key", value)
+    assert store.order[-1] == "key"  # a reader sees all or nothing
+    assert get(client(store), "key", 0.0) == value == get(client(store), "key", 0.0, once=True)
+    assert list(store.values) == ["key"]
+
+
+def test_an_object_that_cannot_be_pickled_leaves_nothing() -> None:
+    store = Store()
+    with pytest.raises(TypeError, match="lock"):
+        put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], Pickler)
+    assert store.order != []
+    assert store.values == {}
+
+
+@pytest.mark.parametrize("without_name", [False, True], ids=["this cloudpickle", "3.1.3"])
+def test_code_keeps_the_name_of_its_file(monkeypatch: pytest.MonkeyPatch, without_name: bool) -> None:
+    table = cloudpickle.Pickler.dispatch_table.maps[0]
+    reduce_code = table[CodeType]
+
+    def reduce_without_name(code: CodeType) -> Any:
+        make, values = reduce_code(code)
+        return make, tuple("<dynamic-code>" if value == code.co_filename else value for value in values)
+
+    if without_name:
+        monkeypatch.setitem(table, CodeType, reduce_without_name)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def train():\n    return lambda: 0\n", "/k/train.py", "exec"), space)
+    train = pickle.loads(dumps(space["train"]))
+    assert train is not space["train"]
+    assert train.__code__.co_filename == train().__code__.co_filename == "/k/train.py"
+
+
+CELLS = [
+    "import horo\nfactor = 3\n\nclass Point:\n    def __init__(self, x):\n        self.x = x",
+    """
+def total(amount):
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    sys.modules["numpy"] = None  # a torch that cannot use the one that is installed writes pages about that
+    import torch
+    import horo.torch as hvd
+    hvd.init()
+    print("rank", hvd.rank(), "of", hvd.size())
+    return Point(hvd.rank() * factor + float(hvd.allreduce(torch.ones(1) * amount, op=hvd.Sum)))
+
+points = horo.run(total, (5,), np=2, options=["--oversubscribe"])
+[point.x for point in points]
+""",
+    """
+def fail():
+    raise ValueError(f"no batch of {factor}")
+
+try:
+    horo.run(fail, np=1)
+except ValueError as error:
+    print("caught:", error)
+    print(str(error.__cause__).splitlines()[0][:10])
+""",
+]
+
+
+def outputs(notebook: Any, index: int) -> str:
+    """What stands under a cell."""
+    cell = notebook.cells[index]
+    assert all(each.output_type != "error" for each in cell.outputs), cell.outputs
+    return "".join(each.get("text") or each.data["text/plain"] for each in cell.outputs)
+
+
+def test_a_notebook_calls_functions_of_its_cells_in_ranks(tmp_path: Path) -> None:
+    why = "no Jupyter here: `pip install nbclient ipykernel`"
+    nbclient, nbformat, *_ = (
+        pytest.importorskip(each, reason=why) for each in ("nbclient", "nbformat", "ipykernel", "torch")
+    )
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in CELLS])
+    environment = {"JUPYTER_PLATFORM_DIRS": "1", "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    client = nbclient.NotebookClient(
+        made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    done = client.execute(env={**os.environ, **environment})
+    *printed, value = outputs(done, 1).splitlines()
+    assert (sorted(printed), value) == (["[0] rank 0 of 2", "[1] rank 1 of 2"], "[10.0, 13.0]")
+    said = outputs(done, 2)
+    assert "caught: no batch of 3\nin rank 0 " in said

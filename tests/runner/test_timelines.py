@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from trace_events import parse_timeline, rows_of
 from horo.runner.cli import parse
 from horo.runner.config import JobError, TimelineMerge
 from horo.runner.job.merge_timelines import run_and_merge
-from horo.timeline import merge
 
 TRAIN = f"""
 import sys
@@ -30,14 +26,6 @@ for step in range(200):
     rank.allreduce(f"allreduce.t{{step % 4}}", 100_000)
 rank.close()
 """
-IN_ANOTHER_TIME = """#!/bin/sh
-if [ "$HOROVOD_RANK" = 1 ]; then
-    export HORO_HOST_ID=another
-    exec unshare --time --monotonic 86400 --fork "$@"
-fi
-exec "$@"
-"""
-"""The monotonic clock of rank 1 is a day ahead, and it shares no memory with rank 0."""
 
 
 def exports_of(*words: str, environment: dict[str, str] | None = None) -> dict[str, str]:
@@ -206,31 +194,3 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_job(tmp_path: Pat
         with pytest.raises(JobError) as caught:
             run_and_merge(TimelineMerge(str(out), pattern), 2, lambda: pytest.fail("it ran"), lambda _: None)
         assert str(caught.value) == f"--timeline-merge {out}: {reason}"
-
-
-def test_clocks_of_two_machines_are_aligned(hororun: Hororun, tmp_path: Path) -> None:
-    time = ["unshare", "--time", "--monotonic", "86400", "--fork", "true"]
-    if shutil.which("unshare") is None or subprocess.run(time, check=False, capture_output=True).returncode != 0:
-        pytest.skip("a time namespace needs `unshare --time` and the right to make one")
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "start").write_text(IN_ANOTHER_TIME)
-    (tmp_path / "start").chmod(0o755)
-    words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "./start", sys.executable, "train.py"]
-    done = hororun.start(*words, cwd=tmp_path).finish()
-    assert (done.returncode, done.stderr) == (0, "")
-    files = [tmp_path / f"t-{rank}.json" for rank in range(2)]
-    heads = [json.loads(path.read_text())[0]["args"] for path in files]
-    assert heads[1]["monotonic_ns"] - heads[0]["monotonic_ns"] > 80_000e9
-    assert heads[0]["clock"] != heads[1]["clock"]
-    said = merge(str(tmp_path / "all.json"), [str(path) for path in files])
-    assert "its times are right to " in said[1]
-    within_us = float(said[1].split("right to ")[1].split(" us")[0])
-    events = parse_timeline(tmp_path / "all.json")
-    submitted, begun = (
-        [[event["ts"] for event in events if event["ph"] == "B" and event["pid"] == rank and event["name"] == name]
-         for rank in range(2)]
-        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")
-    )  # fmt: skip
-    assert len(submitted[0]) == len(submitted[1]) == 200
-    for step in range(200):  # what must be so on one clock is so up to the bound that merge has named
-        assert min(times[step] for times in begun) >= max(times[step] for times in submitted) - within_us - 1

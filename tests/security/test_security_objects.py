@@ -98,13 +98,6 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
     assert not Path(ran).exists()
 
 
-@on("ranks2")
-def test_objects_without_names_and_of_all_sizes_travel() -> None:
-    for size in (0, 1, 31, 1000, 1 << 20):
-        assert hvd.broadcast_object(b"x" * size, 1) == b"x" * size
-        assert hvd.allgather_object(bytes([hvd.rank()]) * size) == [bytes([rank]) * size for rank in range(2)]
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 @on("ranks2")
 def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(operation: str) -> None:
@@ -150,26 +143,3 @@ def test_calls_without_a_name_and_with_the_name_none_are_not_the_same() -> None:
     for thread in threads:
         thread.join(60)
     assert found == {name: [(name, 0), (name, 1)] for name in names}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@on("ranks2")
-def test_threads_may_send_objects_without_names(operation: str) -> None:
-    """Calls pair in order: which thread gets which object is open, but each object comes once."""
-    found: list[object] = []
-
-    def call(thread: int) -> None:
-        for number in range(20):
-            value = (hvd.rank(), thread, number)
-            if operation == "broadcast":
-                found.append(hvd.broadcast_object(value))
-            else:
-                found.extend(hvd.allgather_object(value))
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
-    ranks = [0] if operation == "broadcast" else [0, 1]
-    assert sorted(found) == [(rank, thread, number) for rank in ranks for thread in range(3) for number in range(20)]

@@ -1,19 +1,35 @@
-"""A process between two ranks, without the secret: it passes the handshake on byte for byte to keep the connection."""
+"""Those without the secret, between ranks, at ports and sockets, and a member that sends nonsense, change nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
-from joining import wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jobs import wait_until
 
+from horo.bootstrap.auth.frames import pack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
+from horo.bootstrap.host import arena as arena_module
+from horo.bootstrap.host.arena import Arena, _ArenaServer, _create, _receive_arena
 from horo.bootstrap.net.addresses import Endpoint, bind_all
 from horo.bootstrap.net.dial import dial
 from horo.bootstrap.net.listener import ListenerThread
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.frames import INT64, KEY_BYTES_MAX, StoreRequest
+from horo.bootstrap.store.protocol import StoreAbandonedError
+from horo.bootstrap.store.server import StoreServer, _Client
 from horo.errors import PeerLostError
 
 SECRET = bytes(range(32))
@@ -84,7 +100,7 @@ def test_a_relayed_handshake_is_refused(endpoint: Endpoint, refusals: list[str],
             dial([relay.endpoint], SECRET, CLAIM, 1)
     finally:
         relay.close()
-    wait_until(lambda: bool(refusals))
+    wait_until(lambda: bool(refusals), "it is refused")
     assert f"connected to {relay.endpoint} and has come out at {endpoint}" in refusals[0]
     assert relay.passed > 0
     assert not admitted
@@ -120,3 +136,315 @@ def test_the_address_that_was_dialed_is_proven(address: str) -> None:
 
 def _deadline() -> float:
     return time.monotonic() + 10
+
+
+LIMIT = 64
+FULL_SERVER = """
+    import resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    from horo.bootstrap.store.server import StoreServer
+
+    told = lambda sentence: print(sentence, flush=True)
+    with StoreServer(["127.0.0.1"], bytes(range(32)), on_refused=told) as server:
+        print(server.endpoints[0].port, flush=True)
+        sys.stdin.readline()
+"""
+SERVER = """
+    import os, resource, sys
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+    from horo.bootstrap.store.server import StoreServer
+
+    with StoreServer(["127.0.0.1"], bytes(range(32)), handshake_timeout_s=600) as server:
+        print(server.endpoints[0].port, flush=True)
+        sys.stdin.readline()
+        opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[1]) // 2)]
+        print(server._listener.half_open_count, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_strangers_do_not_use_up_the_descriptors() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVER), str(LIMIT)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as server:  # fmt: skip
+        crowd = []
+        try:
+            assert server.stdin is not None and server.stdout is not None
+            endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
+            crowd = [socket.create_connection(endpoint) for _ in range(2 * LIMIT)]
+            with StoreClient(*endpoint, SECRET, 30) as client:
+                client.set("a", b"1")
+                server.stdin.write(b"\n")
+                assert 0 < int(server.stdout.readline()) <= LIMIT // 4
+        finally:
+            server.kill()
+            for connection in crowd:
+                connection.close()
+
+
+def test_a_process_that_can_open_no_further_file_says_so_to_both_sides() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(FULL_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as server, contextlib.ExitStack() as clients:  # fmt: skip
+        try:
+            assert server.stdout is not None
+            endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
+            with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:\d+: the process there can open no further file"):
+                for _ in range(LIMIT):
+                    clients.enter_context(StoreClient(*endpoint, SECRET, 1.0))
+            told = server.stdout.readline().decode()
+            assert f"refused a connection from 127.0.0.1: this process has opened all the {LIMIT} files it may" in told
+        finally:
+            server.kill()
+
+
+def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be() -> None:
+    script = """
+        import resource
+        from horo.bootstrap.net.open_files import make_room
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))
+        for count in (8, 200, 1000):
+            missing = make_room(count)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            print(soft - count in range(32, 64), soft, hard, missing)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    few, some, many = done.stdout.splitlines()
+    assert few == "True 64 512 "
+    assert some.startswith("True 2") and some.endswith(" 512 ")
+    assert re.search(r"False 2\d\d 512 10\d\d open files, more than this process may have: raise its limit \(512", many)
+
+
+def test_hororun_may_open_all_files_and_its_ranks_have_the_limit_of_before() -> None:
+    script = """
+        import resource, sys
+        from horo.runner import processes
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+        processes.raise_descriptor_limit()
+        processes.raise_descriptor_limit()
+        print(resource.getrlimit(resource.RLIMIT_NOFILE))
+        program = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+        child = processes.spawn([sys.executable, "-c", program], environment={})
+        child.wait()
+        print(child.stdout.read().decode())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["(512, 512)", "(256, 512)"]
+
+
+MEMBERS = 10
+STRANGER = 65534
+CROWD = """
+    import os, socket, sys
+
+    os.setuid(int(sys.argv[1]))
+    name, held, count = bytes.fromhex(sys.argv[2]), [], 0
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        try:
+            connection.connect(name)
+            held.append(connection)
+        except OSError:
+            connection.close()
+        if len(held) > 400:
+            held.pop(0).close()
+        count += 1
+        if count == 1000:
+            print("crowded", flush=True)
+"""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = _create(MEMBERS + 1, lambda count: 4096)
+    yield made
+    made.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+def test_members_get_the_memory_through_a_crowd_of_another_user(arena: Arena) -> None:
+    server = _ArenaServer(arena, 0, range(MEMBERS + 1), 1)
+    name = server.listen(SECRET)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(CROWD), str(STRANGER), name.hex()], stdout=subprocess.PIPE
+    ) as crowd:
+        try:
+            assert crowd.stdout is not None
+            assert crowd.stdout.readline() == b"crowded\n"
+            for rank in range(1, MEMBERS + 1):
+                claim = Claim(Purpose.ARENA, rank, 0, 1)
+                received, connection = _receive_arena(name, SECRET, claim, (MEMBERS + 1, 4096), 10.0)
+                assert len(received) == MEMBERS + 2
+                Arena(received[0], received[1:]).close()
+                connection.close()
+            assert crowd.poll() is None
+        finally:
+            crowd.kill()
+            server.close()
+
+
+def test_a_full_queue_of_the_socket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")
+        listener.listen(0)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                held.append(socket.socket(socket.AF_UNIX))
+                held[-1].setblocking(False)
+                held[-1].connect(listener.getsockname())
+        waits: list[float] = []
+
+        def drain(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                held.append(listener.accept()[0])
+
+        clock = SimpleNamespace(monotonic=lambda: float(len(waits)), sleep=drain)
+        monkeypatch.setattr(arena_module, "time", clock)
+        with socket.socket(socket.AF_UNIX) as member:
+            member.settimeout(10)
+            arena_module._connect(member, listener.getsockname(), 100.0)
+            assert member.getpeername() == listener.getsockname()
+        assert len(waits) == 3
+        with socket.socket(socket.AF_UNIX) as member, pytest.raises(BlockingIOError):
+            member.settimeout(10)
+            arena_module._connect(member, listener.getsockname(), 5.0)
+    for connection in held:
+        connection.close()
+
+
+NOW = INT64.pack(0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StoreServer]:
+    with StoreServer(["127.0.0.1"], SECRET) as running:
+        yield running
+
+
+def client_of(server: StoreServer) -> StoreClient:
+    return StoreClient(*server.endpoints[0], SECRET, 10)
+
+
+def message(request: int, *fields: bytes) -> bytes:
+    return bytes([request]) + pack_fields(fields)
+
+
+def send(server: StoreServer, *payloads: bytes) -> bytes:
+    """What the store answers to these payloads before it closes the connection."""
+    with client_of(server) as client:
+        connection = client._connection
+        connection.settimeout(30)
+        connection.sendall(b"".join(client._sealer.seal(payload) for payload in payloads))
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while data := connection.recv(1 << 16):
+                answer += data
+        except ConnectionResetError:
+            pass  # what it had not read when it closed the connection
+        return answer
+
+
+def check_serves(server: StoreServer) -> None:
+    with client_of(server) as client:
+        client.set("checked", b"value")
+        assert client.get_many(["checked"], 10, unless="never") == [b"value"]
+        client.delete(["checked"])
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00",
+        b"\xff" + pack_fields([]),
+        bytes([StoreRequest.SET]),
+        message(StoreRequest.SET),
+        message(StoreRequest.SET, b"key"),
+        message(StoreRequest.SET, b"key", b"value", b"more"),
+        message(StoreRequest.SET, b"", b"value"),
+        message(StoreRequest.SET, b"k" * (KEY_BYTES_MAX + 1), b"value"),
+        message(StoreRequest.GET),
+        message(StoreRequest.GET, NOW),
+        message(StoreRequest.GET, b"", b"", b"key"),
+        message(StoreRequest.GET, NOW, b"", b""),
+        message(StoreRequest.ADD, b"key"),
+        message(StoreRequest.ADD, b"key", b"1"),
+        message(StoreRequest.ADD, b"", NOW),
+        message(StoreRequest.DELETE, b""),
+        message(StoreRequest.ON_DISCONNECT, b"key"),
+        message(StoreRequest.ON_DISCONNECT, b"", b"value"),
+        message(StoreRequest.ON_DISCONNECT, b"key", b"value", b"more"),
+    ],
+)
+def test_a_malformed_request_ends_its_connection_alone(server: StoreServer, payload: bytes) -> None:
+    assert send(server, payload) == b""
+    check_serves(server)
+
+
+_FIELDS = st.lists(st.one_of(st.binary(max_size=12), st.just(NOW), st.sampled_from([b"a", b"b"])), max_size=4)
+_PAYLOADS = st.one_of(
+    st.binary(max_size=40),
+    st.builds(lambda request, fields: message(request, *fields), st.integers(0, 7), _FIELDS),
+    st.builds(lambda request, fields, cut: message(request, *fields)[:-cut], st.integers(1, 5), _FIELDS, st.just(1)),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(_PAYLOADS, min_size=1, max_size=4))
+def test_no_sequence_of_requests_stops_the_store(server: StoreServer, payloads: list[bytes]) -> None:
+    send(server, *payloads)
+    check_serves(server)
+
+
+def test_members_that_vanish_while_they_wait_for_each_other_do_not_stop_the_store(server: StoreServer) -> None:
+    """Each leaves the value that the others wait for, and the store finds out while it answers them."""
+    gone = [client_of(server) for _ in range(4)]
+    waiting = client_of(server)
+    ends: list[BaseException] = []
+
+    def wait(client: StoreClient) -> None:
+        try:
+            client.get("never", 30, unless="failed")
+        except (StoreAbandonedError, PeerLostError) as error:
+            ends.append(error)
+
+    for client in gone:
+        client.set_on_disconnect("failed", b"gone")
+    real = server._flush
+
+    def flush(client: _Client) -> None:
+        if client.on_disconnect is not None and b"failed" in server._values:
+            raise BrokenPipeError
+        real(client)
+
+    server._flush = flush
+    threads = [threading.Thread(target=wait, args=(client,)) for client in [*gone, waiting]]
+    try:
+        for thread in threads:
+            thread.start()
+        with client_of(server) as last:
+            while len(server._waiters) < len(threads):
+                last.add("turns", 1)
+            last.set("failed", b"first")
+            for thread in threads:
+                thread.join(30)
+            assert last.get("failed", 10) == b"first"
+            last.delete(["failed"])
+    finally:
+        del server._flush
+        for client in [*gone, waiting]:
+            client.close()
+    assert sorted(type(end).__name__ for end in ends) == ["PeerLostError"] * 4 + ["StoreAbandonedError"]
+    check_serves(server)

@@ -1,4 +1,4 @@
-"""The choice of cases of a test that has many."""
+"""The choice of cases of a test that has many, and what makes skipped tests run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from cases import CASES, pairwise, same_layout, some_of, spread
+from skips import ways_to_run
 
 
 def _product(*sizes: int) -> list[tuple[str, dict[str, int]]]:
@@ -74,3 +75,22 @@ def test_layouts_are_alike_within_their_kind_and_unlike_others(kind: list[tuple[
     (found,) = {same_layout(name, value) for name, value in kind}
     others = [[1], [2], [1, 1], [2, 2], [2, 1]]
     assert sum(same_layout("hosts", other) == found for other in others) == 1
+
+
+REASONS = [
+    *["no cluster: ip, sshd are not installed (`apt install iproute2 openssh-server`)"] * 3,
+    "no Slurm: srun is not installed (`apt install slurm-client`)",
+    *["no openmpi: build/mpi/openmpi is not there (`make test-mpi` makes it)"] * 6,
+    "need --with-mpi option to run",
+    "making network namespaces needs root",
+    "this machine has no avx512",
+]
+
+
+def test_each_way_is_one_line_with_the_number_of_its_tests() -> None:
+    assert ways_to_run(REASONS) == [
+        "    7 tests: make test-mpi",
+        "    4 tests: apt install iproute2 openssh-server slurm-client",
+        "    1 test:  as root, on a machine or in a container that may make network namespaces",
+        "    1 test:  not on this machine, or not in this kind of run: the reasons are above",
+    ]

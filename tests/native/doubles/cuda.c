@@ -265,9 +265,9 @@ int cuEventRecord(struct event *event, void *stream) {
 static int *next_pause; /* where the next thread that makes a stream wait for an event has to wait itself */
 
 /* With the lock held: waits if the thread has to, and returns the code that its call fails with then. */
-static int await_resumption(int **next) {
-    int *mine = *next;
-    *next = NULL;
+static int await_resumption(void) {
+    int *mine = next_pause;
+    next_pause = NULL;
     if (mine == NULL) {
         return 0;
     }
@@ -284,17 +284,14 @@ int cuStreamWaitEvent(void *stream, struct event *event, unsigned flags) {
     }
     (void)flags;
     pthread_mutex_lock(&lock);
-    const int code = await_resumption(&next_pause);
+    const int code = await_resumption();
     const uint64_t number = event->recorded;
     pthread_mutex_unlock(&lock);
     return code != 0 ? code : put(stream, (struct work){.run = await_event, .event = event, .number = number});
 }
 
-static int *next_query; /* where the next thread that asks for an event has to wait */
-
 int cuEventQuery(const struct event *event) {
     pthread_mutex_lock(&lock);
-    await_resumption(&next_query);
     const int code = event->done < event->recorded ? NOT_READY : event->code;
     pthread_mutex_unlock(&lock);
     return is_unsafe() ? CAPTURE_UNSUPPORTED : entered > 0 ? code : INVALID_CONTEXT;

@@ -34,14 +34,11 @@ void double_open(int *gate) {
     pthread_mutex_unlock(&lock);
 }
 
-/*
- * The thread that makes a stream wait for an event next, or asks whether one has been reached, sets *gate to 1 and
- * waits for double_resume.
- */
-void double_pause(int *gate, int is_query) {
+/* The thread that makes a stream wait for an event next sets *gate to 1 and waits for double_resume. */
+void double_pause(int *gate) {
     pthread_mutex_lock(&lock);
     *gate = 0;
-    *(is_query ? &next_query : &next_pause) = gate;
+    next_pause = gate;
     pthread_mutex_unlock(&lock);
 }
 

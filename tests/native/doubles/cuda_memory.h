@@ -2,46 +2,9 @@
 #ifndef CUDA_MEMORY_H
 #define CUDA_MEMORY_H
 
-static struct piece {
-    struct piece *next;
-    uint64_t address;
-    size_t bytes;
-} *pinned; /* memory of the host that the device reaches */
 /* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all). */
 static int fetches, fetch_fails_at, fetches_let = -1;
 static int copies_over, calls; /* of functions of the host, that are over */
-
-static void note(uint64_t address, size_t bytes) {
-    struct piece *piece = malloc(sizeof *piece);
-    pthread_mutex_lock(&lock);
-    *piece = (struct piece){pinned, address, bytes};
-    pinned = piece;
-    pthread_mutex_unlock(&lock);
-}
-
-static void forget(uint64_t address) {
-    pthread_mutex_lock(&lock);
-    for (struct piece **link = &pinned; *link != NULL; link = &(*link)->next) {
-        struct piece *piece = *link;
-        if (piece->address == address) {
-            *link = piece->next;
-            free(piece);
-            break;
-        }
-    }
-    pthread_mutex_unlock(&lock);
-}
-
-/* Whether the address is in pinned memory. */
-int double_is_pinned(uint64_t address) {
-    pthread_mutex_lock(&lock);
-    int is_inside = 0;
-    for (const struct piece *piece = pinned; piece != NULL && !is_inside; piece = piece->next) {
-        is_inside = address >= piece->address && address < piece->address + piece->bytes;
-    }
-    pthread_mutex_unlock(&lock);
-    return is_inside;
-}
 
 uint64_t double_alloc(size_t bytes) {
     pthread_mutex_lock(&lock);
@@ -60,7 +23,6 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
         return CAPTURE_UNSUPPORTED;
     }
     *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    note((uint64_t)(uintptr_t)*data, bytes);
     pthread_mutex_lock(&lock);
     host_allocs++;
     pthread_mutex_unlock(&lock);
@@ -97,7 +59,6 @@ void double_await_program(int is_awaited) {
 int cuMemFreeHost(void *data) {
     (void)is_unsafe();
     await_device();
-    forget((uint64_t)(uintptr_t)data);
     free(data);
     pthread_mutex_lock(&lock);
     host_frees++;

@@ -14,13 +14,6 @@ int shim_core_choose(const int *core_of, int count, int me, const int *allowed, 
     return hr_core_choose(core_of, count, me, &set);
 }
 
-int shim_core_publish(int enabled) {
-    struct hr_arena_block block = {0};
-    const struct hr_core_choice choice = {.enabled = enabled};
-    hr_core_publish(&choice, &(struct hr_arena){.local_size = 1, .blocks = &block});
-    return atomic_load(&block.core);
-}
-
 int shim_core_is_shared(const int32_t *core_of, const uint32_t *sleeping, int count) {
     const size_t bytes = (size_t)count * sizeof(struct hr_arena_block);
     struct hr_arena_block *blocks = aligned_alloc(HR_LINE, bytes);

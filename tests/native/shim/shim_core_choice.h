@@ -9,9 +9,6 @@
 /* hr_core_choose with the allowed cores as a list. */
 int shim_core_choose(const int *core_of, int count, int me, const int *allowed, int allowed_count);
 
-/* What hr_core_publish writes of the core of this thread, 0: nothing. */
-int shim_core_publish(int enabled);
-
 /* Of rank 0 of a host whose ranks run on these cores, counted from 1, or do not tell: 0. -1: no memory. */
 int shim_core_is_shared(const int32_t *core_of, const uint32_t *sleeping, int count);
 

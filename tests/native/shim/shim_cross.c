@@ -3,17 +3,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/clock.h"
 #include "base/cut.h"
 #include "collective/collective.h"
 #include "local/shares.h"
 #include "collective/two_level.h"
 #include "horo.h"
 #include "node/linked.h"
-#include "shim_transport.h"
 #include "transport/queue.h"
 
-enum { RUNNING_MAX = 2, PARTS_MAX = 32 };
+enum { PARTS_MAX = 32 };
 static const uint64_t TURNS_MAX = 20000000;
 
 static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
@@ -22,10 +20,6 @@ static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
         &hr_cross_gather_ring, &hr_cross_gather_doubling, &hr_cross_scatter_ring,
     };
     return table[call->algorithm];
-}
-
-void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
-    hr_part(count, part_count, index, begin, length);
 }
 
 void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length) {
@@ -80,91 +74,6 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .piece_bytes = call->piece_bytes,
         .scratch = scratch,
     };
-}
-
-int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data) {
-    struct hr_cross state;
-    struct hr_cross_part parts[PARTS_MAX];
-    const struct hr_cross_call full = call_of(call, transport, host, data, NULL, parts);
-    return hr_cross_begin(algorithm_of(call), &state, &full);
-}
-
-/* The calls in flight on one member; entry i % RUNNING_MAX is call i. */
-struct run {
-    const shim_cross_call *call;
-    void *transport;
-    int host;
-    char *data;
-    int repeats;
-    int begun, done;
-    struct hr_cross states[RUNNING_MAX];
-    void *scratch[RUNNING_MAX];
-    struct hr_cross_part parts[RUNNING_MAX][PARTS_MAX];
-};
-
-static int begin_next(struct run *run) {
-    const size_t block_bytes = run->call->count * hr_dtype_bytes(run->call->dtype);
-    const int slot = run->begun % RUNNING_MAX;
-    const struct hr_cross_call full =
-        call_of(run->call, run->transport, run->host, run->data + (size_t)run->begun * block_bytes, run->scratch[slot],
-                run->parts[slot]);
-    run->begun++;
-    return hr_cross_begin(algorithm_of(run->call), &run->states[slot], &full);
-}
-
-/* Progress of all calls in flight. HORO_IN_PROGRESS, HORO_OK when all repeats are done, or an error. */
-static int run_progress(struct run *run) {
-    for (;;) {
-        for (int i = run->done; i < run->begun; i++) {
-            struct hr_cross *state = &run->states[i % RUNNING_MAX];
-            const int status = hr_cross_progress(state);
-            if (status < 0) {
-                return status;
-            }
-            run->done += status == HORO_OK && i == run->done;
-        }
-        const int may_begin =
-            run->begun < run->repeats && run->begun - run->done < RUNNING_MAX &&
-            (run->begun == run->done || hr_cross_all_posted(&run->states[(run->begun - 1) % RUNNING_MAX]));
-        if (!may_begin) {
-            return run->done == run->repeats ? HORO_OK : HORO_IN_PROGRESS;
-        }
-        HR_TRY(begin_next(run));
-    }
-}
-
-static int run_until_done(struct run *run, int timeout_ms) {
-    const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
-    for (;;) {
-        const int status = run_progress(run);
-        if (status != HORO_IN_PROGRESS) {
-            return status;
-        }
-        if (shim_progress(run->transport)) {
-            continue;
-        }
-        const int64_t left_ms = (deadline_ns - hr_now_ns()) / 1000000;
-        if (left_ms <= 0) {
-            shim_abandon(run->transport, HR_CHANNEL_DATA);
-            return HORO_ERR_TIMEOUT;
-        }
-        (void)shim_sleep(run->transport, (int)left_ms);
-    }
-}
-
-int shim_cross_run(void *transport, int host, const shim_cross_call *call, void *data, int repeats, int timeout_ms) {
-    struct run run = {.call = call, .transport = transport, .host = host, .data = data, .repeats = repeats};
-    int status = HORO_OK;
-    for (int i = 0; i < RUNNING_MAX && status == HORO_OK; i++) {
-        status = scratch_create(call, &run.scratch[i]);
-    }
-    if (status == HORO_OK) {
-        status = run_until_done(&run, timeout_ms);
-    }
-    for (int i = 0; i < RUNNING_MAX; i++) {
-        free(run.scratch[i]);
-    }
-    return status;
 }
 
 /* A linear congruential generator (Knuth's MMIX); the high bits are the good ones. */

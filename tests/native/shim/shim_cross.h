@@ -1,4 +1,4 @@
-/* The algorithms between hosts as plain functions: on any transport, or all members in one thread. */
+/* The algorithms between hosts as plain functions, all members in one thread. */
 #ifndef SHIM_CROSS_H
 #define SHIM_CROSS_H
 
@@ -29,9 +29,6 @@ typedef struct {
     const size_t *part_bytes;
 } shim_cross_call;
 
-/* One part of `part_count` nearly equal ones. */
-void shim_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length);
-
 /* The share of owner `index` in a segment of `bytes`, whole blocks, and the most that any share of no more may have. */
 void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length);
 size_t shim_share_most(size_t block_bytes, size_t bytes, int owners);
@@ -39,15 +36,6 @@ size_t shim_share_most(size_t block_bytes, size_t bytes, int owners);
 /* What an allreduce between hosts reserves for segments of up to `segment_bytes`, and what this share of one needs. */
 size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes);
 size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index);
-
-/*
- * As member `host`: `repeats` calls on consecutive blocks of data, each begun as soon as the one before is all posted.
- * HORO_OK, the first error, or HORO_ERR_TIMEOUT.
- */
-int shim_cross_run(void *transport, int host, const shim_cross_call *call, void *data, int repeats, int timeout_ms);
-
-/* The status of begin. */
-int shim_cross_begin(void *transport, int host, const shim_cross_call *call, void *data);
 
 /*
  * All members in this thread, driven in an order drawn from `seed`, over the links of the rule, which move so many

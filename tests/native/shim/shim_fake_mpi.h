@@ -1,6 +1,6 @@
 /*
  * An MPI that does nothing but what a test tells it, for errors that a real one does not make when asked. One per
- * process; any thread may call it, and its communicator is the number of the rank that does.
+ * process; any thread may call it.
  */
 #ifndef SHIM_FAKE_MPI_H
 #define SHIM_FAKE_MPI_H
@@ -14,15 +14,12 @@ typedef struct {
     int test_error;     /* what testing returns */
     int completes;      /* requests are done when tested */
     int obeys_cancel;   /* cancelled ones are */
-    int carries;        /* what is sent is received, when either is tested */
     int is_finalized;
     int posted, cancelled, freed, calls; /* counted; calls but for MPI_Finalized */
 } shim_fake_state;
 
 /* Everything back to zero; the same state every time. */
 shim_fake_state *shim_fake_reset(void);
-/* Up to so many buffers of a rank's requests that are not done, cancelled or freed ones too. How many. */
-int shim_fake_held(int rank, char **data, int capacity);
 /* Fills in what describes it, with handles that are pointers, for `size` ranks. */
 void shim_fake_describe(horo_mpi *calls, int size);
 

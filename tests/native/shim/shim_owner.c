@@ -27,7 +27,3 @@ void shim_owner_destroy(shim_owner *owner) {
 int shim_owner_is_here(const shim_owner *owner) {
     return hr_owner_is_here(&owner->owner);
 }
-
-int shim_owner_asks_kernel(const shim_owner *owner) {
-    return owner->owner.mark == NULL;
-}

@@ -8,6 +8,5 @@ typedef struct shim_owner shim_owner;
 shim_owner *shim_owner_create(int by_pid);
 void shim_owner_destroy(shim_owner *owner);
 int shim_owner_is_here(const shim_owner *owner);
-int shim_owner_asks_kernel(const shim_owner *owner);
 
 #endif

@@ -77,22 +77,6 @@ int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_
     return hr_recorder_describe(&recorder->recorder, lines, text, text_bytes);
 }
 
-int64_t shim_recorder_now_ns(void) {
-    return hr_now_ns();
-}
-
-void shim_recorder_hold(shim_recorder *recorder, uint64_t place) {
-    atomic_store(&recorder->recorder.records[place % HR_RECORDER_RECORDS].mark, 2 * place + 1);
-}
-
-void shim_recorder_rewind(shim_recorder *recorder, uint64_t by) {
-    atomic_fetch_sub(&recorder->recorder.next, by);
-}
-
-void shim_recorder_forward(shim_recorder *recorder, uint64_t by) {
-    atomic_fetch_add(&recorder->recorder.next, by);
-}
-
 int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count) {
     const struct hr_log log = {0};
     struct hr_error error = {0};

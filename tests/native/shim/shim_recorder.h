@@ -16,15 +16,6 @@ void shim_recorder_add_many(shim_recorder *recorder, int32_t writer, int32_t cou
 int32_t shim_recorder_read_until(shim_recorder *recorder, int32_t last);
 int32_t shim_recorder_read(shim_recorder *recorder, horo_event *events, int32_t capacity);
 int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_t text_bytes);
-int64_t shim_recorder_now_ns(void);
-/* As a writer leaves it that has claimed the record of a place and been stopped. */
-void shim_recorder_hold(shim_recorder *recorder, uint64_t place);
-/*
- * The next event gets a place that was taken `by` places ago, as that of a writer who was stopped before it claimed the
- * record.
- */
-void shim_recorder_rewind(shim_recorder *recorder, uint64_t by);
-void shim_recorder_forward(shim_recorder *recorder, uint64_t by);
 /* A timeline while `count` requests are submitted and end, as fast as one thread can note that; the status of start. */
 int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count);
 

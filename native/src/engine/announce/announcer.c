@@ -166,9 +166,11 @@ void hr_announcer_put_back(const struct hr_announcer *announcer, struct hr_reque
 }
 
 void hr_announcer_drop(const struct hr_announcer *announcer, const struct hr_request *request) {
-    struct hr_known *known = request->announced_id == 0 ? NULL : find_id(announcer, request->announced_id);
-    if (known != NULL && known->pending == request) {
-        known->pending = NULL;
+    for (uint32_t slot = 0; slot < announcer->capacity; slot++) {
+        struct hr_known *known = announcer->slots[slot];
+        if (known != NULL && (request == NULL || known->pending == request)) {
+            known->pending = NULL;
+        }
     }
 }
 

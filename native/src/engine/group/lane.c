@@ -304,6 +304,7 @@ void hr_lane_cancel(struct hr_lane *lane) {
     if (lane->round.request != NULL) {
         take_back(lane, hr_round_leave(&lane->round, 0));
     }
+    hr_announcer_drop(&lane->announcer, NULL); /* links may still bring messages about these requests */
 }
 
 static void end(struct hr_part *part, int has_failed) {

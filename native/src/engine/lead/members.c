@@ -24,12 +24,14 @@ int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
 int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
     struct hr_carry *carry = &leader->carry;
     const uint32_t id = hr_carry_whole(carry);
-    *is_put = id != 0 && hr_agree_lone(&leader->agree) == id;
+    const int is_whole = id != 0 && hr_agree_lone(&leader->agree) == id;
+    /* this rank is a member, too, but has none any more where its requests have failed at the end of the group */
+    const struct hr_request *request = is_whole ? hr_announcer_pending(leader->announcer, id) : NULL;
+    *is_put = request != NULL;
     if (!*is_put) {
         return HORO_OK;
     }
-    /* this rank is a member, too */
-    HR_TRY(hr_carry_reduce(carry, leader->team, hr_announcer_pending(leader->announcer, id)));
+    HR_TRY(hr_carry_reduce(carry, leader->team, request));
     hr_agree_take_lone(&leader->agree);
     return hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
                                                        .id = id,
@@ -38,7 +40,7 @@ int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *
 }
 
 int hr_leader_report(struct hr_leader *leader) {
-    if (!hr_agree_is_complete(&leader->agree) || (leader->is_root && leader->log_closed)) {
+    if (!hr_agree_is_complete(&leader->agree) || leader->log_closed) {
         return HR_STILL; /* behind the LEAVE record nothing is agreed on */
     }
     struct hr_buffer *out = leader->is_root ? &leader->log_out : &leader->links[0].out;

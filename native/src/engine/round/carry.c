@@ -45,7 +45,7 @@ void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *d
 int hr_carry_reduce(const struct hr_carry *carry, const struct hr_team *team, const struct hr_request *request) {
     const int local_size = team->local_size;
     const int children = carry->members - local_size;
-    if (request == NULL || hr_carried_bytes(team, &request->call) != carry->bytes) {
+    if (hr_carried_bytes(team, &request->call) != carry->bytes) {
         return HORO_ERR_INTERNAL; /* no data of the request was carried */
     }
     if (local_size > 1) {

@@ -1,0 +1,382 @@
+"""Benchmarks check what they measure, end in order or with a sentence, and compute by the formulas of their README."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import allreduce
+import check
+import collectives
+import contest
+import numpy as np
+import peers
+import psutil
+import pytest
+import report
+import rounds
+import sizes
+import spaces
+import suite
+import torch
+import two_hosts
+from contest import Contest, ContestError, Turn
+from example_runs import LIMIT_SECONDS, ROOT, start
+from jobs import wait_until
+from rounds import Case, Heat, Result
+from workloads import allreduce as workload
+from workloads.collectives import Job
+
+FOLDER = ROOT / "benchmarks"
+
+
+SOLO = peers.Peer("solo", "bare")
+LONG = [sys.executable, str(FOLDER / "allreduce.py"), "--peers", "horo"]
+LONG += ["--max", "4", "--rounds", "100000", "--turn-ms", "1"]
+
+
+def solo(turn_limit_s: float = contest.TURN_LIMIT_S) -> contest.Contest:
+    """Two ranks without any library, beside the probe's."""
+    return contest.Contest([SOLO], 2, turn_limit_s=turn_limit_s)
+
+
+def contestants_of(process: int, name: str = "") -> list[psutil.Process]:
+    """The rank processes of one contestant (of all) among the descendants of a driver."""
+    found = []
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = child.cmdline()
+            if any(word.endswith("contestant.py") for word in words[:2]) and (not name or name in words):
+                found.append(child)
+    return found
+
+
+def has_begun(process: int) -> bool:
+    """Whether rounds are being played: the probe sleeps before each of its turns, and seldom otherwise."""
+    ranks = contestants_of(process, "probe")
+    return bool(ranks) and ranks[0].num_ctx_switches().voluntary > 60
+
+
+@pytest.fixture
+def benchmark() -> Iterator[subprocess.Popen[str]]:
+    """A benchmark that would run for a long time; its rounds have begun."""
+    with subprocess.Popen(LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        try:
+            wait_until(lambda: driver.poll() is not None or has_begun(driver.pid), "rounds have begun")
+            assert driver.poll() is None, driver.communicate()
+            assert len(contestants_of(driver.pid)) == 4
+            yield driver
+        finally:
+            driver.kill()
+
+
+def end_of(driver: subprocess.Popen[str], left: list[psutil.Process]) -> tuple[int, str]:
+    """Exit code and stderr, once the driver has ended; none of ``left`` may be there after it."""
+    _, errors = driver.communicate(timeout=LIMIT_SECONDS)
+    wait_until(lambda: not any(process.is_running() for process in left), f"{left} are gone")
+    return driver.returncode, errors
+
+
+@pytest.mark.parametrize("name", ["horo", "probe"])
+def test_a_killed_rank_ends_the_contest_with_a_sentence(benchmark: subprocess.Popen[str], name: str) -> None:
+    everybody = psutil.Process(benchmark.pid).children(recursive=True)
+    victim = contestants_of(benchmark.pid, name)[1]
+    victim.kill()
+    code, errors = end_of(benchmark, everybody)
+    assert code == 1
+    assert errors.startswith("allreduce.py: ")
+    assert f"of {name} (process {victim.pid}) died" in errors or f"{name} ended with code" in errors
+
+
+def test_a_turn_over_its_deadline_names_who_has_not_answered() -> None:
+    expected = r"solo has not done prepare 'x' within 0\.5 s: ranks 0, 1 did not answer"
+    with pytest.raises(contest.ContestError, match=expected), solo(turn_limit_s=0.5) as benchmark:
+        for rank in contestants_of(os.getpid(), "solo"):
+            rank.suspend()
+        benchmark.prepare(SOLO, "probe", "x", {"descriptor": -1})
+
+
+def test_what_a_workload_raises_is_told_with_rank_and_case() -> None:
+    expected = r"rank \d of solo failed at prepare 'x': .*no_such_workload"
+    with pytest.raises(contest.ContestError, match=expected), solo() as benchmark:
+        benchmark.prepare(SOLO, "no_such_workload", "x", {})
+
+
+def test_a_job_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "mpirun").write_text("#!/bin/sh\necho no slots left\nexit 3\n")
+    (folder / "mpirun").chmod(0o755)
+    brief = peers.Peer("brief", "mpi", "mpirun", tmp_path)
+    expected = r"brief ended with code 3 before it was ready\n +no slots left"
+    with pytest.raises(contest.ContestError, match=expected), contest.Contest([brief], 2):
+        pass
+
+
+def test_ratios_are_taken_within_heats_and_by_state() -> None:
+    fast = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
+    slow = fast * 4
+    result = rounds.Result(rounds.Case("x", {}), {"horo": 1, "gloo": 1})
+    for probes, horo, gloo in [
+        ((fast, fast), 10.0, 20.0),
+        ((fast, fast), 100.0, 400.0),
+        ((slow, slow), 10.0, 90.0),
+        ((fast, slow), 10.0, 10.0),
+    ]:
+        result.heats.append(rounds.Heat(probes, {"horo": contest.Turn(horo, []), "gloo": contest.Turn(gloo, [])}))
+    assert result.states() == {"sharing": 2, "apart": 1, "changing": 1}
+    assert result.ratio("gloo", state="sharing") == pytest.approx(3.0)
+    assert result.ratio("gloo", state="apart") == pytest.approx(9.0)
+    assert result.ratio("gloo") == pytest.approx(3.0)
+    assert result.ratio("MPICH") is None
+    assert result.median("horo", "sharing") == pytest.approx(55.0)
+
+
+ALLREDUCE = str(FOLDER / "allreduce.py")
+SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
+
+
+def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "out.json"
+    done = start([sys.executable, ALLREDUCE, *SHORT, "--json", str(file)])
+    document = json.loads(file.read_text())
+
+    assert document["benchmark"] == "allreduce"
+    assert document["options"]["peers"] == ["horo", "gloo"]
+    assert set(document) >= {"machine", "versions", "commit", "knobs", "options", "time", "contestants"}
+    assert len(document["probe_us"]) == 2 * 2 * 3  # before and after each of two heats of three sizes
+    rows = document["rows"]
+    assert [(row["bytes"], row["contestant"]) for row in rows] == [
+        (size, name) for size in (4, 128, 4096) for name in ("horo", "gloo")
+    ]
+    for row in rows:
+        assert row["wrong"] == ""
+        assert row["ranks"] == 2
+        assert len(row["rounds_us"]) == len(row["states"]) == 2
+        assert row["min_us"] <= row["median_us"] <= row["max_us"]
+    assert done.stdout.count(" ok\n") == 6
+    assert done.stderr == ""
+
+
+def heats_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
+    """horo and gloo took so many microseconds, heat by heat."""
+    turns = [{"horo": Turn(horo, []), "gloo": Turn(gloo, [])} for horo, gloo in heats]
+    case = Case("4 KiB", {"bytes": 4096})
+    return Result(
+        case,
+        {"horo": 1, "gloo": 1},
+        {"MPICH": "bfloat16 is no type of MPI"},
+        wrong,
+        [Heat((200.0, 200.0), turn) for turn in turns],
+    )
+
+
+def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> None:
+    table = sizes.as_table([heats_of([(10.0, 30.0)], {"horo": "rank 1: 3 of 1024 elements"})], 2, "bfloat16")
+    horo, gloo, mpich = table.splitlines()[2:5]
+    assert horo.endswith("WRONG: rank 1: 3 of 1024 elements")
+    assert gloo.split()[-2:] == ["3.00", "ok"]
+    assert mpich.split("MPICH")[1].strip() == "bfloat16 is no type of MPI"
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
+@pytest.mark.parametrize("count", [1, 1000])
+def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
+    values = make(count)
+    workload.fill_pattern(values, 7)
+    assert values.tolist() == [7 * (place % 3 + 1) for place in range(count)]
+    assert workload.count_wrong(values, 7) == 0
+    values[count - 1] += 1
+    assert workload.count_wrong(values, 7) == 1
+    assert workload.count_wrong(values, 100) == count
+
+
+NAMES = ("reducescatter", "alltoall", "allgather", "broadcast")
+
+
+def moved_by(operation: str, jobs: list[Job], given: list[np.ndarray]) -> list[np.ndarray]:
+    """What each rank gets, from what all give, by the definition of the operation."""
+    if operation == "broadcast":
+        return [given[0].copy() for _ in jobs]
+    if operation == "allgather":
+        return [np.concatenate(given) for _ in jobs]
+    if operation == "reducescatter":
+        return np.split(np.sum(given, axis=0), len(jobs))
+    return [np.concatenate([np.split(array, len(jobs))[job.rank] for array in given]) for job in jobs]
+
+
+@pytest.mark.parametrize("operation", NAMES)
+@pytest.mark.parametrize(("ranks", "part"), [(2, 1), (2, 500), (3, 4), (4, 10)])
+def test_every_element_of_a_result_is_compared(operation: str, ranks: int, part: int) -> None:
+    jobs = [Job(operation, rank, ranks, part * ranks) for rank in range(ranks)]
+    given = [np.zeros(job.given) for job in jobs]
+    for job, array in zip(jobs, given, strict=True):
+        job.fill(array)
+    for job, result in zip(jobs, moved_by(operation, jobs, given), strict=True):
+        assert result.size == job.received
+        assert job.count_wrong(result) == 0
+        result[-1] += 1
+        assert job.count_wrong(result) == 1
+        assert job.count_wrong(np.zeros(job.received)) == job.received
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "factor"), [("alltoall", 4, 0.75), ("broadcast", 4, 1.0), ("broadcast", 1, 0.0)]
+)
+def test_rates_follow_the_formulas(operation: str, ranks: int, factor: float) -> None:
+    rates = sizes.Rates.of(4_000_000, ranks, 2000.0, sizes.OPERATIONS[operation])
+    assert (rates.algbw, rates.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor))
+
+
+NEGOTIATION = str(FOLDER / "negotiation.py")
+
+
+def test_messages_and_hops_are_those_of_a_tree(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    words = ["--layouts", "1x3,2x1,3x2,8x1", "--tensors", "1,3", "--rounds", "2", "--json", str(file)]
+    done = start([sys.executable, NEGOTIATION, *words])
+    document = json.loads(file.read_text())
+
+    assert document["benchmark"] == "negotiation"
+    assert document["options"] == {"layouts": ["1x3", "2x1", "3x2", "8x1"], "tensors": [1, 3], "rounds": 2}
+    rows = document["rows"]
+    assert [(row["ranks"], row["tensors"], row["kind"]) for row in rows] == [
+        (ranks, tensors, kind) for ranks in (3, 2, 6, 8) for tensors in (1, 3) for kind in ("first", "cached")
+    ]
+    hops = {1: 0, 2: 2, 3: 2, 8: 6}  # of 3 hosts, two are children of the first
+    most = {1: 0, 2: 1, 3: 2, 8: 3}
+    for row in rows:
+        hosts = row["hosts"]
+        if row["tensors"] == 1:
+            assert row["messages"] == 2 * (hosts - 1)
+            assert row["messages_most"] == most[hosts]
+            assert row["hops"] == hops[hosts] <= row["hops_bound"]
+        assert row["messages"] >= 2 * (hosts - 1)
+        assert (row["wire_bytes"] > 0) == (hosts > 1)
+        assert len(row["latencies_us"]) == (1 if row["kind"] == "first" else 2)
+        assert isinstance(row["memory_used_bytes"], int)  # of a few ranks it drowns in what the process frees meanwhile
+    by_kind = {(row["hosts"], row["kind"]): row["wire_bytes"] for row in rows if row["tensors"] == 1}
+    assert all(by_kind[hosts, "cached"] < by_kind[hosts, "first"] for hosts in (2, 3, 8))
+    assert done.stderr == ""
+
+
+FAST = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
+SLOW = FAST * 4
+
+
+def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.Result:
+    """A result with these heats: the probe's time before and after, and everybody's microseconds."""
+    names = list(heats[0][1])
+    case = rounds.Case(report.size_text(size), {"bytes": size, "dtype": "float32"})
+    result = rounds.Result(case, dict.fromkeys(names, 1))
+    for probe, times in heats:
+        turns = {name: Turn(micros, []) for name, micros in times.items()}
+        result.heats.append(rounds.Heat((probe, probe), turns))
+    return result
+
+
+def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "why_not", lambda: "")  # words are right or wrong on every machine
+    names = [benchmark.name for benchmark in suite.BENCHMARKS]
+    assert len(set(names)) == len(names)
+    for benchmark in suite.BENCHMARKS:
+        assert (ROOT / "benchmarks" / f"{benchmark.script}.py").exists()
+        if benchmark.script in ("allreduce", "collectives"):
+            {"allreduce": allreduce, "collectives": collectives}[benchmark.script].parse_arguments(
+                [*benchmark.words, "--json", "x"]
+            )
+
+
+def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
+    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
+    sharing = (FAST, {"horo": 500.0, "gloo": 4000.0, "MPICH": 1000.0})
+    apart = (SLOW, {"horo": 500.0, "gloo": 3000.0, "MPICH": 1000.0})
+    rows = sizes.rows_for(target, result_of(4 << 20, [sharing] * 3 + [apart] * 3))
+    assert [(row.target, row.ok) for row in rows] == [(">= 1.3x", True), (">= 4x", False)]
+    for row in rows:
+        assert (row.peer, row.ratio) == ("MPICH", pytest.approx(2.0))
+        assert row.figure == pytest.approx((4 << 20) / 500.0 / 1e3)
+    assert "gloo 1.05; cores share a cache" in rows[0].note
+
+
+def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = report.CheckRow("4 B", 30.0, "us", "", None, None, "<= 15 us", False)
+    monkeypatch.setattr(allreduce, "check_rows", lambda quick: [short] if quick else [])
+    arguments = argparse.Namespace(names=["allreduce"], full=False)
+    assert check.run(arguments) == 0
+    assert "short 4 B" in capsys.readouterr().out
+
+    def breaks(quick: bool) -> list[report.CheckRow]:
+        raise ContestError(f"rank 1 of gloo died; quick: {quick}")
+
+    monkeypatch.setattr(allreduce, "check_rows", breaks)
+    assert check.run(arguments) == 1
+    assert "check.py: allreduce: rank 1 of gloo died; quick: True" in capsys.readouterr().err
+
+
+class TwoChecks:
+    """A contest of one contestant, whose results are right until it has had a turn."""
+
+    def __init__(self) -> None:
+        self.peers, self.checks, self.turns = [peers.HORO], 0, 0
+
+    def prepare(self, *_: object) -> str:
+        return ""
+
+    def check(self, *_: object) -> str:
+        self.checks += 1
+        return "3 elements" if self.turns else ""
+
+    def turn(self, *_: object, **__: object) -> Turn:
+        self.turns += 1
+        return Turn(5.0, [])
+
+    def probe(self) -> float:
+        return 200.0
+
+    def forget(self, *_: object) -> None:
+        """Nothing to give back."""
+
+
+@pytest.mark.parametrize(("check_before", "checks"), [(True, 2), (False, 1)])
+def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, checks: int) -> None:
+    contest = TwoChecks()
+    plan = rounds.Plan(rounds=2, calls=3, check_before=check_before)
+    (result,) = rounds.play(cast(Contest, contest), "allreduce", [rounds.Case("4 B", {})], plan)
+    assert (contest.checks, contest.turns) == (checks, 2)
+    assert result.wrong == {"horo": "3 elements"}
+
+
+def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(spaces.os, "geteuid", lambda: 1000)
+    assert two_hosts.run(two_hosts.parse_arguments([])) == 0
+    assert capsys.readouterr().out == "two_hosts.py: skipped: making network namespaces needs root\n"
+    assert two_hosts.check_rows() == []
+
+
+def test_shares_follow_the_formulas() -> None:
+    layout = two_hosts.Layout(4, 1, "1gbit", 100_000_000)
+    assert layout.bytes_to_send == pytest.approx(150e6)  # 2 * 3 / 4 of the tensor
+    result = two_hosts.Result.of(layout, "horo", [9.0, 1.5, 1.0], right=True)
+    assert result.median_s == 1.5
+    assert result.data_share == pytest.approx(0.8)  # 100 MB/s of 125
+    assert result.frame_share == pytest.approx(0.8 * 1514 / 1448)
+
+
+def test_rows_say_what_is_reached_and_what_is_short() -> None:
+    layout = two_hosts.Layout(2, 1, "1gbit", 64 << 20)
+    seconds = {"tcp": 0.56, "gloo": 0.7, "horo": 0.57, "horo bf16": 0.40}
+    found = {name: two_hosts.Result.of(layout, name, [value], right=True) for name, value in seconds.items()}
+    share, faster = two_hosts.rows_for(layout, found)
+    assert share.ok and share.ratio == pytest.approx(0.7 / 0.57)
+    assert share.figure == pytest.approx(100 * (64 << 20) / 0.57 / 125e6 * 1514 / 1448)
+    assert not faster.ok and faster.figure == pytest.approx(0.57 / 0.40)

@@ -1,0 +1,291 @@
+"""Cores: waits beside programs that compute, ranks that share one, and stores past the cache that cores share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Group, Rank, context_of, describe, wait_for
+
+from horo.core import context
+
+MS = 1_000_000
+SHORT, SLICE, LONG = 10_000, 3 * MS, 12 * MS  # one that takes long is enough by itself
+
+
+def sleeping_until(
+    native: ModuleType, yields: list[tuple[int, int]], begin_until: int = 0, begin_while: int = 0
+) -> list[int]:
+    """Until when waits sleep, after each yield: of how many ns, at which time."""
+    until = native.ffi.new("int64_t[]", len(yields))
+    took, now = ([each[i] for each in yields] for i in (0, 1))
+    native.lib.shim_contention_note(begin_until, begin_while, took, now, len(yields), until)
+    return list(until)
+
+
+def test_yields_to_ranks_that_wait_change_nothing(native: ModuleType) -> None:
+    assert sleeping_until(native, [(SHORT, i * MS) for i in range(1, 100)]) == [0] * 99
+
+
+def test_a_slice_now_and_then_changes_nothing(native: ModuleType) -> None:
+    """A rank has something to compute, or the machine had."""
+    assert sleeping_until(native, [(SLICE, i * 30 * MS) for i in range(1, 100)]) == [0] * 99
+
+
+def test_slices_that_follow_one_another_add_up(native: ModuleType) -> None:
+    yields = [(SLICE, 1000 * MS), (SHORT, 1001 * MS), (SLICE, 1010 * MS), (SLICE, 1020 * MS), (SLICE, 1030 * MS)]
+    assert sleeping_until(native, yields) == [0, 0, 0, 0, 1130 * MS]
+
+
+def test_what_is_lost_lets_waits_sleep_each_time_longer(native: ModuleType) -> None:
+    now, yields, expected = MS, [], []
+    for while_ms in (100, 200, 400, 800, 1000, 1000):
+        yields.append((LONG, now))
+        now += while_ms * MS
+        expected.append(now)
+    assert sleeping_until(native, yields) == expected
+
+
+def test_what_was_long_ago_is_forgotten(native: ModuleType) -> None:
+    begin, still, again = (LONG, MS), (SHORT, 200 * MS), (LONG, 201 * MS)
+    assert sleeping_until(native, [begin, still, again])[-1] == (201 + 200) * MS
+    assert sleeping_until(native, [begin, (SHORT, 201 * MS), (LONG, 202 * MS)])[-1] == (202 + 100) * MS
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(INT64, INT64, st.integers(0, 2**62))
+def test_whatever_stands_in_the_hosts_memory_lets_waits_sleep_for_a_second_at_most(
+    native: ModuleType, begin_until: int, begin_while: int, now: int
+) -> None:
+    is_on = native.lib.shim_contention_is_on
+    assert is_on(begin_until, now) == (0 < begin_until - now <= 1000 * MS)
+    for took in (SHORT, LONG):
+        (until,) = sleeping_until(native, [(took, now)], begin_until, begin_while)
+        assert until == begin_until or 100 * MS <= until - now <= 1000 * MS
+    assert is_on(until, now)
+
+
+@pytest.mark.parametrize("is_heeded", [True, False])
+def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded: bool) -> None:
+    """Else it would spin for twenty seconds."""
+    waits = threading.Event()
+    before: dict[int, int] = {}
+
+    def note(rank: Rank) -> None:
+        native.lib.shim_contention_yielded(context_of(native, rank), LONG)
+
+    def body(rank: Rank) -> int:
+        rank.run("barrier", "first", [])
+        before[rank.rank] = rank.context.counters()["sleeps"]
+        note(rank)
+        if rank.rank == 0:
+            waits.set()
+        else:
+            assert waits.wait(60)
+            until = time.monotonic() + 0.2
+
+            def is_over() -> bool:
+                note(rank)  # it lasts
+                slept = group.contexts[0].counters()["sleeps"] > before[0]
+                return slept if is_heeded else time.monotonic() > until
+
+            wait_for(is_over)
+        rank.run("barrier", "second", [])
+        return rank.context.counters()["sleeps"] - before[rank.rank]
+
+    with Group([2], spin_us=20_000_000, sleeps_under_contention=is_heeded) as group:
+        sleeps = group.run(body)
+    assert (sleeps[0] > 0) == is_heeded
+
+
+CORES = sorted(os.sched_getaffinity(0))
+ASLEEP = -1
+
+
+def choose(native: ModuleType, core_of: list[int], me: int, allowed: list[int]) -> int:
+    return int(native.lib.shim_core_choose(core_of, len(core_of), me, allowed, len(allowed)))
+
+
+@pytest.mark.parametrize(
+    ("core_of", "me", "allowed", "expected"),
+    [
+        ([0, 0], 1, [0, 1], 1),
+        ([0, 0], 0, [0, 1], -1),  # the last one moves
+        ([0, 1], 1, [0, 1], -1),  # nobody is crowded
+        ([0, 0], 1, [0], -1),  # nowhere to go
+        ([5, 5], 1, [1, 5], 1),  # behind the last comes the first
+        ([5, 5], 1, [1, 5, 7], 7),
+        ([0, 0, 0, 1], 2, [0, 1], 1),  # three and one become two and two
+        ([0, 0, 1], 1, [0, 1], -1),  # two and one would become one and two
+        ([0, 0, 0, 1], 1, [0, 1], -1),  # not the last of its core
+        ([0, 0, 1, ASLEEP], 1, [0, 1, 2], 2),
+        ([0, ASLEEP, ASLEEP], 0, [0, 1], -1),  # who sleeps needs no core
+        ([3, 3], 1, [0, 1], 0),  # it may be on a core that it is no longer allowed
+        ([1023, 1023], 1, [0, 1023], 0),
+    ],
+)
+def test_the_last_rank_on_a_crowded_core_goes_where_fewer_are(
+    native: ModuleType, core_of: list[int], me: int, allowed: list[int], expected: int
+) -> None:
+    assert choose(native, core_of, me, allowed) == expected
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 7), min_size=1))
+def test_moving_all_at_once_and_again_ends_with_ranks_spread_evenly(
+    native: ModuleType, core_of: list[int], allowed: set[int]
+) -> None:
+    cores = [core if core in allowed else min(allowed) for core in core_of]
+    for _ in range(100):
+        moves = [choose(native, cores, me, sorted(allowed)) for me in range(len(cores))]
+        if all(move < 0 for move in moves):
+            break
+        cores = [core if move < 0 else move for core, move in zip(cores, moves, strict=True)]
+    crowd = [cores.count(core) for core in allowed]
+    assert max(crowd) - min(crowd) <= 1, cores
+
+
+def together(goes_on: Callable[[Rank], bool], **options: Any) -> list[int]:
+    """Two ranks begin on one core, rank 1 may use two, and call while both say so; how often each has moved."""
+
+    def body(rank: Rank) -> int:
+        mine = {CORES[0]} if rank.rank == 0 else set(CORES[:2])
+        os.sched_setaffinity(0, {CORES[0]})
+        os.sched_setaffinity(0, mine)
+        both = np.ones(1, np.float32)
+        while both[0] > 0:  # both hear of the end in the same operation
+            both[0] = goes_on(rank)
+            rank.run("allreduce", "x", [both], reduce_op=3)
+        assert os.sched_getaffinity(0) == mine
+        return rank.context.counters()["moves"]
+
+    with Group([2], spin_us=1000, **options) as group:
+        return group.run(body)
+
+
+@pytest.mark.parametrize(
+    ("core_of", "asleep", "expected"),
+    [
+        ([3, 3], [0, 0], 1),
+        ([3, 4, 3], [0, 0, 0], 1),
+        ([3, 3], [0, 1], 0),
+        ([3, 3], [1, 0], 1),
+        ([3, 4], [0, 0], 0),
+        ([3], [0], 0),
+        ([0, 0], [0, 0], 0),  # ranks do not tell
+    ],
+)
+def test_a_core_is_shared_where_another_rank_is_at_work_on_it(
+    native: ModuleType, core_of: list[int], asleep: list[int], expected: int
+) -> None:
+    assert native.lib.shim_core_is_shared(core_of, asleep, len(core_of)) == expected
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity() -> None:
+    ends_s = time.monotonic() + 60
+    libc = ctypes.CDLL(None)
+    arrived = threading.Event()
+
+    def goes_on(rank: Rank) -> bool:
+        if rank.rank == 1 and libc.sched_getcpu() == CORES[1]:
+            arrived.set()
+        return not arrived.is_set() and time.monotonic() < ends_s
+
+    moves = together(goes_on, leaves_crowded_cores=True)
+    assert arrived.is_set(), moves
+    assert moves[0] == 0
+
+
+SUM = context.REDUCE_OPS["sum"]
+LATE_S = 0.004
+DEADLINE_S = 40
+BYTES = 1 << 20
+ORDINARY, STREAM = 0, 1
+NEAR = (75_000, 100_000)
+"""Nanoseconds for 1 MiB with each store where cores share a cache, as measured: past the cache is dearer by a third."""
+FAR = (620_000, 70_000)
+"""Where they share none."""
+
+
+class Choices:
+    """The operations of a rank, with costs that a test makes up."""
+
+    def __init__(self, native: Any) -> None:
+        self._lib = native.lib
+        self._self = native.ffi.gc(self._lib.shim_stores_create(), self._lib.shim_stores_destroy)
+
+    def run(self, count: int, cost: Callable[[int, int], float]) -> list[int]:
+        """The stores of so many operations; ``cost``: of one, by its number and its store."""
+        stores = []
+        for number in range(count):
+            stores.append(self._lib.shim_stores_try(self._self, BYTES))
+            self._lib.shim_stores_learn(self._self, int(cost(number, stores[-1])))
+        return stores
+
+
+@pytest.mark.parametrize(("costs", "better"), [(NEAR, ORDINARY), (FAR, STREAM)])
+def test_the_cheaper_store_is_used_from_the_first_operations_on(
+    native: Any, costs: tuple[int, int], better: int
+) -> None:
+    """But for two that pay for page faults, four with each store, and one in 251 with the other."""
+    stores = Choices(native).run(2000, lambda number, store: costs[store] * (20 if number < 2 else 1))
+    assert stores[:10] == [ORDINARY, ORDINARY, *[STREAM, STREAM, ORDINARY, ORDINARY] * 2]
+    assert stores[10:].count(1 - better) == len(range(251, 2000, 251))
+
+
+@pytest.mark.parametrize(("before", "after", "better"), [(NEAR, FAR, STREAM), (FAR, NEAR, ORDINARY)])
+def test_a_machine_that_changes_is_followed(
+    native: Any, before: tuple[int, int], after: tuple[int, int], better: int
+) -> None:
+    """At once where the store in use becomes dear; where the other one becomes cheaper, when it is tried."""
+    choices = Choices(native)
+    choices.run(300, lambda _, store: before[store])
+    stores = choices.run(1000, lambda _, store: after[store])
+    used = stores.index(better)
+    assert used < (20 if better == STREAM else 251)
+    assert stores[used:].count(1 - better) <= 4
+
+
+def test_a_reducescatter_does_not_take_the_wait_for_a_late_rank_for_the_cost_of_stores(native: Any) -> None:
+    """Other programs may take their slices while a segment is filled, but not each time."""
+    rows, size = 1 << 16, 2
+    before = [0]
+
+    def body(rank: Rank) -> float:
+        values = np.ones(size * rows, np.float32)
+        result = np.zeros(rows, np.float32)
+        buffer = context.RequestBuffer.of(
+            context.OPS["reducescatter"], "x", describe([values], [result]), reduce_op=SUM, sync=True
+        )
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for _ in range(24):
+                if rank.rank == 0:
+                    before[0] = group.contexts[0].counters()["requests"]
+                rank.barrier(transient=True)
+                if rank.rank == 1:  # rank 0 has submitted it, behind the barrier
+                    wait_for(lambda: group.contexts[0].counters()["requests"] >= before[0] + 2)
+                    end = time.perf_counter() + LATE_S
+                    while time.perf_counter() < end:
+                        pass
+                rank.context.run(buffer)
+                assert (result == size).all()
+            cost = native.lib.shim_stores_scatter_cost(context_of(native, rank)) * 1e-12 * values.nbytes
+            goes_on = rank.rank == 0 and not 0 < cost < LATE_S / 2 and time.monotonic() < deadline
+            if rank.allreduce(np.array([goes_on], np.int32), "goes on")[0] == 0:
+                return cost
+
+    with Group((size,), segment_bytes=1 << 20, direct_bytes=0, spin_us=10_000, sleeps_under_contention=False) as group:
+        cost, _ = group.run(body)
+    assert 0 < cost < LATE_S / 2

@@ -1,0 +1,345 @@
+"""One call for submit, wait and release; and several threads, or requests, that are waited for at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from ranks import Rank, describe, on_ranks, run_ranks, wait_for
+
+from horo.core import context as _core
+from horo.core import request_buffer
+from horo.core.context import ffi, lib
+from horo.errors import AbortedError, MismatchError, UnsupportedError, UsageError
+
+SUM = _core.REDUCE_OPS["sum"]
+
+
+def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
+    assert request_buffer._LONE_REQUEST.size == ffi.sizeof("horo_request")
+    assert request_buffer._LONE_TENSOR.size == ffi.sizeof("horo_tensor")
+    buffer = _core.RequestBuffer()
+    buffer.set_name("name")
+    tensor = _core.Tensor(1, 2, (3, 4), 5, 6, 7)
+    numbers = {"reduce_op": 4, "root_rank": 5, "prescale": 0.5, "postscale": 0.25}
+    for tensors in [[tensor], [tensor, tensor._replace(shape=()), tensor._replace(shape=(7,))]]:
+        buffer.fill(2, tensors, sync=True, transient=True, into=True, **numbers)
+        request = buffer.request
+        assert request.flags == lib.HORO_SUBMIT_SYNC | lib.HORO_SUBMIT_TRANSIENT | lib.HORO_SUBMIT_INTO
+        assert (ffi.string(request.name), request.op, request.tensor_count) == (b"name", 2, len(tensors))
+        assert {name: getattr(request, name) for name in numbers} == numbers
+        for index, expected in enumerate(tensors):
+            packed = request.tensors[index]
+            assert (int(ffi.cast("uintptr_t", packed.input)), int(ffi.cast("uintptr_t", packed.output))) == (1, 2)
+            assert tuple(packed.shape[d] for d in range(packed.ndim)) == expected.shape
+            assert (packed.dtype, packed.wire_dtype, packed.output_bytes) == (5, 6, 7)
+
+
+@on_ranks([1], [2], [1, 1])
+def test_run_does_what_submit_wait_and_release_do(rank: Rank) -> None:
+    for _ in range(3):
+        ones, ranks = np.ones((2, 3), np.float32), np.full(5, rank.rank, np.int64)
+        rank.run("allreduce", "x", [ones], reduce_op=SUM)
+        assert np.all(ones == rank.size)
+        rank.run("broadcast", "y", [ranks], root_rank=rank.size - 1)
+        assert np.all(ranks == rank.size - 1)
+        pair = [np.ones(3, np.float32), np.ones((), np.float64)]
+        rank.run("allreduce", "group", pair, reduce_op=SUM, prescale=2.0, transient=True)
+        assert [float(np.max(array)) for array in pair] == [2.0 * rank.size] * 2
+        rank.run("barrier", "barrier", [])
+
+
+@pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
+@pytest.mark.parametrize("spin_us", [0, 1000])
+def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], spin_us: int
+) -> None:
+    """Else the handle of the request, which is done, is left, and the result is to be taken."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # after so long a wait the handle is left, too
+
+    def body(rank: Rank) -> None:
+        for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
+            mine = np.full((rows if rank.rank == 0 else 3, 2), 10 * turn + rank.rank, np.int32)
+            wanted = np.concatenate(
+                [np.full((rows, 2), 10 * turn)] + [np.full((3, 2), 10 * turn + r) for r in range(1, rank.size)]
+            )
+            output = np.full((3 * rank.size, 2), -1, np.int32)
+            (tensor,) = describe([mine], [output])
+            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+            rank.context.run(buffer)
+            handle = buffer.last_handle[0]
+            if rows == 3:
+                assert handle == 0
+                assert np.array_equal(output, wanted)
+                continue
+            data, first_dims = rank.context.take_result(handle, 0)
+            assert first_dims == [rows] + [3] * (rank.size - 1)
+            assert np.array_equal(np.frombuffer(data, np.int32).reshape(-1, 2), wanted)
+            assert np.all(output == -1)
+            rank.context.release(handle)
+            with pytest.raises(UsageError):
+                rank.context.poll(handle)
+
+    run_ranks(body, hosts, spin_us=spin_us)
+
+
+@pytest.mark.parametrize("check_ms", [0, 1])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_wait_that_ends_early_goes_on_until_the_result_is_there(
+    monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int
+) -> None:
+    """The way out and in again by which signal handlers run."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
+
+    def body(rank: Rank) -> None:
+        for turn in range(50):
+            mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
+            output = np.full((3 * rank.size, 2), -1, np.int32)
+            (tensor,) = describe([mine], [output])
+            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+            rank.context.run(buffer)
+            handle = buffer.last_handle[0]
+            if handle:
+                data, _ = rank.context.take_result(handle, 0)
+                output = output if data is None else np.frombuffer(data, np.int32).reshape(-1, 2)
+                rank.context.release(handle)
+            wanted = np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, rows)
+            assert np.array_equal(output, np.stack([wanted, wanted], 1))
+            rank.run("barrier", "b", [])
+            ones = np.ones(3, np.float32)
+            rank.run("allreduce", "x", [ones], reduce_op=SUM)
+            assert np.all(ones == rank.size)
+
+    run_ranks(body, [3])
+
+
+@on_ranks([2])
+def test_what_run_refuses_leaves_nothing_behind(rank: Rank) -> None:
+    good = np.ones(4, np.float32)
+    with pytest.raises(UsageError, match="the name has 2000 bytes"):
+        rank.run("allreduce", "n" * 2000, [good], reduce_op=SUM)
+    with pytest.raises(UnsupportedError, match="65 dimensions"):
+        lone = _core.Tensor(good.ctypes.data, good.ctypes.data, (1,) * 65, _core.DTYPES["float32"])
+        rank.context.run(_core.RequestBuffer.of(_core.OPS["allreduce"], "deep", [lone], reduce_op=SUM, sync=True))
+    with pytest.raises(MismatchError, match=r"float32 \[4\]"):
+        rank.run("allreduce", "x", [np.ones(4 + rank.rank, np.float32)], reduce_op=SUM)
+    rank.run("allreduce", "x", [good], reduce_op=SUM)  # the name is free again
+    assert np.all(good == rank.size)
+    handle = rank.submit("barrier", "last", [])
+    rank.finish(handle)
+    assert lib.horo_poll(rank.context._context, handle - 1) == lib.HORO_ERR_HANDLE  # the one before was released
+
+
+WAITERS = 6
+
+
+class Waiters:
+    """Threads that are in one call each. They live to the end of the test, so that each has an identity of its own."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.outcomes: list[BaseException | None] = []
+        """What each call has raised."""
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Starts a thread; returns once it waits in the core, which notes callers when it has found their request."""
+
+        def body() -> None:
+            outcome = None
+            try:
+                call()
+            except BaseException as error:
+                outcome = error
+            self.outcomes.append(outcome)
+            assert self._over.wait(60)
+
+        thread = threading.Thread(target=body, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        wait_for(lambda: thread.ident in self._rank.context.callers())
+
+    def await_all(self) -> None:
+        """Waits until all have returned."""
+        wait_for(lambda: len(self.outcomes) == len(self._threads))
+
+    def end(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+@contextmanager
+def waiters_of(rank: Rank) -> Iterator[Waiters]:
+    waiters = Waiters(rank)
+    try:
+        yield waiters
+    finally:
+        waiters.end()
+
+
+@contextmanager
+def holding(event: threading.Event) -> Iterator[None]:
+    """Sets the event in the end, also after a failure: another rank waits for it."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+@pytest.mark.parametrize("way", ["wait", "finish", "wait_any", "release"])
+def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str) -> None:
+    """And not when the next request is, in whose memory this one was: the other rank submits that later."""
+    may_reduce, may_go_on = threading.Event(), threading.Event()
+
+    def body(rank: Rank) -> None:
+        array = np.full(4, 1.0 + rank.rank)
+        if rank.rank == 1:
+            assert may_reduce.wait(60)
+            rank.allreduce(array, "a")
+            assert may_go_on.wait(60)
+            rank.allreduce(array, "b")
+            return
+        with holding(may_go_on), holding(may_reduce), waiters_of(rank) as waiters:
+            handle = rank.submit("allreduce", "a", [array], reduce_op=SUM)
+            for _ in range(WAITERS):
+                if way == "wait_any":
+                    waiters.start(lambda: rank.context.wait_any([handle, handle]))
+                else:
+                    waiters.start(lambda: rank.context.finish(handle) if way == "finish" else rank.context.wait(handle))
+            may_reduce.set()
+            if way == "release":
+                wait_for(lambda: rank.context.release_if_done(handle))
+            else:
+                rank.context.finish_or_keep(handle)
+            following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
+            waiters.await_all()
+            assert waiters.outcomes == [None] * WAITERS
+            assert array.tolist() == [3.0] * 4
+            may_go_on.set()
+            rank.finish(following)
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_each_waiter_gets_the_sentence_of_the_error(hosts: list[int]) -> None:
+    may_reduce = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            assert may_reduce.wait(60)
+            with pytest.raises(MismatchError):
+                rank.allreduce(np.ones(5), "x")
+            return
+        with holding(may_reduce), waiters_of(rank) as waiters:
+            handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
+            for call in [rank.context.wait, rank.context.finish] * (WAITERS // 2):
+                waiters.start(lambda call=call: call(handle))
+            may_reduce.set()
+            waiters.await_all()
+            for outcome in waiters.outcomes:
+                assert isinstance(outcome, MismatchError)
+                assert "[4]" in str(outcome) and "[5]" in str(outcome)
+
+    run_ranks(body, hosts)
+
+
+@on_ranks([2])
+def test_who_comes_after_the_release_is_told_so(rank: Rank) -> None:
+    context = rank.context
+    handle = rank.submit("barrier", "b", [])
+    context.finish(handle)
+    gone = f"Handle {handle} was not created or has been cleared."
+    for call in (context.wait, context.finish, context.finish_or_keep, context.release, context.poll):
+        with pytest.raises(UsageError, match=gone) as raised:
+            call(handle)
+        assert type(raised.value) is UsageError
+        assert raised.value._is_released
+    native = context._context
+    assert lib.horo_wait(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_finish(native, handle, 0, ffi.NULL, 0) == lib.HORO_ERR_HANDLE
+    assert lib.horo_release(native, handle) == lib.HORO_ERR_HANDLE
+    context.wait_any([handle, handle])
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them drives. The request is never submitted by the other rank."""
+    waits = threading.Event()
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # none calls again after the end
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            assert waits.wait(60)
+            return
+        with holding(waits), waiters_of(rank) as waiters:
+            handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
+            for number in range(WAITERS):
+                waiters.start(
+                    (lambda: rank.context.wait_any([handle, handle]))
+                    if number == 0
+                    else (lambda: rank.context.wait(handle))
+                )
+            rank.context.destroy()
+            waiters.await_all()
+            ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
+            assert ends == [AbortedError] * (WAITERS - 1)
+
+    run_ranks(body, hosts)
+
+
+LAYOUTS = [[2], [3], [1, 1], [2, 1]]
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
+    """The other ranks submit one, and the rest only when the wait for it has ended."""
+    has_ended = threading.Event()
+
+    def body(rank: Rank) -> None:
+        order = [first, *(number for number in range(3) if number != first)]
+        if rank.rank == 0:
+            handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
+            rank.context.wait_any(handles)
+            assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
+            has_ended.set()
+            rank.finish(*handles)
+            return
+        rank.allreduce(np.ones(9), f"x{order[0]}")
+        assert has_ended.wait(60)
+        for number in order[1:]:
+            rank.allreduce(np.ones(9), f"x{number}")
+
+    run_ranks(body, hosts)
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_it_does_not_poll(hosts: list[int]) -> None:
+    waits = threading.Event()
+    sleeps: list[int] = []
+
+    def body(rank: Rank) -> None:
+        if rank.rank > 0:
+            assert waits.wait(60)
+            until = time.monotonic() + 0.5
+            wait_for(lambda: time.monotonic() > until)
+            rank.allreduce(np.ones(9), "a")
+            rank.allreduce(np.ones(9), "b")
+            return
+        handles = [rank.submit("allreduce", name, [np.ones(9)], reduce_op=SUM) for name in "ab"]
+        before = rank.context.counters()["sleeps"]
+        waits.set()
+        rank.context.wait_any(handles)
+        sleeps.append(rank.context.counters()["sleeps"] - before)
+        rank.finish(*handles)
+
+    run_ranks(body, hosts)
+    assert sleeps[0] < 50  # it was 250 with a look every 2 ms

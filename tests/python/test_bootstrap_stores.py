@@ -1,0 +1,342 @@
+"""Stores that rank 0 or torch serves, and what many ranks that start together read, say and listen on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from descriptors import open_descriptors
+from fabric import close_setup
+from jobs import wait_until
+from joining import SECRET, environments, join_all, run_threads, serving
+
+from horo.bootstrap.host.grouping import group_ranks
+from horo.bootstrap.host.identity import Identity, read_identity
+from horo.bootstrap.launchers.torch_store import TorchStore
+from horo.bootstrap.launchers.variables import Launch
+from horo.bootstrap.net.interfaces import is_loopback
+from horo.bootstrap.peer_info import PeerInfo, exchange_peer_info
+from horo.bootstrap.rendezvous import Rendezvous
+from horo.bootstrap.running_rank import Connection
+from horo.bootstrap.store.client import StoreClient
+from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError, prefixed
+from horo.bootstrap.store.served import ServedStore, choose_server_addresses
+from horo.bootstrap.store.server import StoreServer
+from horo.bootstrap.store.signed import signed
+from horo.config.table import Config
+from horo.errors import PeerLostError, UsageError
+
+
+def test_hosting_ends_when_all_others_have_disconnected_and_withdraws_the_address() -> None:
+    before = open_descriptors()
+    withdrawn: list[str] = []
+    server = StoreServer(["127.0.0.1"], SECRET)
+    own = ServedStore(server, SECRET, 3, 60, lambda: withdrawn.append("address"))
+    others = [StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0") for _ in range(2)]
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    others[0].close()
+    others[1].set("key", b"still there")
+    assert others[1].get("key", 10) == b"still there"
+    assert withdrawn == []
+    others[1].close()
+    closing.join(60)
+    assert withdrawn == ["address"]
+    assert open_descriptors() <= before
+
+
+def test_a_client_that_has_not_connected_is_awaited_for_a_short_time() -> None:
+    with StoreServer(["127.0.0.1"], SECRET) as server:
+        assert server.wait_for_disconnects(0, 60, 0)
+        assert not server.wait_for_disconnects(1, 60, 0.01)
+        with StoreClient(*server.endpoints[0], SECRET, 10):
+            assert not server.wait_for_disconnects(1, 0.01, 60)
+        assert server.wait_for_disconnects(1, 60, 0)
+
+
+def test_late_clients_that_connect_and_disconnect_end_the_wait() -> None:
+    with StoreServer(["127.0.0.1"], SECRET) as server:
+
+        def connect_and_close() -> bool:
+            StoreClient(*server.endpoints[0], SECRET, 10).close()
+            return True
+
+        assert (
+            run_threads([connect_and_close, lambda: server.wait_for_disconnects(2, 60, 60), connect_and_close])
+            == [True] * 3
+        )
+
+
+def test_addresses_are_loopback_where_all_are_near() -> None:
+    assert choose_server_addresses(None, near=True, far=False) == ["127.0.0.1"]
+    assert choose_server_addresses(None, near=False, far=False) == ["127.0.0.1"]
+    with pytest.raises(UsageError, match="no-such-interface"):
+        choose_server_addresses("no-such-interface", near=True, far=True)
+
+
+def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.2.3"]}
+    monkeypatch.setattr("horo.bootstrap.store.served.interface_addresses", lambda: found)
+    assert choose_server_addresses(None, near=True, far=True) == ["10.1.2.3", "10.9.2.3", "127.0.0.1"]
+    far = choose_server_addresses("ib0,lo", near=False, far=True)
+    assert far == ["10.9.2.3"]
+    assert not any(map(is_loopback, far))
+
+
+def test_the_host_of_a_store_that_is_gone_is_named() -> None:
+    server = StoreServer(["127.0.0.1"], SECRET)
+    client = StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0")
+    server.close()
+    with pytest.raises(Exception, match="did rank 0 end"):
+        client.set("key", b"")
+
+
+torch_distributed: Any = pytest.importorskip("torch.distributed")
+
+
+@pytest.fixture
+def torch_server() -> Any:
+    return torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class WithoutCheck:
+    """A store as that of torch 2.1, which has no check() and raises TimeoutError."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        try:
+            self._store.wait(keys, timeout)
+        except RuntimeError as error:
+            raise TimeoutError(str(error)) from error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "check":
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+@pytest.fixture(params=[False, True], ids=["check", "no-check"])
+def older(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def torch_client_of(server: Any, *, older: bool = False) -> TorchStore:
+    store = torch_distributed.TCPStore(
+        "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+    )
+    return TorchStore(WithoutCheck(store) if older else store, "127.0.0.1")
+
+
+def test_waiting_for_a_late_rank_writes_nothing(torch_server: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's own wait writes two lines whenever its time is over, to the descriptor."""
+    with pytest.raises(StoreTimeoutError):
+        torch_client_of(torch_server).get("late", 0.05)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_values_counters_and_deletion(torch_server: Any, older: bool) -> None:
+    one, other = torch_client_of(torch_server, older=older), prefixed(torch_client_of(torch_server, older=older), "p/")
+    one.set("p/a", b"\x00\xff")
+    one.set("p/empty", b"")
+    # torch's store answers no set(): another client may look before the value is there.
+    assert other.get_many(["a", "empty"], 10) == [b"\x00\xff", b""]
+    assert [other.add("n", 2), one.add("p/n", -1)] == [2, 1]
+    other.delete(["a", "unknown"])
+    with pytest.raises(StoreTimeoutError) as caught:
+        other.get_many(["a", "empty", "b"], 0.05)
+    assert caught.value.missing == ["a", "b"]
+    assert other.get("empty", 1) == b""
+
+
+def test_wait_ends_with_the_value_or_with_the_unless_key(torch_server: Any, older: bool) -> None:
+    reader, writer = torch_client_of(torch_server, older=older), torch_client_of(torch_server)
+    found: list[bytes] = []
+
+    def read() -> None:
+        found.append(reader.get("late", 10, unless="failed"))
+        try:
+            reader.get("never", 10, unless="failed")
+        except StoreAbandonedError as error:
+            found.append(error.value)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    writer.set("late", b"1")
+    wait_until(lambda: found == [b"1"], "it is found")
+    writer.set("failed", b"rank 3")
+    thread.join(20)
+    assert found == [b"1", b"rank 3"]
+
+
+def test_store_that_is_gone_is_a_lost_peer() -> None:
+    server = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = torch_client_of(server)
+    del server
+    with pytest.raises(PeerLostError, match=r"torch's store at 127\.0\.0\.1 is gone"):
+        client.get("a", 5)
+
+
+def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
+    torch_server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    said = "rank 0 has begun init() but not come through it"
+    real = Rendezvous.publish
+
+    def publish(self: Rendezvous, topic: str, value: bytes) -> None:
+        if (self.rank, topic) == (0, "topic"):
+            wait_until(lambda: said in caplog.text, "it is in the log")
+        real(self, topic, value)
+
+    monkeypatch.setattr(Rendezvous, "publish", publish)
+    stores = [signed(torch_client_of(torch_server), b"5a" * 16) for _ in range(2)]
+    ranks = [Rendezvous(store, rank, 2, "h", 20) for rank, store in enumerate(stores)]
+
+    def gather(rank: Rendezvous) -> list[bytes]:
+        rank.enter()
+        rank.publish("topic", b"%d" % rank.rank)
+        return rank.gather("topic")
+
+    assert run_threads([lambda rank=rank: gather(rank) for rank in ranks]) == [[b"0", b"1"]] * 2  # type: ignore[misc]
+
+
+def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed as dist
+            from horo.bootstrap.job import start
+            job = start()
+            dist.init_process_group("gloo")
+            dist.barrier()
+            dist.destroy_process_group()
+            job.close()
+            print(job.rank, job.hosts)
+            """
+        ),
+        encoding="utf-8",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        assert output == f"{rank} ((0, 1),)\n"
+
+
+INFO = PeerInfo.of(Launch("none", 0, 1, "h"), Config(), read_identity(None), "10.0.0.1", "1+abi1")
+
+
+@contextmanager
+def rendezvous(server: StoreServer, rank: int, size: int, host: str, timeout_s: float = 20) -> Iterator[Rendezvous]:
+    with StoreClient(*server.endpoints[0], SECRET, 20) as store:
+        yield Rendezvous(prefixed(store, "job/1/"), rank, size, host, timeout_s)
+
+
+def reply_bytes(size: int) -> int:
+    """Of a start of so many ranks, two on each host."""
+
+    def start(rank: int) -> None:
+        host = f"node{rank // 2:04}"
+        identity = Identity(f"{rank // 2:036}", 7, 0, "")
+        cpus = 3 << 2 * (rank % 2)
+        info = replace(INFO, size=size, host=host, identity=identity, local=(rank % 2, 2), cpus=cpus)
+        with rendezvous(server, rank, size, host) as own:
+            own.enter()
+            peers = exchange_peer_info(own, info)
+            assert peers[rank] == replace(info, identity=peers[rank].identity, sources={})
+            assert group_ranks([peer.identity for peer in peers]).host_of_rank == tuple(r // 2 for r in range(size))
+            own.finish()
+
+    with serving() as server:
+        assert run_threads([lambda rank=rank: start(rank) for rank in range(size)]) == [None] * size  # type: ignore[misc]
+        return server.reply_bytes
+
+
+def test_what_ranks_read_grows_with_their_number_not_with_its_square() -> None:
+    few, many = reply_bytes(16), reply_bytes(64)
+    assert few > 16 * len(INFO.encode())  # rank 0 reads that of all, the others that of rank 0
+    assert many < 5 * few
+
+
+def test_of_the_ranks_of_one_host_one_warns_each_time() -> None:
+    with serving() as server, ExitStack() as stack:
+        ranks = [stack.enter_context(rendezvous(server, rank, 4, host)) for rank, host in enumerate("aaab")]
+        first = [rank._speaks_for_host("topic/0", 1) for rank in ranks]
+        again = [rank._speaks_for_host("topic/0", 2) for rank in reversed(ranks)]
+    assert first == [True, False, False, True]
+    assert again == [True, True, False, False]  # another one, since the first may have what it waited for
+
+
+def test_a_rank_that_waits_for_rank_0_names_those_for_whom_that_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "horo")
+    monkeypatch.setattr("horo.bootstrap.rendezvous._WARNING_INTERVAL_S", 0.05)
+    said = re.compile(r"^rank 2 \(name2\) has waited \d+ s in init\(\): rank 1 has not called horo\.torch\.init\(\)$")
+    with serving() as server:
+        environs = environments(server, 3)
+        early: list[Connection | BaseException] = []
+        thread = threading.Thread(target=lambda: early.extend(join_all([environs[0], environs[2]])))
+        thread.start()
+        wait_until(lambda: any(said.match(record.getMessage()) for record in list(caplog.records)), "it is in the log")
+        late = join_all(environs[1:2])
+        thread.join(30)
+    for connection in (*early, *late):
+        assert isinstance(connection, Connection), connection
+        close_setup(connection.setup)
+
+
+def test_ranks_listen_on_the_ports_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[bytes] = []
+    real = Rendezvous.publish
+
+    def publish(self: Rendezvous, topic: str, value: bytes) -> None:
+        if topic == "listen":
+            published.append(value)
+        real(self, topic, value)
+
+    monkeypatch.setattr(Rendezvous, "publish", publish)
+    with serving() as server:
+        environs = environments(server, 3, {"HORO_PORT_RANGE": "21000-21040"})
+        for environ, host in zip(environs, "abc", strict=True):
+            environ["HORO_HOST_ID"] = host
+        for connection in join_all(environs):
+            assert isinstance(connection, Connection), connection
+            close_setup(connection.setup)
+    assert len(published) == 2  # rank 2 dials both of the others
+    for where in published:
+        assert int(where.rpartition(b":")[2]) in range(21000, 21041)

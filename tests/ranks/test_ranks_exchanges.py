@@ -1,0 +1,266 @@
+"""``alltoall``, ``reducescatter`` and ``sparse_allreduce_async``: known answers, gradients, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import on
+
+import horo.torch as hvd
+from horo.errors import MismatchError, UnsupportedError, UsageError
+
+MOVED_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.bfloat16,
+    torch.float32,
+    torch.complex64,
+    torch.complex128,
+    *(getattr(torch, name) for name in ("uint16", "uint32", "uint64", "float8_e4m3fn") if hasattr(torch, name)),
+]
+
+
+def _rows(counts: list[int], first: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """``counts[i]`` rows of a value for i."""
+    parts = [torch.full((count, 3), (first + step * i) % 7, dtype=torch.float32) for i, count in enumerate(counts)]
+    return torch.cat(parts).to(dtype)  # torch 2.1 concatenates no float8
+
+
+def _counts(size: int, step: int) -> list[list[int]]:
+    return [[(s + 2 * d + step) % 4 * (1 + 300 * (step % 2)) for d in range(size)] for s in range(size)]
+
+
+@pytest.mark.parametrize("dtype", MOVED_DTYPES, ids=str)
+@on("ranks")
+def test_each_gets_its_rows_from_all_in_their_order(dtype: torch.dtype) -> None:
+    r, n = hvd.rank(), hvd.size()
+    for step in range(4):
+        counts = _counts(n, step)
+        given = _rows(counts[r], 2 * r, 1, dtype)  # of 2 * origin + destination
+        wanted = _rows([counts[s][r] for s in range(n)], r, 2, dtype)
+        received = torch.tensor([counts[s][r] for s in range(n)], dtype=torch.int32)
+        for splits in (counts[r], torch.tensor(counts[r], dtype=torch.int32)):
+            got, rows = hvd.alltoall(given, splits)
+            assert got.dtype == dtype and rows.dtype == torch.int32
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(rows, received)
+
+
+@on("ranks2")
+def test_forms_and_names_of_alltoall() -> None:
+    r = hvd.rank()
+    even = torch.tensor([[10.0 * r], [10.0 * r + 1]])
+    assert hvd.alltoall(even).tolist() == [[r], [10.0 + r]]
+    got, rows = hvd.synchronize(hvd.alltoall_async(even, name="n"))
+    assert got.tolist() == [[r], [10.0 + r]] and rows.tolist() == [1, 1]
+    handle = hvd.alltoall_async(torch.arange(5) + 10 * r, splits=[1, 3])  # the last row goes to nobody
+    got, rows = hvd.synchronize(handle)
+    assert got.tolist() == ([0, 10] if r == 0 else [1, 2, 3, 11, 12, 13])
+    assert rows.tolist() == ([1, 1] if r == 0 else [3, 3])
+    got, rows = hvd.alltoall(torch.ones(0, 4), [0, 0])
+    assert got.shape == (0, 4) and rows.tolist() == [0, 0]
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    got, _ = hvd.alltoall(turned, [2, 1], name="turned")
+    assert got.tolist() == ([[0, 3], [1, 4]] * 2 if r == 0 else [[2, 5]] * 2)
+    conjugated, _ = hvd.alltoall(torch.tensor([1 + 2j, 3 - 1j]).conj(), [1, 1])
+    assert conjugated.tolist() == [[1 - 2j, 3 + 1j][r]] * 2
+
+
+@on("ranks2")
+def test_what_is_wrong_with_an_alltoall_is_named() -> None:
+    x = torch.ones(3, 2)
+    for splits, said in [
+        ([1, 1, 1], r"alltoall: 3 splits; 2 ranks take part"),
+        ([4, -1], r"alltoall: split -1 is negative"),
+        ([2, 2], r"alltoall: the splits are 4 rows together; the tensor has 3"),
+        ([1, 1.5], r"alltoall: split 1\.5 is no integer"),
+        ([True, 1], r"alltoall: split True is no integer"),
+        (np.ones(2), r"alltoall: split .*1\.0.* is no integer"),
+        (3, r"alltoall: splits is 3; it must be one integer for each rank, as a list"),
+        (torch.ones(2), r"alltoall: splits is torch\.float32 \[2\]; it must be a 1-D tensor of integers"),
+        (torch.ones(2, 1, dtype=torch.int32), r"alltoall: splits is torch\.int32 \[2, 1\]"),
+        (None, r"alltoall: 3 rows cannot be split evenly among 2 ranks; pass splits"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            hvd.alltoall(x, splits)
+    with pytest.raises(ValueError, match=r"alltoall: a scalar has no first dimension to split along"):
+        hvd.alltoall(torch.tensor(1))
+    with pytest.raises(ValueError, match=r"alltoall 'n': expected a torch.Tensor, not list"):
+        hvd.alltoall([1, 2], name="n")
+    with pytest.raises(MismatchError, match=r"alltoall.* rank 0 .* float32 \[\*, 2\], rank 1 .* float32 \[\*, 3\]"):
+        hvd.alltoall(torch.ones(2, 2 + hvd.rank()))
+    assert hvd.alltoall(torch.ones(2)).tolist() == [1, 1]
+
+
+@on("ranks")
+def test_gradients_go_back_to_where_the_rows_came_from() -> None:
+    r, n = hvd.rank(), hvd.size()
+    splits = [(r + d) % 3 for d in range(n)]
+    x = torch.arange(2.0 * sum(splits) + 2).reshape(-1, 2).requires_grad_()  # the last row goes to nobody
+    for _ in range(2):
+        x.grad = None
+        got, _ = hvd.alltoall(x, splits, name="g")
+        (got * (r + 1)).sum().backward()
+        factors = [d + 1.0 for d in range(n) for _ in range(splits[d])] + [0.0]
+        assert x.grad.tolist() == [[factor, factor] for factor in factors]
+
+
+@on("ranks2")
+def test_it_can_be_differentiated_twice() -> None:
+    r = hvd.rank()
+    x = torch.tensor([1.0 + r, 2.0 + r], requires_grad=True)
+    got = hvd.alltoall(x)
+    assert isinstance(got, torch.Tensor)
+    (first,) = torch.autograd.grad(got.pow(3).sum(), x, create_graph=True)
+    assert first.tolist() == [3 * (1.0 + r) ** 2, 3 * (2.0 + r) ** 2]
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second.tolist() == [6 * (1.0 + r), 6 * (2.0 + r)]
+
+
+def _values(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, so that every dtype computes exactly; different on every rank."""
+    return ((torch.arange(rows * 3).reshape(rows, 3) + 3 * rank) % 4 + 1).to(dtype)
+
+
+def _mine(whole: torch.Tensor) -> torch.Tensor:
+    return torch.tensor_split(whole, hvd.size())[hvd.rank()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64], ids=str)
+@on("ranks")
+def test_it_gives_the_known_rows_for_every_op(dtype: torch.dtype) -> None:
+    for rows in (0, 1, hvd.size(), 7, 1000):
+        stacked = torch.stack([_values(rank, rows, dtype).double() for rank in range(hvd.size())])
+        tensor = _values(hvd.rank(), rows, dtype)
+        before = tensor.clone()
+        answers = {hvd.Sum: stacked.sum(0), hvd.Average: stacked.mean(0)}
+        answers |= {hvd.Min: stacked.amin(0), hvd.Max: stacked.amax(0)}
+        for op, answer in answers.items():
+            result = hvd.reducescatter(tensor, op=op)
+            assert result.dtype == dtype
+            wanted = _mine(answer if dtype.is_floating_point else answer.trunc()).to(dtype)
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+        assert torch.equal(tensor, before)
+
+
+@on("ranks2")
+def test_forms_names_and_factors_of_reducescatter() -> None:
+    r = hvd.rank()
+    x = torch.full((5, 2), r + 1.0)
+    rows = 3 - r
+    for _ in range(3):  # again from the cache of requests
+        assert torch.equal(hvd.reducescatter(x), torch.full((rows, 2), 1.5))
+        assert torch.equal(hvd.reducescatter(x, "n", op=hvd.Sum), torch.full((rows, 2), 3.0))
+        scaled = hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+        assert torch.equal(scaled, torch.full((rows, 2), 6.0))
+        one, two = hvd.grouped_reducescatter([x, torch.ones(4, dtype=torch.int32)], op=hvd.Sum)
+        assert torch.equal(one, torch.full((rows, 2), 3.0)) and two.tolist() == [2, 2]
+    handle = hvd.reducescatter_async(x, op=hvd.Max)
+    group = hvd.grouped_reducescatter_async([x, x[:2]], op=hvd.Min)
+    assert torch.equal(hvd.synchronize(handle), torch.full((rows, 2), 2.0))
+    least = hvd.synchronize(group)
+    assert isinstance(least, tuple)
+    assert [tuple(part.shape) for part in least] == [(rows, 2), (1, 2)]
+    assert torch.equal(hvd.reducescatter(x.t().contiguous().t(), op=hvd.Sum), torch.full((rows, 2), 3.0))
+    rounded = hvd.reducescatter(torch.full((2,), 1 + 2.0**-9), compression=hvd.Compression.bf16)
+    assert rounded.dtype == torch.float32 and rounded.item() == 1.0
+
+
+@on("ranks2")
+def test_what_is_wrong_with_a_reducescatter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"reducescatter: a scalar has no first dimension to split along"):
+        hvd.reducescatter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"grouped_reducescatter: the list of tensors is empty"):
+        hvd.grouped_reducescatter([])
+    for form in (hvd.reducescatter, hvd.reducescatter_async):
+        with pytest.raises(UnsupportedError, match=r"op Adasum is offered by allreduce only") as caught:
+            form(torch.ones(2), op=hvd.Adasum)
+        assert isinstance(caught.value, hvd.HorovodInternalError)  # as Horovod has it
+    told = r"rank 0 .* has refused it: .*op Adasum is offered" if hvd.rank() else "op Adasum is offered"
+    with pytest.raises(UnsupportedError, match=told):
+        hvd.grouped_reducescatter([torch.ones(2)], op=hvd.Sum if hvd.rank() else hvd.Adasum)
+    with pytest.raises(MismatchError, match=r"rank 0 .* float32 \[2\], rank 1 .* float32 \[3\]"):
+        hvd.reducescatter(torch.ones(2 + hvd.rank()), name="rows")
+    assert hvd.reducescatter(torch.ones(2), op=hvd.Sum).item() == 2
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (0.5, 3.0)], ids=str)
+@pytest.mark.parametrize("op", ["Sum", "Average", "Min", "Max", "Product"])
+@on("ranks")
+def test_with_allgather_it_has_the_gradient_of_allreduce(op: str, factors: tuple[float, float]) -> None:
+    number = getattr(hvd, op)
+    scales = {"prescale_factor": factors[0], "postscale_factor": factors[1]}
+    values = torch.tensor([[1.0, 0.0], [2.0, float(hvd.rank())], [-1.0 - hvd.rank(), 3.0]], dtype=torch.float64)
+    weights = torch.arange(6, dtype=torch.float64).reshape(3, 2) + hvd.rank()
+    apart, whole = values.clone().requires_grad_(), values.clone().requires_grad_()
+    gathered = hvd.allgather(hvd.reducescatter(apart, op=number, **scales))
+    reduced = hvd.allreduce(whole, op=number, **scales)
+    assert torch.equal(gathered, reduced)
+    (gathered * weights).sum().backward()
+    (reduced * weights).sum().backward()
+    torch.testing.assert_close(apart.grad, whole.grad)
+
+
+def _own(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows 0 and ``rank + 1``; rank 1 gives none."""
+    r = hvd.rank()
+    rows = [] if r == 1 else [0, r + 1]
+    values = torch.full((len(rows), 2), r + 1).to(dtype)
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows], dtype=torch.int64), values, (hvd.size() + 1, 2), check_invariants=True
+    )
+
+
+def _dense(tensor: torch.Tensor, op: int) -> torch.Tensor:
+    return hvd.allreduce(tensor.to_dense(), op=op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+@on("ranks")
+def test_it_is_the_allreduce_of_the_dense_tensors(dtype: torch.dtype) -> None:
+    tensor = _own(dtype)
+    for op in (hvd.Sum, hvd.Average):
+        begun = [hvd.sparse_allreduce_async(tensor, f"x{index}", op) for index in range(3)]
+        unnamed = hvd.sparse_allreduce_async(tensor, op=op)
+        for complete in (*reversed(begun), unnamed):
+            result = complete()
+            assert result.layout is torch.sparse_coo and result.dtype == dtype
+            if dtype.is_floating_point or op == hvd.Sum:
+                torch.testing.assert_close(
+                    result.to_dense(), _dense(tensor, op), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+                )
+    with pytest.raises(UsageError):
+        unnamed()
+
+
+@on("ranks2")
+def test_sets_of_ranks_and_several_sparse_dimensions() -> None:
+    point = torch.sparse_coo_tensor([[1], [hvd.rank()]], [2.0], (2, 2), check_invariants=True)
+    assert hvd.sparse_allreduce_async(point, "p", hvd.Average)().to_dense().tolist() == [[0, 0], [1, 1]]
+    alone = hvd.add_process_set([1])
+    if hvd.rank() == 1:
+        assert torch.equal(hvd.sparse_allreduce_async(point, "p", hvd.Average, alone)().to_dense(), point.to_dense())
+    hvd.remove_process_set(alone)
+
+
+@on("ranks2")
+def test_what_is_wrong_with_sparse_tensors_is_named() -> None:
+    with pytest.raises(
+        UsageError, match="sparse_allreduce 'x': expected a sparse tensor in COO form, not a tensor with"
+    ):
+        hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum)
+    with pytest.raises(UsageError, match="not 3"):
+        hvd.sparse_allreduce_async(3, "x", hvd.Sum)
+    with pytest.raises(UnsupportedError, match="neither Average nor Sum"):
+        hvd.sparse_allreduce_async(_own(), "x", hvd.Max)
+    other = torch.sparse_coo_tensor([[0]], [1.0], (2 + hvd.rank(),), check_invariants=True)
+    with pytest.raises(
+        MismatchError, match=r"rank 0 gave a tensor of shape \[2\] with 1 sparse dimensions, rank 1 one of shape \[3\]"
+    ):
+        hvd.sparse_allreduce_async(other, "x", hvd.Sum)()
+    deep = torch.sparse_coo_tensor([[0]] * (1 + hvd.rank()), [1.0], (2,) * (1 + hvd.rank()), check_invariants=True)
+    with pytest.raises(MismatchError):
+        hvd.sparse_allreduce_async(deep, "x", hvd.Sum)()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
