@@ -320,7 +320,7 @@ static int host_progress(struct hr_backend *backend) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);
     }
-    /* what is done was to find out, or has failed: the same operation begins once more */
+    /* the same operation, where its try has just ended, or its reads have failed */
     const int begins_again = host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
     if (host->work.op == HORO_REDUCESCATTER) {
         return begins_again ? begin_scatter(host) : begin_rows(host);

@@ -83,7 +83,8 @@ static void write_run(const struct run *run, char *line, size_t line_bytes) {
         if (first->event == HORO_EVENT_BEGUN && first->number > 1) {
             (void)snprintf(rest, sizeof rest, " and %d more in one batch", (int)first->number - 1);
         } else if (run->count > 1) {
-            (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(event->op), event->name, run->count);
+            (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(event->op), event->name,
+                           run->count);
         } else if (first->event == HORO_EVENT_FAILED) {
             (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
         }

@@ -135,6 +135,18 @@ void hr_node_supervise(struct hr_node *node, int enabled) {
     node->watching = enabled;
 }
 
+hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
+    if (count > sleep->capacity) {
+        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
+        if (fds == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        sleep->fds = fds;
+        sleep->capacity = count;
+    }
+    return HORO_OK;
+}
+
 /* The most descriptors that a transport to the hosts of a team may have to poll. */
 static size_t fds_of(const struct hr_node *node, int host_count) {
     return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;

@@ -1,7 +1,6 @@
 /* The one way to wait: spin for a while, then sleep. See node.h. */
 #include <errno.h>
 #include <sched.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "node/node.h"
@@ -13,18 +12,6 @@
 enum { FIRST_LOOKS = 16, YIELD_ALONE_NS = 1000 };
 #define LOOK_AT_UNNAMED_NS 1000000ll
 #define CONTENDED_SPIN_NS 20000ll /* two to four times what it takes to sleep and be woken */
-
-hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
-    if (count > sleep->capacity) {
-        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
-        if (fds == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        sleep->fds = fds;
-        sleep->capacity = count;
-    }
-    return HORO_OK;
-}
 
 /* Of two spans of time, of which a negative one has no end. */
 static int64_t shorter(int64_t a_ns, int64_t b_ns) {
