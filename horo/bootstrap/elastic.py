@@ -136,6 +136,15 @@ class WorkerMembership:
             self._connected().post(change_key(self._job_id, self._seat.generation, 1))
         self._reporter.elastic(within=self._seat.generation)
 
+    def begun(self) -> None:
+        """Reports that a training function begins in the generation, after another one perhaps."""
+        if self.has_joined:
+            self._reporter.elastic(within=self.generation)
+
+    def done(self) -> None:
+        """Reports that a training function has come to its end on all ranks."""
+        self._reporter.elastic(done=self.generation)
+
     def leave(self, error: BaseException | None) -> None:
         """Leaves the generation, and reports that this worker waits for the next one.
 

@@ -38,6 +38,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
         BaseException: What the function raises, if it is no loss of a rank: MismatchError and NotInitializedError, too.
     """
     state._standing.membership = membership
+    membership.begun()
     is_moved = job.adopt(state)
     forecast = None if membership.has_joined else job.place()
     while True:
@@ -53,6 +54,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             _sync(state, job, membership)
             result = function()
             job.gather([0])  # a rank that is lost before has the others train on, so all must be here still
+            membership.done()
             return result
         except HostsUpdatedInterrupt:
             pass

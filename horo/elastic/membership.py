@@ -33,6 +33,12 @@ class DriverLink(Protocol):
     def join(self) -> None:
         """Waits until the driver places this worker in the next generation, and enters that."""
 
+    def begun(self) -> None:
+        """Called when a training function begins in a generation."""
+
+    def done(self) -> None:
+        """Called when it returns on all ranks: an error from then on ends the job."""
+
     def leave(self, error: BaseException | None) -> None:
         """Leaves the generation, for a reason or because it is to change."""
 

@@ -15,6 +15,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -115,19 +116,23 @@ class _Turn:
         if isinstance(event, Ready):
             if worker.standing is Standing.COMING:
                 self._set(worker, Standing.READY)
-        elif isinstance(event, Within):
-            if worker.standing is Standing.SEATED and event.generation == self.state.generation:
-                self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
-        elif isinstance(event, Waits):
-            if worker.standing in _IN_GENERATION and event.generation == self.state.generation:
-                self._on_waits(worker, event)
+        elif isinstance(event, (Within, Done, Waits)):
+            if worker.standing in (*_IN_GENERATION, Standing.DONE) and event.generation == self.state.generation:
+                self._on_course(worker, event)
         elif isinstance(event, Committed):
             self.workers[worker.number] = replace(worker, has_state=True)
-            self.state.commit = max(self.state.commit, event.number)
             if event.is_kept:
-                self.state.kept |= {worker.slot}
+                self.state.kept = {**self.state.kept, worker.slot: event.number}
         else:
             self._on_ended(worker, event)
+
+    def _on_course(self, worker: Worker, event: Within | Done | Waits) -> None:
+        if isinstance(event, Within):
+            self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
+        elif isinstance(event, Done):
+            self._set(worker, Standing.DONE)
+        else:
+            self._on_waits(worker, event)
 
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
@@ -141,7 +146,9 @@ class _Turn:
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
-        is_done = not event.has_failed and is_member and worker.standing is not Standing.ENDING
+        is_done = worker.standing is Standing.DONE or (
+            not event.has_failed and is_member and worker.standing is not Standing.ENDING
+        )
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
             return
@@ -173,13 +180,13 @@ class _Turn:
             self._seat()
         elif is_late:
             came = f"{_ranks(len(ready))} of {limits.size} called init() within {limits.start_timeout_s:g} s"
-            self._finish(f"{came} (--start-timeout), and {limits.min_size} are needed", EXIT_ELASTIC_TIMEOUT)
+            self._finish(f"{came} (--start-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
         elif self.state.started and not self.workers:
             self._finish()  # all have failed: so would others
 
     def form(self) -> None:
         """FORMING: trains once all are in the generation; gives it up where some are not in time."""
-        late = [worker for worker in self._members() if worker.standing is not Standing.WITHIN]
+        late = [worker for worker in self._members() if worker.standing not in (Standing.WITHIN, Standing.DONE)]
         if not late:
             self._run()
         elif self._now_s >= self.state.since_s + self.state.limits.start_timeout_s:
@@ -214,10 +221,10 @@ class _Turn:
         self._seat_or_wait()
         if self.state.phase is Phase.SHORT and self._now_s >= self.state.since_s + limits.elastic_timeout_s:
             came = f"{_ranks(len(self._standing(Standing.READY)))} within {limits.elastic_timeout_s:g} s"
-            self._finish(f"{came} (--elastic-timeout), and {limits.min_size} are needed", EXIT_ELASTIC_TIMEOUT)
+            self._finish(f"{came} (--elastic-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
 
     def end(self) -> None:
-        """FINISHING: one worker has ended well; the rest of its generation comes to its end, too."""
+        """FINISHING: one worker has ended, well or after its training; the rest of its generation does so, too."""
         for worker in list(self.workers.values()):
             is_newcomer = self.state.generation > 0 and worker.number not in self.state.members
             if is_newcomer and worker.standing is not Standing.ENDING:
@@ -225,7 +232,7 @@ class _Turn:
         left = [worker.number for worker in self._standing(Standing.READY)]
         if left:
             self._finish(
-                f"worker {left[0]} has work left, but another one has ended with code 0: all ranks have to come to the "
+                f"worker {left[0]} has work left, but another one has come to its end: all ranks have to come to the "
                 "end of the script together",
                 1,
             )
@@ -239,23 +246,38 @@ class _Turn:
         living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
         if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
-        elif len(ready) >= self.state.limits.min_size and any(
-            worker.has_state or worker.slot in self.state.kept for worker in ready
-        ):
+        elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
-            self._report(f"{_ranks(len(ready))} left, and {self.state.limits.min_size} are needed")
+            if ready:
+                self._report(f"{_ranks(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)")
             self._enter(Phase.SHORT)
 
     def _goes_on_from_memory(self) -> bool:
         """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
         state = self.state
-        if state.phase is not Phase.SHORT and (state.commit <= state.restored or self._is_at_reset_limit()):
+        latest = max(state.kept.values(), default=-1)
+        if state.phase is not Phase.SHORT and (latest <= state.restored or self._is_at_reset_limit()):
             return False
-        if state.kept and state.restored < state.commit:
-            state.restored = state.commit
-            self._report(f"no rank is left: others go on from commit {state.commit}")
+        if latest > state.restored:
+            state.restored = latest
+            self._report(f"no rank is left: others go on from commit {latest}")
         return bool(state.kept)
+
+    def _has_state(self, ready: list[Worker]) -> bool:
+        """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
+        state = self.state
+        if any(worker.has_state for worker in ready):
+            return True
+        own = max((state.kept[worker.slot] for worker in ready if worker.slot in state.kept), default=-1)
+        is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
+        if own < max(state.kept.values(), default=0) and (own < 0 or not is_late):
+            return False
+        if own < state.restored:
+            self._report(f"the slot with commit {state.restored} has no worker: others go on from commit {own}")
+            state.restored = own
+            state.kept = {slot: number for slot, number in state.kept.items() if number <= own}
+        return True
 
     def _seat(self) -> None:
         state = self.state

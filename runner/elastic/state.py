@@ -12,6 +12,7 @@ __all__ = [
     "Action",
     "Announce",
     "Committed",
+    "Done",
     "DriverState",
     "ElasticEvent",
     "Ended",
@@ -51,6 +52,7 @@ class Standing(Enum):
     READY = "waits for a seat"
     SEATED = "has a seat and is not in the generation"
     WITHIN = "is in the generation"
+    DONE = "is in the generation, and all members have come to the end of hvd.elastic.run"
     ENDING = "has been killed"
 
 
@@ -105,8 +107,7 @@ class DriverState:
         is_announced: the last one says that workers have come.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
-        kept: the slots whose memory has a commit.
-        commit: the highest number of a commit that was reported.
+        kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
     """
 
@@ -124,8 +125,7 @@ class DriverState:
     is_announced: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
-    kept: frozenset[int] = frozenset()
-    commit: int = 0
+    kept: Mapping[int, int] = field(default_factory=dict)
     restored: int = -1
 
 
@@ -182,6 +182,14 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Done:
+    """``hvd.elastic.run`` returns in a worker, as in all others of a generation."""
+
+    worker: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """The process of a worker, and those that it had started, have ended.
 
@@ -196,7 +204,7 @@ class Ended:
     how: str = ""
 
 
-ElasticEvent = Tick | Ready | Within | Waits | Committed | Ended
+ElasticEvent = Tick | Ready | Within | Waits | Committed | Done | Ended
 
 
 @dataclass(frozen=True)

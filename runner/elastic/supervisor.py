@@ -17,6 +17,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -33,7 +34,7 @@ from horo.runner.elastic.state import (
     WriteSeats,
 )
 from horo.runner.job.placement import Placement, PlacementError
-from horo.runner.job.report import Ending, how_it_ended
+from horo.runner.job.report import Ending, how_it_ended, how_it_failed
 from horo.runner.job.supervise import Supervisor
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ class ElasticSupervisor(Supervisor):
                 self._take(told)
 
     def _on_ending(self, ending: Ending) -> None:
-        how = how_it_ended(ending)
-        self._take(Ended(ending.rank, ending.failed, f"was {how}" if ending.signal else how))
+        self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
 
     def _take(self, event: ElasticEvent) -> None:
         if not self._stopping:
@@ -192,8 +192,8 @@ class ElasticSupervisor(Supervisor):
         """One line on the generations of the job and the workers that have failed; none if nothing has happened."""
         if self._state.generation < 2:
             return
-        gone = [each for each in self._endings if each.rank not in self._dismissed]
-        failed = [f"{each.rank} ({how_it_ended(each)})" for each in gone if each.failed and not each.asked]
+        gone = [each for each in self._endings if each.rank not in self._dismissed and each.failed and not each.asked]
+        failed = [f"{each.rank} ({each.note.error or how_it_ended(each)})" for each in gone]
         words = [f"{self._state.generation} generations of workers {ranges(self._came)}"]
         if failed:
             words.append(f"failed: {', '.join(failed)}")
@@ -213,6 +213,9 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     within = report.get("within")
     if isinstance(within, int):
         events.append(Within(worker, within))
+    done = report.get("done")
+    if isinstance(done, int):
+        events.append(Done(worker, done))
     if report.get("ready") is True:
         events.append(Ready(worker))
     return events

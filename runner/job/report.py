@@ -12,7 +12,17 @@ from horo.runner.agent.rank_reports import Note
 from horo.runner.config import EXIT_UNREACHABLE
 from horo.runner.text import printable
 
-__all__ = ["Ending", "awaited", "exit_code", "how_it_ended", "overdue", "report", "root_cause", "signal_name"]
+__all__ = [
+    "Ending",
+    "awaited",
+    "exit_code",
+    "how_it_ended",
+    "how_it_failed",
+    "overdue",
+    "report",
+    "root_cause",
+    "signal_name",
+]
 
 _LAST_LINES = 20
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
@@ -128,13 +138,11 @@ def report(cause: Ending, endings: Iterable[Ending], word: str = "rank") -> byte
     endings = list(endings)
     left = [each.rank for each in endings if each.rank == note.points_at and not each.failed]
     kind, _, words = note.error.partition(": ")
-    place = f"({'; '.join(filter(None, (note.where, how_it_ended(cause))))})"
-    if cause.lost or not note.error:
-        how = ("was " if cause.lost or cause.signal else "") + how_it_ended(cause)
-    elif left and words.startswith("rank "):  # that one has ended well, but too early
-        how = f"ended with {kind} {place}"
+    how = how_it_failed(cause)
+    if left and words.startswith("rank ") and not cause.lost:  # that one has ended well, but too early
+        how = how.replace(note.error, kind, 1)
     else:
-        words, how = "", f"ended with {note.error} {place}"
+        words = ""
     reason = f"{words}; so " if left and words else ""
     text = printable(f"hororun: {reason}{word} {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
     if not note.error:
@@ -180,3 +188,11 @@ def how_it_ended(ending: Ending) -> str:
     if ending.signal:
         return f"killed by {signal_name(ending.signal)}{asked}"
     return f"exited with code {ending.code}{asked}"
+
+
+def how_it_failed(ending: Ending) -> str:
+    """``was killed by SIGSEGV``, or ``ended with`` the exception and its line in the script."""
+    note = ending.note
+    if ending.lost or not note.error:
+        return ("was " if ending.lost or ending.signal else "") + how_it_ended(ending)
+    return f"ended with {note.error} ({'; '.join(filter(None, (note.where, how_it_ended(ending))))})"

@@ -1,7 +1,8 @@
 """A worker of an elastic job: counts steps, and shares what it has counted with newcomers.
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
-itself, ``stop`` itself, ``leave`` a child behind and kill itself, or ``exit``. ``WORKER:init:kill``: before ``init()``.
+itself, ``stop`` itself, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
+``init()``. ``WORKER:done:kill``: after training.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def do(step: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "exit":
         sys.exit(3)
+    elif what == "raise":
+        raise ValueError("a mistake")
 
 
 do("init")
@@ -70,6 +73,8 @@ while True:
     try:
         member.join()
         if train():
+            member.done()
+            do("done")
             break
         member.leave(None)
     except (MismatchError, NotInitializedError):

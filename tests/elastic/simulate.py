@@ -23,6 +23,7 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Done,
     DriverState,
     ElasticEvent,
     Ended,
@@ -45,7 +46,7 @@ BOUND_S = 3000.0
 
 @dataclass
 class Process:
-    """The process of a worker. ``mode``: importing, waiting, forming, working, or dead."""
+    """The process of a worker. ``mode``: importing, waiting, forming, working, done, or dead."""
 
     worker: int
     slot: int
@@ -54,7 +55,8 @@ class Process:
     taken: int = 0
     generation: int = 0
     is_hung: bool = False
-    has_state: bool = False
+    commit: int | None = None
+    """The last commit that it has made, or got from others; None: it has no state."""
 
 
 class Simulation:
@@ -84,6 +86,8 @@ class Simulation:
         self.memories: dict[int, int] = {}
         """By slot, the commit in the memory that outlives its workers, in a job that has such."""
         self.has_memories = self.random.random() < 0.5
+        self.restored = -1
+        """The commit from which the job has gone on when all ranks had failed."""
         self.steps_left = self.random.randint(5, 60)
         self.faults = self.random.choice([0, 1, 2, 5, 10])
         self.finish: Finish | None = None
@@ -142,7 +146,7 @@ class Simulation:
             if isinstance(action, StartWorker):
                 assert action.worker not in self.processes, "a number is used twice"
                 self.processes[action.worker] = process = Process(action.worker, action.slot)
-                process.has_state = action.slot in self.memories
+                process.commit = self.memories.get(action.slot)
                 self.later(self.random.uniform(0.1, 8.0), lambda process=process: self.come(process))
             elif isinstance(action, WriteSeats):
                 self.check_seats(action)
@@ -157,6 +161,7 @@ class Simulation:
             elif isinstance(action, Kill):
                 self.end(self.processes[action.worker], True)
             elif isinstance(action, Finish):
+                self.check_finish(action)
                 self.finish = action
 
     def check_seats(self, action: WriteSeats) -> None:
@@ -165,9 +170,36 @@ class Simulation:
         assert len(set(action.workers)) == len(action.workers)
         if action.generation > 1:
             members = [self.processes[worker] for worker in action.workers]
-            assert any(each.has_state for each in members), f"nobody in generation {action.generation} has the state"
-        at_work = [each for each in self.processes.values() if each.mode == "working"]
+            commits = [each.commit for each in members if each.commit is not None]
+            assert commits, f"nobody in generation {action.generation} has the state"
+            self.check_commit(action.generation, max(commits))
+        at_work = [each for each in self.processes.values() if each.mode in ("working", "done")]
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
+
+    def check_commit(self, generation: int, commit: int) -> None:
+        """If all have failed, others go on from the latest commit, or the one before, whose report was on its way."""
+        if any(each.commit is not None and each.taken > 0 for each in self.living()):
+            return
+        self.restored = commit
+        if not self.is_lossy and not self.gives_up_waiting():
+            latest = max([commit, *self.memories.values()])
+            assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
+
+    def check_finish(self, finish: Finish) -> None:
+        """A job whose ranks have all failed does not end while memories have more than they had the last time."""
+        is_lost = finish.code is None and not self.ends_well and not finish.reason.startswith("ranks cannot")
+        at_limit = self.limits.reset_limit is not None and self.state.generation > self.limits.reset_limit
+        if is_lost and not self.is_lossy and not at_limit and self.state.generation > 0:
+            kept = max(self.memories.values(), default=-1)
+            assert kept <= self.restored + 1, f"the job ends, and commit {kept} is kept"
+
+    def gives_up_waiting(self) -> bool:
+        """Whether the time is over for which those with the latest commit are awaited."""
+        return self.now_s >= self.state.since_s + self.limits.elastic_timeout_s
+
+    def living(self) -> list[Process]:
+        """The workers whose processes exist."""
+        return [each for each in self.processes.values() if each.mode != "dead"]
 
     # Workers
 
@@ -211,7 +243,8 @@ class Simulation:
             at_work = [each for each in self.processes.values() if each.mode == "working"]
             assert all(each.generation == generation for each in at_work), "two generations are at work"
             process.mode = "working"
-            process.has_state |= generation == 1
+            commits = [other.commit for other in others if other.commit is not None]
+            process.commit = max(commits, default=0)
             self.note(Within(process.worker, generation))
             self.later(STEP_S, lambda: self.work(process, generation))
         else:
@@ -225,17 +258,19 @@ class Simulation:
         if gone is not None:
             self.leave(process, gone)
         elif self.steps_left <= 0:
+            process.mode = "done"
             self.ends_well.add(process.worker)
-            self.end(process, False)
+            self.note(Done(process.worker, generation))
+            self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif self.added.get(generation):
             self.leave(process, None)
         else:
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
-            process.has_state = True
+            process.commit = 100 - self.steps_left
             if self.has_memories:
-                self.memories[process.slot] = 100 - self.steps_left
-            self.note(Committed(process.worker, 100 - self.steps_left, self.has_memories))
+                self.memories[process.slot] = process.commit
+            self.note(Committed(process.worker, process.commit, self.has_memories))
             self.later(STEP_S, lambda: self.work(process, generation))
 
     def is_broken(self, generation: int) -> int | None:
@@ -252,7 +287,7 @@ class Simulation:
         generation = process.generation
         self.left.add((process.worker, generation))
         process.mode = "waiting"
-        waits = Waits(process.worker, generation, culprit, process.has_state)
+        waits = Waits(process.worker, generation, culprit, process.commit is not None)
         self.ask(process, [waits, Ready(process.worker)])
         self.take_seat(process)
 
@@ -265,7 +300,7 @@ class Simulation:
 
     def fault(self) -> None:
         """A random worker is killed, or hangs from now on."""
-        alive = [each for each in self.processes.values() if each.mode != "dead"]
+        alive = self.living()
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]

@@ -11,6 +11,7 @@ from horo.runner.elastic.driver import begin, deadline_s, step
 from horo.runner.elastic.state import (
     Announce,
     Committed,
+    Done,
     Ended,
     Fail,
     Finish,
@@ -106,7 +107,7 @@ def test_too_few_first_workers_end_the_job_when_time_is_up() -> None:
     (finish,) = driver.tick()
     assert (
         finish.code == 75
-        and "1 rank of 3 called init() within 60 s (--start-timeout), and 2 are needed" in finish.reason
+        and "1 rank of 3 called init() within 60 s (--start-timeout), of at least 2 (--min-np)" in finish.reason
     )
 
 
@@ -228,7 +229,7 @@ def test_too_few_ranks_end_the_job_when_time_is_up() -> None:
     driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True))
     (finish,) = driver.tick()
     assert (finish.code, driver.phase) == (75, Phase.OVER)
-    assert "2 ranks within 5 s (--elastic-timeout), and 3 are needed" in finish.reason
+    assert "2 ranks within 5 s (--elastic-timeout), of at least 3 (--min-np)" in finish.reason
 
 
 def test_a_worker_named_as_hung_is_killed_unless_it_leaves() -> None:
@@ -378,3 +379,51 @@ def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
     assert driver.phase is Phase.SHORT
     assert driver.state.workers[3].slot == 0
     assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]
+
+
+def behind(**limits: Any) -> Driver:
+    """The slot of worker 1 has an older commit than that of worker 0; no worker is left."""
+    driver = running(2, **limits)
+    driver.on(Committed(0, 7, True), Committed(1, 7, True), killed(1), Waits(0, 1, 1, True), Within(0, 2))
+    driver.on(Committed(0, 90, True), killed(0))
+    assert driver.phase is Phase.SHORT and "others go on from commit 90" in driver.words
+    return driver
+
+
+def test_workers_with_an_older_commit_wait_for_the_one_with_the_latest() -> None:
+    driver = behind()
+    assert driver.on(Ready(2)) == []
+    assert driver.on(Ready(3)) == [WriteSeats(3, (2, 3))]
+
+
+def test_they_go_on_in_the_end_if_it_does_not_come() -> None:
+    driver = behind()
+    assert driver.on(Ready(2)) == []
+    assert driver.tick() == [WriteSeats(3, (2,))]
+    assert driver.words == "the slot with commit 90 has no worker: others go on from commit 7"
+    assert driver.on(Within(2, 3), Committed(2, 8, True), killed(2))[0] == StartWorker(4, 1, 4, 1, 2)
+    assert driver.phase is Phase.SHORT
+    assert driver.on(Ready(4)) == [WriteSeats(4, (4,))]
+
+
+def test_a_worker_whose_training_is_over_is_not_killed_when_another_fails_after_it() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1), Done(1, 1))
+    assert driver.on(killed(1)) == []
+    assert driver.phase is Phase.FINISHING and deadline_s(driver.state) is None
+    assert driver.on(Ended(0, False)) == [Finish()]
+
+
+def test_a_worker_whose_training_is_over_has_its_time_while_others_wait() -> None:
+    driver = running(3)
+    driver.on(Done(0, 1), killed(2), Waits(1, 1, 2, True))
+    assert driver.on(Tick(), after_s=100.0) == []
+    *_, finish = driver.on(Ended(0, False))
+    assert "worker 1 has work left" in finish.reason
+
+
+def test_another_training_may_begin_after_one() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1), Done(1, 1), Within(0, 1), Within(1, 1), killed(1))
+    assert driver.phase is Phase.GATHERING
+    assert driver.on(Waits(0, 1, 1, True)) == [WriteSeats(2, (0,))]

@@ -85,10 +85,23 @@ def test_the_death_of_all_ranks_ends_the_job_with_its_cause(elastic: Elastic) ->
     assert re.search(r"hororun: worker [01] on localhost ended with SystemExit: 3 .*; the job was ended", err)
 
 
+def test_a_rank_that_an_exception_ends_is_reported_with_it(elastic: Elastic) -> None:
+    _, err = elastic.train("-np", "2", "--min-np", "1", "30", "1:10:raise")
+    assert "hororun: worker 1 (rank 1) ended with ValueError: a mistake (elastic_worker.py, line " in err
+    assert "; failed: 1 (ValueError: a mistake); " in err
+
+
+def test_a_rank_that_dies_after_training_ends_the_job_with_its_code(elastic: Elastic) -> None:
+    out, err = elastic.train("-np", "2", "--min-np", "1", "10", "1:done:kill", code=137)
+    assert ends(out) == {0: 10}
+    assert "worker 1 on localhost was killed by SIGKILL; the job was ended" in err
+    assert "starts" not in err
+
+
 def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
     words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
     _, err = elastic.train(*words, "30", "0:10:kill", code=75)
-    assert "hororun: 1 rank within 0.5 s (--elastic-timeout), and 2 are needed" in err
+    assert "hororun: 1 rank within 0.5 s (--elastic-timeout), of at least 2 (--min-np)" in err
 
 
 def test_the_reset_limit_ends_the_job(elastic: Elastic) -> None:

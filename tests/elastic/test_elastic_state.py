@@ -300,12 +300,19 @@ class Fake:
     def __init__(self, rows: Sequence[list[list[int]]] = ()) -> None:
         self.has_joined, self.generation = True, 1
         self.calls: list[str] = []
+        self.course = ""
         self.asked: Change | None = None
         self.rows = list(rows)
 
     def join(self) -> None:
         self.calls.append("join")
         self.has_joined, self.generation, self.asked = True, self.generation + 1, None
+
+    def begun(self) -> None:
+        self.course += "begun "
+
+    def done(self) -> None:
+        self.course += "done"
 
     def leave(self, error: BaseException | None) -> None:
         self.calls.append(f"leave {type(error).__name__}")
@@ -364,6 +371,7 @@ def test_an_error_of_the_group_goes_back_to_the_commit(error: type[GroupError]) 
     assert looped(fake, state, train) == 3
     leaving = ["committed 1", f"leave {error.__name__}", "join", "forget", "committed 1"]
     assert fake.calls == ["forget", "committed 0", *leaving]
+    assert fake.course == "begun done"
     assert resets == [2]
     assert state.roots == [0]  # nothing is sent after the error: all have the state
     assert state._standing.commit == Commit(1, 1)
