@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include "arena/question.h"
-#include "backend/adasum.h"
 #include "base/descriptor.h"
 #include "base/op.h"
 #include "base/owner.h"
@@ -13,6 +12,7 @@
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
+#include "engine/report/report.h"
 #include "node/node_setup.h"
 
 struct horo_context {
@@ -36,51 +36,40 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, i
     return hr_arena_layout_bytes(local_size, (size_t)segment_bytes, teams);
 }
 
-static void copy_error(const struct hr_error *from, char *error, size_t error_bytes) {
-    if (error != NULL && error_bytes > 0) {
-        (void)snprintf(error, error_bytes, "%s", from->text);
+/* Returns the status; of an error, its sentence goes into `error`, which may be NULL. */
+static int leave(int status, const struct hr_error *failure, char *error, size_t error_bytes) {
+    if (status < 0 && error != NULL && error_bytes > 0) {
+        (void)snprintf(error, error_bytes, "%s", failure->text);
     }
+    return status;
 }
 
 HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    const int status = hr_descriptor_memory(bytes, descriptor, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    return leave(hr_descriptor_memory(bytes, descriptor, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
-    const int status = hr_descriptor_event(descriptor, &failure);
-    copy_error(&failure, error, error_bytes);
-    return status;
+    return leave(hr_descriptor_event(descriptor, &failure), &failure, error, error_bytes);
 }
 
-/* The node, and in *world the team of all its ranks. HORO_OK, or a status, with nothing left behind. */
-static int create_places(struct hr_node *node, const horo_setup *setup, struct hr_team **world,
-                         struct hr_error *error) {
-    struct hr_team *team = calloc(1, sizeof *team);
-    if (team == NULL) {
+/* The node, the team of all its ranks, and the engine. HORO_OK, or a status, with nothing left behind. */
+static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
+    struct hr_team *world = calloc(1, sizeof *world);
+    if (world == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
     }
-    int status =
-        hr_team_init(team, node, setup->rank, setup->size, setup->host_of_rank, (size_t)setup->segment_bytes, error);
+    int status = hr_team_init(world, &context->node, setup->rank, setup->size, setup->host_of_rank,
+                              (size_t)setup->segment_bytes, error);
     if (status == HORO_OK) {
-        status = hr_node_init(node, setup, team, error);
+        status = hr_node_init(&context->node, setup, world, error);
     }
     if (status != HORO_OK) {
-        hr_team_destroy(team);
+        hr_team_destroy(world);
         return status;
     }
-    *world = team;
-    return HORO_OK;
-}
-
-static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
-    struct hr_team *world = NULL;
-    HR_TRY(create_places(&context->node, setup, &world, error));
-    struct hr_backend *backend = hr_adasum_create(world, hr_host_backend_create(world));
-    int status = HORO_OK;
+    struct hr_backend *backend = hr_adasum_create(world);
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
         hr_team_destroy(world);
@@ -99,9 +88,8 @@ HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *
     int status = created == NULL ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
                                  : create_parts(created, setup, &failure);
     if (status != HORO_OK) {
-        copy_error(&failure, error, error_bytes);
         free(created);
-        return status;
+        return leave(status, &failure, error, error_bytes);
     }
     hr_node_own(&created->node, setup);
     hr_timeline_init(&created->timeline, &created->node.recorder, &created->node.log);
@@ -157,20 +145,11 @@ static int enter(const horo_context *context, char *error, size_t error_bytes) {
     } else {
         return HORO_OK;
     }
-    copy_error(&failure, error, error_bytes);
-    return failure.code;
+    return leave(failure.code, &failure, error, error_bytes);
 }
 
 static int usable(const horo_context *context) {
     return enter(context, NULL, 0);
-}
-
-/* Returns the status; of an error, its sentence goes into `error`. */
-static int leave(int status, const struct hr_error *failure, char *error, size_t error_bytes) {
-    if (status < 0) {
-        copy_error(failure, error, error_bytes);
-    }
-    return status;
 }
 
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
@@ -192,7 +171,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }
-    *backend = status == HORO_OK ? hr_adasum_create(created, hr_host_backend_create(created)) : NULL;
+    *backend = status == HORO_OK ? hr_adasum_create(created) : NULL;
     if (status == HORO_OK && *backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }
@@ -204,21 +183,14 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     return HORO_OK;
 }
 
-static int is_member(const horo_context *context, const horo_team_setup *setup) {
-    for (int i = 0; i < setup->size; i++) {
-        if (setup->ranks[i] == context->node.rank) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
     struct hr_team *team = NULL;
     struct hr_backend *backend = NULL;
     HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
-    if (is_member(context, setup)) {
-        HR_TRY(create_team(context, setup, &team, &backend, error));
+    for (int i = 0; i < setup->size; i++) {
+        if (setup->ranks[i] == context->node.rank) {
+            HR_TRY(create_team(context, setup, &team, &backend, error));
+        }
     }
     const int has_links = team != NULL && team->transport != NULL;
     const int host_count = has_links ? team->host_count : 0;

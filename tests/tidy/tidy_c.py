@@ -46,9 +46,9 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "lead": ("drive", "agree", "announce", "round"),
         "execute": ("engine.h", "group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute"),
-        "membership": ("engine.h", "drive", "requests", "gpu"),
-        "report": ("engine.h", "gpu"),
-        "gpu": ("engine.h", "drive", "requests"),
+        "membership": ("engine.h",),
+        "report": ("engine.h",),
+        "gpu": ("engine.h", "report"),
     }
 }
 """Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""

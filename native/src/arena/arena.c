@@ -151,7 +151,7 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
     *partition = (struct hr_partition){0};
 }
 
-void hr_partition_join(const struct hr_arena *arena, int team) {
+void hr_partition_enter(const struct hr_arena *arena, int team) {
     atomic_store(&arena->blocks[arena->local_rank].log_executed[team], 0);
     (void)atomic_fetch_add(&arena->header->users[team], 1);
 }
@@ -175,14 +175,15 @@ int hr_arena_has_closed(const struct hr_arena *arena, int local_rank) {
 }
 
 /* The negative code in 8 bits, the reason in 8, rank + 1 and by + 1 in 24 each; 0 means whole. */
-static int set_once(_Atomic uint64_t *word, struct hr_abort end) {
+void hr_arena_end_once(_Atomic uint64_t *end_word, struct hr_abort end) {
     uint64_t expected = 0;
     const uint64_t value = (uint64_t)(uint8_t)-end.code << 56 | (uint64_t)end.reason << 48 |
                            (uint64_t)(uint32_t)(end.rank + 1) << 24 | (uint32_t)(end.by + 1);
-    return atomic_compare_exchange_strong(word, &expected, value);
+    (void)atomic_compare_exchange_strong(end_word, &expected, value);
 }
 
-static struct hr_abort read_word(uint64_t word) {
+struct hr_abort hr_arena_end_of(const _Atomic uint64_t *end_word) {
+    const uint64_t word = atomic_load(end_word);
     return (struct hr_abort){
         .code = -(int)(word >> 56),
         .reason = (enum hr_abort_reason)(word >> 48 & 0xff),
@@ -191,20 +192,8 @@ static struct hr_abort read_word(uint64_t word) {
     };
 }
 
-int hr_arena_abort(struct hr_arena *arena, struct hr_abort end) {
-    return set_once(&arena->header->abort_word, end);
-}
-
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena) {
-    return read_word(atomic_load(&arena->header->abort_word));
-}
-
-int hr_arena_leave(struct hr_arena *arena, struct hr_abort end) {
-    return set_once(&arena->header->left_word, end);
-}
-
-struct hr_abort hr_arena_left(const struct hr_arena *arena) {
-    return read_word(atomic_load(&arena->header->left_word));
+    return hr_arena_end_of(&arena->header->abort_word);
 }
 
 size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, uint64_t slowest_read, const void *data,

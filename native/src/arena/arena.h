@@ -175,13 +175,8 @@ void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *parti
  * A rank joins a team, whose partition it has mapped, and leaves it. The last one to leave cleans the partition: all
  * its words are 0 again, and its pages are given back. 1 for that one.
  */
-void hr_partition_join(const struct hr_arena *arena, int team);
+void hr_partition_enter(const struct hr_arena *arena, int team);
 int hr_partition_leave(const struct hr_arena *arena, int team, const struct hr_partition *partition);
-
-/* Slot `which` (0 or 1) of a local rank: segment_bytes bytes, aligned to a cache line at least. */
-static inline char *hr_partition_slot(const struct hr_partition *partition, int local_rank, unsigned which) {
-    return partition->slots + ((size_t)local_rank * 2 + which) * partition->segment_bytes;
-}
 
 static inline char *hr_partition_request_ring(const struct hr_partition *partition, int local_rank) {
     return partition->request_rings + (size_t)local_rank * HR_REQUEST_RING_BYTES;
@@ -190,12 +185,10 @@ static inline char *hr_partition_request_ring(const struct hr_partition *partiti
 /* Whether the LEAVE record is written, and a local rank has executed all that stands before it in the world's log. */
 int hr_arena_has_closed(const struct hr_arena *arena, int local_rank);
 
-/* The first caller wins; returns 1 to it, 0 to later ones. */
-int hr_arena_abort(struct hr_arena *arena, struct hr_abort end);
+/* Of abort_word or left_word: the first caller sets it, later ones change nothing; and what it is. */
+void hr_arena_end_once(_Atomic uint64_t *end_word, struct hr_abort end);
+struct hr_abort hr_arena_end_of(const _Atomic uint64_t *end_word);
 struct hr_abort hr_arena_aborted(const struct hr_arena *arena);
-/* The same of the rank that has left in order. */
-int hr_arena_leave(struct hr_arena *arena, struct hr_abort end);
-struct hr_abort hr_arena_left(const struct hr_arena *arena);
 
 /*
  * Rings. `write` copies up to `bytes` that fit before the slowest reader (at position `slowest_read`) and returns how

@@ -9,13 +9,10 @@ static void futex(_Atomic uint32_t *word, int operation, uint32_t value) {
     (void)syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
 }
 
-static void count_up(struct hr_arena_block *block) {
+void hr_arena_ask(struct hr_arena *arena, int local_rank) {
+    struct hr_arena_block *block = &arena->blocks[local_rank];
     (void)atomic_fetch_add(&block->asked, 1);
     futex(&block->asked, FUTEX_WAKE, 1);
-}
-
-void hr_arena_ask(struct hr_arena *arena, int local_rank) {
-    count_up(&arena->blocks[local_rank]);
 }
 
 int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank) {
@@ -44,7 +41,6 @@ void hr_arena_answer(struct hr_arena *arena) {
 }
 
 void hr_arena_stop_answers(struct hr_arena *arena) {
-    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    atomic_store(&block->answers, 0);
-    count_up(block);
+    atomic_store(&arena->blocks[arena->local_rank].answers, 0);
+    hr_arena_ask(arena, arena->local_rank);
 }

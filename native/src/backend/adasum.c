@@ -1,5 +1,23 @@
-#include "backend/adasum.h"
-
+/*
+ * Adasum (S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021) of any number of ranks,
+ * out of three collectives that every backend has, so that it is the same over arena, TCP and MPI.
+ *
+ * Two vectors a and b become a (1 - a.b / (2 a.a)) + b (1 - a.b / (2 b.b)), tensor by tensor: their sum where they are
+ * orthogonal, their mean where they are equal. Ranks are combined pairwise, as a tree: 0 with 1 and 2 with 3, then what
+ * came of 0 and 1 with what came of 2 and 3, and so on; who has no partner goes on unchanged.
+ *
+ * The values of a batch, seen as one vector, are cut into one share for each of the p ranks:
+ *
+ *     alltoall    every rank gets its share of what each rank has
+ *     allreduce   for each of the log2(p) levels of the tree: each rank takes the scalar products of its shares, in
+ *                 double, and their sums over all ranks are three numbers for each pair and tensor; with them each rank
+ *                 combines its shares
+ *     allgather   every rank gets all shares of the result, so that all ranks have the same bits
+ *
+ * Per rank and byte of data: (p-1)/p sent and received twice, as by a ring allreduce; three products of each value and
+ * level. 8 (p-1) * 3 bytes of sums per tensor besides. Memory: as much as the values that travel, and once more where
+ * they are several tensors, scaled, or narrowed on the way.
+ */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -16,7 +34,6 @@ enum {
 
 struct adasum {
     struct hr_backend base;
-    struct hr_backend_ops ops;
     struct hr_backend *inner;
     struct hr_team *team;
 
@@ -62,14 +79,6 @@ static void enter(struct adasum *self, enum hr_adasum_phase stage) {
                                                      .team = self->team->number,
                                                      .number = (int32_t)stage});
     }
-}
-
-/* ---- Memory ---- */
-
-static size_t place(size_t *at, size_t bytes) {
-    const size_t here = *at;
-    *at += hr_round_up(bytes, ALIGNMENT);
-    return here;
 }
 
 static void free_memory(struct adasum *self) {
@@ -208,12 +217,12 @@ static int begin_kind(struct adasum *self) {
     self->at = 0;
     const size_t size = (size_t)self->team->size;
     size_t bytes = 0;
-    const size_t packed = place(&bytes, self->is_packed ? self->count * self->width : 0);
-    const size_t shares = place(&bytes, size * self->own_count * self->width);
-    const size_t sums = place(&bytes, size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums);
-    const size_t splits = place(&bytes, size * size * sizeof *self->splits);
-    const size_t own_counts = place(&bytes, size * sizeof *self->own_counts);
-    const size_t share_counts = place(&bytes, size * sizeof *self->share_counts);
+    const size_t packed = hr_place(&bytes, self->is_packed ? self->count * self->width : 0, ALIGNMENT);
+    const size_t shares = hr_place(&bytes, size * self->own_count * self->width, ALIGNMENT);
+    const size_t sums = hr_place(&bytes, size / 2 * self->fused.count * PRODUCTS * sizeof *self->sums, ALIGNMENT);
+    const size_t splits = hr_place(&bytes, size * size * sizeof *self->splits, ALIGNMENT);
+    const size_t own_counts = hr_place(&bytes, size * sizeof *self->own_counts, ALIGNMENT);
+    const size_t share_counts = hr_place(&bytes, size * sizeof *self->share_counts, ALIGNMENT);
     self->memory = (struct hr_gathered){.bytes = (int64_t)bytes};
     HR_TRY(hr_gathered_allocate(&self->memory));
     char *data = self->memory.data;
@@ -227,18 +236,6 @@ static int begin_kind(struct adasum *self) {
         return begin_scatter(self);
     }
     enter(self, HR_ADASUM_PACK);
-    return HR_MOVED;
-}
-
-/* Begins what follows a collective of inner that is over. */
-static int end_inner(struct adasum *self) {
-    if (self->stage != HR_ADASUM_GATHER) {
-        begin_pairs(self, self->stage == HR_ADASUM_SCATTER ? HR_ADASUM_MULTIPLY : HR_ADASUM_COMBINE);
-    } else if (self->is_packed) {
-        enter(self, HR_ADASUM_UNPACK);
-    } else {
-        return begin_kind(self);
-    }
     return HR_MOVED;
 }
 
@@ -281,7 +278,17 @@ static int adasum_progress(struct hr_backend *backend) {
     case HR_ADASUM_GATHER: break;
     }
     const int moved = self->inner->ops->progress(self->inner);
-    return moved == HR_DONE ? end_inner(self) : moved;
+    if (moved != HR_DONE) {
+        return moved;
+    }
+    if (self->stage != HR_ADASUM_GATHER) {
+        begin_pairs(self, self->stage == HR_ADASUM_SCATTER ? HR_ADASUM_MULTIPLY : HR_ADASUM_COMBINE);
+    } else if (self->is_packed) {
+        enter(self, HR_ADASUM_UNPACK);
+    } else {
+        return begin_kind(self);
+    }
+    return HR_MOVED;
 }
 
 /* ---- The table ---- */
@@ -346,23 +353,25 @@ static void adasum_destroy(struct hr_backend *backend) {
     free(self);
 }
 
-struct hr_backend *hr_adasum_create(struct hr_team *team, struct hr_backend *inner) {
+static const struct hr_backend_ops adasum_ops = {
+    .name = "host",
+    .begin = adasum_begin,
+    .begin_ahead = adasum_begin_ahead,
+    .show_ahead = adasum_show_ahead,
+    .progress = adasum_progress,
+    .cancel = adasum_cancel,
+    .is_ending = adasum_is_ending,
+    .destroy = adasum_destroy,
+};
+
+struct hr_backend *hr_adasum_create(struct hr_team *team) {
+    struct hr_backend *inner = hr_host_backend_create(team);
     struct adasum *self = inner == NULL ? NULL : calloc(1, sizeof *self);
     if (self == NULL) {
         hr_backend_destroy(inner);
         return NULL;
     }
-    self->ops = (struct hr_backend_ops){
-        .name = inner->ops->name,
-        .begin = adasum_begin,
-        .begin_ahead = inner->ops->begin_ahead == NULL ? NULL : adasum_begin_ahead,
-        .show_ahead = inner->ops->show_ahead == NULL ? NULL : adasum_show_ahead,
-        .progress = adasum_progress,
-        .cancel = adasum_cancel,
-        .is_ending = adasum_is_ending,
-        .destroy = adasum_destroy,
-    };
-    self->base.ops = &self->ops;
+    self->base.ops = &adasum_ops;
     self->inner = inner;
     self->team = team;
     return &self->base;

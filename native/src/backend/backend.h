@@ -82,5 +82,7 @@ static inline void hr_backend_destroy(struct hr_backend *backend) {
 
 /* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
+/* The same, which does Adasum as well, by the collectives of one of those. */
+struct hr_backend *hr_adasum_create(struct hr_team *team);
 
 #endif

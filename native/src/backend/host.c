@@ -79,11 +79,6 @@ static int begin_direct(struct host_backend *host, const struct hr_move *move) {
     return 1;
 }
 
-/* Whether what is done was to find out, or has failed, so that the same operation begins once more. */
-static int begins_again(const struct host_backend *host) {
-    return host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
-}
-
 /* ---- Reductions: one vector after the other ---- */
 
 /* The vectors have been made. */
@@ -133,13 +128,58 @@ static int begin_kind(struct host_backend *host) {
 
 /* ---- Moves: broadcast, allgather, alltoall ---- */
 
+static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
+    const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
+    return (size_t)work->splits[place] * work->row_bytes[i];
+}
+
+/*
+ * Of an alltoall: what this rank has for each, to[size], what it gets from each, from[size], and the bytes of rank s
+ * for rank d, bytes[s * size + d].
+ */
+static void lay_out_splits(struct host_backend *host, struct hr_fused *to, struct hr_fused *from, size_t *bytes) {
+    const struct hr_work *work = &host->work;
+    struct hr_piece *pieces = host->pieces.at;
+    const int rank = host->team->rank;
+    const int size = host->team->size;
+    const struct hr_codec *codec = hr_codec_find(HORO_UINT8, 0);
+    for (int r = 0; r < size; r++) {
+        to[r] = (struct hr_fused){.pieces = pieces + 2 * (size_t)r * work->count, .codec = codec};
+        from[r] = (struct hr_fused){.pieces = to[r].pieces + work->count, .codec = codec};
+        for (int d = 0; d < size; d++) {
+            size_t *pair = &bytes[(size_t)r * (size_t)size + (size_t)d];
+            *pair = 0;
+            for (size_t i = 0; i < work->count; i++) {
+                *pair += split_bytes(work, size, r, i, d);
+            }
+        }
+    }
+    for (size_t i = 0; i < work->count; i++) {
+        const char *input = work->operands[i].input;
+        char *output = work->results[i].data;
+        for (int r = 0; r < size; r++) {
+            struct hr_piece *at = pieces + 2 * (size_t)r * work->count;
+            const size_t sent = split_bytes(work, size, rank, i, r);
+            const size_t received = split_bytes(work, size, r, i, rank);
+            hr_fuse_append(&to[r], at, input, NULL, sent);
+            hr_fuse_append(&from[r], at + work->count, NULL, output, received);
+            input += sent;
+            output += received;
+        }
+    }
+}
+
 /* Makes the vectors. */
 static hr_status lay_out_move(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int size = host->team->size;
     host->moved_bytes = 0;
     if (work->op == HORO_BROADCAST) {
-        host->fused = hr_fuse_bytes(host->pieces.at, work->operands, work->count);
+        host->fused = (struct hr_fused){.pieces = host->pieces.at, .codec = hr_codec_find(HORO_UINT8, 0)};
+        for (size_t i = 0; i < work->count; i++) {
+            const struct hr_operand *operand = &work->operands[i];
+            hr_fuse_append(&host->fused, host->pieces.at, operand->input, operand->output, operand->bytes);
+        }
         host->moved_bytes = host->fused.bytes;
         return HORO_OK;
     }
@@ -147,7 +187,7 @@ static hr_status lay_out_move(struct host_backend *host) {
     struct hr_fused *by_rank = host->parts.by_rank;
     size_t *offsets = host->parts.offsets;
     if (work->op == HORO_ALLTOALL) {
-        hr_fuse_splits(work, host->team->rank, size, host->pieces.at, by_rank, by_rank + size, offsets);
+        lay_out_splits(host, by_rank, by_rank + size, offsets);
         for (int pair = 0; pair < size * size; pair++) {
             host->moved_bytes += offsets[pair];
         }
@@ -223,8 +263,12 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
                                     .row_bytes = work->row_bytes,
                                     .rank = host->team->rank,
                                     .size = host->team->size};
-    HR_TRY(hr_pieces_reserve(&host->pieces, hr_vectors_of(host->work.op, host->team->size) * work->count));
-    switch (host->work.op) {
+    const int op = host->work.op;
+    const int is_by_rank = op == HORO_ALLGATHER || op == HORO_REDUCESCATTER || op == HORO_ALLTOALL;
+    /* each vector needs a piece for each tensor */
+    const size_t vectors = is_by_rank ? (size_t)host->team->size * (op == HORO_ALLTOALL ? 2 : 1) : 1;
+    HR_TRY(hr_pieces_reserve(&host->pieces, vectors * work->count));
+    switch (op) {
     case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_REDUCESCATTER:
         HR_TRY(begin_parts(host));
@@ -236,22 +280,6 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
         return begin_move(host);
     default: return HORO_ERR_INTERNAL;
     }
-}
-
-/* Begins what follows a step that is done: HR_MOVED if anything does, HR_DONE if not, or a status. */
-static int begin_next(struct host_backend *host) {
-    if (host->work.op == HORO_ALLREDUCE) {
-        return begin_kind(host);
-    }
-    if (host->work.op == HORO_REDUCESCATTER) {
-        return begins_again(host) ? begin_scatter(host) : begin_rows(host);
-    }
-    if (begins_again(host)) {
-        const int status = begin_move(host);
-        return status == HORO_OK ? HR_MOVED : status;
-    }
-    end_parts(host);
-    return HR_DONE;
 }
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
@@ -286,7 +314,23 @@ static void host_show_ahead(struct hr_backend *backend) {
 static int host_progress(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     const int moved = host->task == NULL ? HR_DONE : host->task->progress(host->task);
-    return moved == HR_DONE ? begin_next(host) : moved;
+    if (moved != HR_DONE) {
+        return moved;
+    }
+    if (host->work.op == HORO_ALLREDUCE) {
+        return begin_kind(host);
+    }
+    /* the same operation, where its try has just ended, or its reads have failed */
+    const int begins_again = host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
+    if (host->work.op == HORO_REDUCESCATTER) {
+        return begins_again ? begin_scatter(host) : begin_rows(host);
+    }
+    if (begins_again) {
+        const int status = begin_move(host);
+        return status == HORO_OK ? HR_MOVED : status;
+    }
+    end_parts(host);
+    return HR_DONE;
 }
 
 static void host_cancel(struct hr_backend *backend) {
@@ -295,8 +339,12 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
     }
     host->task = NULL;
-    if (hr_op_tells_rows(host->work.op)) {
-        hr_gathered_bury(host->team->node, host->work.results, host->work.count);
+    for (size_t i = 0; i < host->work.count && hr_op_tells_rows(host->work.op); i++) {
+        struct hr_gathered *result = &host->work.results[i];
+        if (!result->is_given) {
+            hr_node_bury(host->team->node, result->data, free);
+            result->data = NULL;
+        }
     }
     end_parts(host);
 }

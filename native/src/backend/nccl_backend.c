@@ -50,19 +50,6 @@ int hr_nccl_can(const horo_request *call) {
 
 /* ---- A batch as calls ---- */
 
-static hr_status reserve(struct hr_nccl_calls *self, size_t count) {
-    if (count > self->capacity) {
-        struct hr_nccl_call *larger = realloc(self->items, count * sizeof *larger);
-        if (larger == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        self->items = larger;
-        self->capacity = count;
-    }
-    self->count = 0;
-    return HORO_OK;
-}
-
 static void add(struct hr_nccl_calls *self, const struct hr_nccl_call *call) {
     if (call->count > 0) {
         self->items[self->count++] = *call;
@@ -139,7 +126,16 @@ size_t hr_nccl_calls_of(const struct hr_team *team, const struct hr_work *work) 
 hr_status hr_nccl_begin(struct hr_nccl_calls *calls, const struct hr_team *team, struct hr_nccl_comm *comm,
                         const struct hr_work *work) {
     uint64_t factors[HR_NCCL_DTYPES];
-    HR_TRY(reserve(calls, hr_nccl_calls_of(team, work)));
+    const size_t most = hr_nccl_calls_of(team, work);
+    if (most > calls->capacity) {
+        struct hr_nccl_call *larger = realloc(calls->items, most * sizeof *larger);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        calls->items = larger;
+        calls->capacity = most;
+    }
+    calls->count = 0;
     for (size_t i = 0; i < work->count; i++) {
         add_operand(calls, team, work, i);
     }

@@ -8,15 +8,6 @@
 enum { KIND_COUNT = 3 * HR_REDUCED_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
 enum { HUGE_PAGE_BYTES = 1 << 21, HUGE_WORTH_BYTES = 1 << 22 };
 
-size_t hr_vectors_of(int op, int size) {
-    switch (op) {
-    case HORO_ALLGATHER:
-    case HORO_REDUCESCATTER: return (size_t)size;
-    case HORO_ALLTOALL: return 2 * (size_t)size;
-    default: return 1;
-    }
-}
-
 hr_status hr_pieces_reserve(struct hr_pieces *pieces, size_t count) {
     if (count <= pieces->capacity) {
         return HORO_OK;
@@ -96,57 +87,6 @@ int hr_kinds_next_rows(struct hr_kinds *kinds, struct hr_piece *pieces, struct h
         by_rank[r] = fuse(kinds, pieces + (size_t)r * kinds->count, kind, r);
     }
     return kind < KIND_COUNT;
-}
-
-struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count) {
-    struct hr_fused fused = {.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
-    for (size_t i = 0; i < count; i++) {
-        hr_fuse_append(&fused, pieces, operands[i].input, operands[i].output, operands[i].bytes);
-    }
-    return fused;
-}
-
-static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
-    const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
-    return (size_t)work->splits[place] * work->row_bytes[i];
-}
-
-void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_piece *pieces, struct hr_fused *to,
-                    struct hr_fused *from, size_t *bytes) {
-    const struct hr_codec *codec = hr_codec_find(HORO_UINT8, 0);
-    for (int r = 0; r < size; r++) {
-        to[r] = (struct hr_fused){.pieces = pieces + 2 * (size_t)r * work->count, .codec = codec};
-        from[r] = (struct hr_fused){.pieces = to[r].pieces + work->count, .codec = codec};
-        for (int d = 0; d < size; d++) {
-            size_t *pair = &bytes[(size_t)r * (size_t)size + (size_t)d];
-            *pair = 0;
-            for (size_t i = 0; i < work->count; i++) {
-                *pair += split_bytes(work, size, r, i, d);
-            }
-        }
-    }
-    for (size_t i = 0; i < work->count; i++) {
-        const char *input = work->operands[i].input;
-        char *output = work->results[i].data;
-        for (int r = 0; r < size; r++) {
-            struct hr_piece *at = pieces + 2 * (size_t)r * work->count;
-            const size_t sent = split_bytes(work, size, rank, i, r);
-            const size_t received = split_bytes(work, size, r, i, rank);
-            hr_fuse_append(&to[r], at, input, NULL, sent);
-            hr_fuse_append(&from[r], at + work->count, NULL, output, received);
-            input += sent;
-            output += received;
-        }
-    }
-}
-
-void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (!results[i].is_given) {
-            hr_node_bury(node, results[i].data, free);
-            results[i].data = NULL;
-        }
-    }
 }
 
 /*

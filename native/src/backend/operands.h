@@ -11,8 +11,6 @@ struct hr_pieces {
     size_t capacity;
 };
 
-/* The number of vectors that are made of the tensors of an operation: each needs a piece for each tensor. */
-size_t hr_vectors_of(int op, int size);
 /* HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
 hr_status hr_pieces_reserve(struct hr_pieces *pieces, size_t count);
 void hr_pieces_fini(struct hr_pieces *pieces);
@@ -54,19 +52,7 @@ static inline struct hr_scale hr_postscale_of(const struct hr_work *work, int dt
     return hr_dtype_is_integer(dtype) ? (struct hr_scale){work->postscale, size} : hr_scale_by(work->postscale / size);
 }
 
-/* All operands as bytes. */
-struct hr_fused hr_fuse_bytes(struct hr_piece *pieces, const struct hr_operand *operands, size_t count);
-
-/*
- * Fills in what this rank has for each, to[size], what it gets from each, from[size], and the bytes of rank s for rank
- * d, bytes[s * size + d]. `pieces` has room for all operands, twice for each rank.
- */
-void hr_fuse_splits(const struct hr_work *work, int rank, int size, struct hr_piece *pieces, struct hr_fused *to,
-                    struct hr_fused *from, size_t *bytes);
-
 /* Memory for a result whose bytes are known. HORO_OK or HORO_ERR_RESOURCE. */
 hr_status hr_gathered_allocate(struct hr_gathered *result);
-/* Buries what was allocated. */
-void hr_gathered_bury(const struct hr_node *node, struct hr_gathered *results, size_t count);
 
 #endif

@@ -26,12 +26,6 @@ static inline const char *hr_seconds(int64_t ns, char *text) {
     return text;
 }
 
-/* The time until the next look at what nobody can wait for otherwise: the rarer, the longer it has taken already. */
-static inline int64_t hr_next_look_ns(int64_t taken_ns, int64_t least_ns, int64_t most_ns) {
-    const int64_t part_ns = taken_ns / 32;
-    return part_ns < least_ns ? least_ns : part_ns > most_ns ? most_ns : part_ns;
-}
-
 /* Tells the core that this is a spin loop. */
 static inline void hr_cpu_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)

@@ -17,6 +17,13 @@ static inline size_t hr_round_up(size_t count, size_t unit) {
     return hr_divide_up(count, unit) * unit;
 }
 
+/* Takes room for `bytes` behind what *end counts, which becomes a multiple of `alignment`; returns where it begins. */
+static inline size_t hr_place(size_t *end, size_t bytes, size_t alignment) {
+    const size_t begin = *end;
+    *end += hr_round_up(bytes, alignment);
+    return begin;
+}
+
 /*
  * Cuts `count` into parts that differ by at most one, the longer ones first: where part `index` begins and how long it
  * is.

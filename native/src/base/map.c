@@ -57,10 +57,7 @@ static hr_status grow(struct hr_map *map) {
 
 hr_status hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value) {
     if (2 * (map->count + 1) > map->capacity) {
-        const int status = grow(map);
-        if (status != HORO_OK) {
-            return status;
-        }
+        HR_TRY(grow(map));
     }
     *locate(map, hash, key, key_bytes) = (struct hr_map_slot){hash, key, key_bytes, value};
     map->count++;

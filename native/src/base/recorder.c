@@ -143,10 +143,6 @@ int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample n
            read_at(recorder, &records[place % HR_RECORDER_TRACED_RECORDS], now, place, event);
 }
 
-struct hr_recorder_tail hr_recorder_end(const struct hr_recorder *recorder) {
-    return (struct hr_recorder_tail){.place = atomic_load_explicit(&recorder->next, memory_order_relaxed)};
-}
-
 void hr_recorder_begin_look(struct hr_recorder_tail *tail) {
     tail->given_up = tail->awaited;
     tail->awaited = 0;

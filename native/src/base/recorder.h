@@ -42,7 +42,7 @@ enum hr_traced_kind {
     HR_EVENT_STOPPED,
 };
 
-/* Of an Adasum, see backend/adasum.h. */
+/* Of an Adasum, see backend/adasum.c. */
 enum hr_adasum_phase {
     HR_ADASUM_PACK,
     HR_ADASUM_SCATTER, /* alltoall */
@@ -110,7 +110,6 @@ struct hr_recorder_tail {
     uint64_t given_up; /* 1 + one that was so in the last look already: its event is lost */
     struct hr_tick_sample now;
 };
-struct hr_recorder_tail hr_recorder_end(const struct hr_recorder *recorder);
 /* Begins a look, in which next returns 1 with an event until there is none. *lost grows by those that were missed. */
 void hr_recorder_begin_look(struct hr_recorder_tail *tail);
 int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail *tail, horo_event *event,

@@ -80,11 +80,11 @@ static void write_run(const struct run *run, char *line, size_t line_bytes) {
         char size[32] = "";
         char rest[112] = "";
         const horo_event *first = &run->first;
-        const horo_event *last = &run->last;
         if (first->event == HORO_EVENT_BEGUN && first->number > 1) {
             (void)snprintf(rest, sizeof rest, " and %d more in one batch", (int)first->number - 1);
         } else if (run->count > 1) {
-            (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(last->op), last->name, run->count);
+            (void)snprintf(rest, sizeof rest, " to %s '%s', %zu in all", hr_op_name(event->op), event->name,
+                           run->count);
         } else if (first->event == HORO_EVENT_FAILED) {
             (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
         }

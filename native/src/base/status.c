@@ -4,6 +4,9 @@
 #include <stdio.h>
 
 int hr_fail(struct hr_error *error, int code, const char *format, ...) {
+    if (error == NULL) {
+        return code;
+    }
     if (error->code != HORO_OK) {
         return error->code;
     }

@@ -36,7 +36,7 @@ enum hr_abort_reason {
 
 /*
  * Records code and sentence unless an error is recorded already (the first one is the cause). Returns the recorded
- * code.
+ * code. NULL: nobody wants the sentence.
  */
 int hr_fail(struct hr_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

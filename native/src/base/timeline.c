@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -12,11 +11,7 @@ enum { LOOK_MS = 50 };
 
 void hr_timeline_init(struct hr_timeline *timeline, struct hr_recorder *recorder, const struct hr_log *log) {
     *timeline = (struct hr_timeline){.recorder = recorder, .log = log};
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&timeline->changed, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
+    hr_condition_init(&timeline->changed);
     (void)pthread_mutex_init(&timeline->lock, NULL);
     (void)pthread_mutex_init(&timeline->control, NULL);
 }
@@ -67,11 +62,9 @@ static void look(struct hr_timeline *timeline) {
 }
 
 static int sleep_until_look(struct hr_timeline *timeline) {
-    const int64_t until_ns = hr_now_ns() + LOOK_MS * 1000000ll;
-    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
     (void)pthread_mutex_lock(&timeline->lock);
     if (!timeline->must_stop) {
-        (void)pthread_cond_timedwait(&timeline->changed, &timeline->lock, &until);
+        hr_condition_wait(&timeline->changed, &timeline->lock, hr_now_ns() + LOOK_MS * 1000000ll);
     }
     const int must_stop = timeline->must_stop;
     (void)pthread_mutex_unlock(&timeline->lock);
@@ -111,7 +104,7 @@ int hr_timeline_start(struct hr_timeline *timeline, int fd, int marks_batches, s
         timeline->fd = fd;
         timeline->has_failed = timeline->must_stop = 0;
         hr_recorder_trace(timeline->recorder, 1);
-        timeline->tail = hr_recorder_end(timeline->recorder);
+        timeline->tail = (struct hr_recorder_tail){.place = atomic_load(&timeline->recorder->next)};
         status = hr_thread_start(&timeline->thread, write_timeline, timeline, "the thread of the timeline", error);
         timeline->is_on = status == HORO_OK;
         hr_recorder_trace(timeline->recorder, timeline->is_on);

@@ -92,21 +92,17 @@ static size_t sum_room(const struct hr_team *team, const struct hr_move *move) {
     return room < SUM_AT_ONCE ? room : SUM_AT_ONCE;
 }
 
-/*
- * From how many bytes on a rank saves more by one copy less than its reads cost, one of each other rank. What an
- * allgather copies into its slot is only its own part. All wait for the root's copy of a broadcast, with a read each;
- * the more ranks read, the longer a read takes.
- */
-static size_t least_bytes(const struct hr_team *team, const struct hr_move *move) {
-    const size_t size = (size_t)team->size;
-    const int is_gather = move->sum == NULL && move->root_rank < 0 && move->shown_count == 1;
-    return team->tuning.direct * size * (is_gather ? size - 1 : 1);
-}
-
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes) {
     const int can = team->host_count == 1 && team->size > 1 && team->reads_peers >= 0 && team->tuning.direct > 0 &&
                     address_bytes(move) <= team->tuning.segment;
-    if (!can || bytes < least_bytes(team, move)) {
+    /*
+     * From how many bytes on a rank saves more by one copy less than its reads cost, one of each other rank. What an
+     * allgather copies into its slot is only its own part. All wait for the root's copy of a broadcast, with a read
+     * each; the more ranks read, the longer a read takes.
+     */
+    const size_t size = (size_t)team->size;
+    const int is_gather = move->sum == NULL && move->root_rank < 0 && move->shown_count == 1;
+    if (!can || bytes < team->tuning.direct * size * (is_gather ? size - 1 : 1)) {
         return 0;
     }
     if (move->sum != NULL) {
@@ -160,23 +156,41 @@ static void keep(const struct hr_direct *run) {
     }
 }
 
-/* Collects what is to be read next of a peer's part, and moves on; returns how many ranges. */
-static int collect(struct hr_direct *run, int from, struct hr_peer_range *ranges) {
-    const struct hr_fused *part = part_from(run, from);
-    const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
-    size_t room = READ_AT_ONCE;
+/* Bytes of one piece, of which each member may have its own. */
+struct chunk {
+    const char *mine;
+    char *output;
+    size_t bytes;
+    size_t piece, skip;
+};
+
+/* The next ones of a part, of at most `room` bytes together; moves on. */
+static int collect(struct hr_direct *run, const struct hr_fused *part, size_t room, struct chunk *chunks) {
     int count = 0;
     while (run->piece < part->count && count < HR_PEER_RANGES_MAX && room > 0) {
         const struct hr_piece *piece = &part->pieces[run->piece];
         const size_t left = piece->bytes - run->skip;
         const size_t bytes = left < room ? left : room;
-        const uint64_t address = atomic_load_explicit(&at[run->piece], memory_order_relaxed);
-        ranges[count++] = (struct hr_peer_range){piece->output + run->skip, address + run->skip, bytes};
+        chunks[count++] =
+            (struct chunk){piece->input + run->skip, piece->output + run->skip, bytes, run->piece, run->skip};
         room -= bytes;
         run->skip = bytes == left ? 0 : run->skip + bytes;
         run->piece += bytes == left;
     }
     return count;
+}
+
+/* Reads what one member has of these, to `to`, one behind the other; NULL: to their outputs. 0, or an error number. */
+static int read_chunks(const struct hr_direct *run, int from, const struct chunk *chunks, int count, char *to) {
+    const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
+    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
+    for (int i = 0; i < count; i++) {
+        const uint64_t address = atomic_load_explicit(&at[chunks[i].piece], memory_order_relaxed);
+        ranges[i] =
+            (struct hr_peer_range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
+        to = to != NULL ? to + chunks[i].bytes : NULL;
+    }
+    return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
 static int end_reading(struct hr_direct *run) {
@@ -188,12 +202,12 @@ static int end_reading(struct hr_direct *run) {
 /* Each rank begins with another, so that not all read the same memory. */
 static int read_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
-    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
+    struct chunk chunks[HR_PEER_RANGES_MAX];
     const int from = (team->rank + 1 + run->peer) % team->size;
-    const int count = shows(run, from) ? collect(run, from, ranges) : 0;
+    const int count = shows(run, from) ? collect(run, part_from(run, from), READ_AT_ONCE, chunks) : 0;
     int error = 0;
     if (count > 0) {
-        error = hr_peer_memory_read(team->node, team->index_of_local[from], ranges, count);
+        error = read_chunks(run, from, chunks, count, NULL);
     } else {
         run->piece = run->skip = 0;
         run->peer++;
@@ -206,56 +220,20 @@ static int read_next(struct hr_direct *run) {
 
 /* ---- Sums ---- */
 
-/* Of my values and the others': the same `bytes` of each at once. */
-struct addend {
-    const char *mine;
-    char *output;
-    size_t bytes;
-    size_t piece, skip;
-};
-
-/* The next ones, of at most `room` bytes together; moves on. */
-static int collect_addends(struct hr_direct *run, size_t room, struct addend *addends) {
-    const struct hr_fused *part = part_from(run, run->team->rank);
-    int count = 0;
-    while (run->piece < part->count && count < HR_PEER_RANGES_MAX && room > 0) {
-        const struct hr_piece *piece = &part->pieces[run->piece];
-        const size_t left = piece->bytes - run->skip;
-        const size_t bytes = left < room ? left : room;
-        addends[count++] =
-            (struct addend){piece->input + run->skip, piece->output + run->skip, bytes, run->piece, run->skip};
-        room -= bytes;
-        run->skip = bytes == left ? 0 : run->skip + bytes;
-        run->piece += bytes == left;
-    }
-    return count;
-}
-
-/* Reads what one member has of these to `to`. */
-static int read_addends(const struct hr_direct *run, int from, const struct addend *addends, int count, char *to) {
-    const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
-    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
-    for (int i = 0; i < count; i++) {
-        const uint64_t address = atomic_load_explicit(&at[addends[i].piece], memory_order_relaxed);
-        ranges[i] = (struct hr_peer_range){to, address + addends[i].skip, addends[i].bytes};
-        to += addends[i].bytes;
-    }
-    return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
-}
-
+/* Of my values and the others': the same bytes of each at once. */
 static int sum_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
     const size_t room = sum_room(team, &run->move);
     char *scratch = hr_team_slot(team, team->local_rank, run->parity) + address_bytes(&run->move);
     for (size_t done = 0; done < READ_AT_ONCE; done += room * (size_t)team->size) {
-        struct addend addends[HR_PEER_RANGES_MAX];
-        const int count = collect_addends(run, room, addends);
+        struct chunk addends[HR_PEER_RANGES_MAX];
+        const int count = collect(run, part_from(run, team->rank), room, addends);
         if (count == 0) {
             return end_reading(run);
         }
         char *to = scratch;
         for (int from = 0; from < team->size; from++) {
-            const int error = from == team->rank ? 0 : read_addends(run, from, addends, count, to);
+            const int error = from == team->rank ? 0 : read_chunks(run, from, addends, count, to);
             if (error != 0) {
                 tell(team, refusal(from, error));
                 return end_reading(run);

@@ -121,20 +121,16 @@ static int advance_on_one_host(struct hr_segments *segments) {
 
 /* ---- Between hosts ---- */
 
-/* Goes on with a call that has begun. HORO_OK, or a status: HORO_ERR_PEER_LOST with team->suspect set. */
-static hr_status move_on(struct hr_team *team, struct hr_cross *cross) {
-    const size_t before = cross->sent + cross->finished;
-    const int status = hr_cross_progress(cross);
-    team->pieces += cross->sent + cross->finished - before;
-    if (status == HORO_ERR_PEER_LOST) {
-        hr_team_suspect_link(team, cross->lost_host);
-    }
-    return status < 0 ? status : HORO_OK;
-}
-
 static int travel(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
-        HR_TRY(move_on(segments->team, cross_of(segments, k)));
+        struct hr_cross *cross = cross_of(segments, k);
+        const size_t before = cross->sent + cross->finished;
+        const int status = hr_cross_progress(cross);
+        segments->team->pieces += cross->sent + cross->finished - before;
+        if (status == HORO_ERR_PEER_LOST) {
+            hr_team_suspect_link(segments->team, cross->lost_host);
+        }
+        HR_TRY(status);
     }
     if (segments->finished < segments->begun && cross_of(segments, segments->finished)->status == HORO_OK) {
         finish(segments);
@@ -187,9 +183,10 @@ static int progress(struct hr_task *task) {
 }
 
 static void cancel(struct hr_task *task) {
-    struct hr_segments *segments = (struct hr_segments *)task;
-    if (segments->ops != NULL && segments->ops->begin != NULL) {
-        hr_team_abandon_data(segments->team); /* posted data lies in the task and in memory that goes away */
+    const struct hr_segments *segments = (const struct hr_segments *)task;
+    struct hr_transport *transport = segments->team->transport;
+    if (transport != NULL && segments->ops != NULL && segments->ops->begin != NULL) {
+        transport->ops->abandon(transport, HR_CHANNEL_DATA); /* it lies in the task and in memory that goes away */
     }
 }
 

@@ -169,27 +169,21 @@ static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begi
 
 /* ---- The beginning ---- */
 
-static size_t reserve(size_t *at, size_t bytes) {
-    const size_t place = *at;
-    *at += hr_round_up(bytes, HR_CROSS_ALIGNMENT);
-    return place;
-}
-
 /* The tables of a run stay in the scratch of the team until the next collective begins. */
 static hr_status reserve_tables(struct hr_alltoall *run) {
     struct hr_team *team = run->segments.team;
     const size_t hosts = (size_t)team->host_count;
     const size_t pairs = hosts * hosts;
     size_t bytes = 0;
-    const size_t parts = reserve(&bytes, HR_SEGMENTS_TRAVELLING_MAX * pairs * sizeof *run->parts);
-    const size_t streams = reserve(&bytes, pairs * sizeof *run->streams);
-    const size_t starts = reserve(&bytes, hosts * sizeof *run->starts);
-    const size_t places = reserve(&bytes, (size_t)team->size * sizeof *run->places);
-    const size_t traffic = reserve(&bytes, hosts * sizeof *run->traffic);
+    const size_t parts = hr_place(&bytes, HR_SEGMENTS_TRAVELLING_MAX * pairs * sizeof *run->parts, HR_CROSS_ALIGNMENT);
+    const size_t streams = hr_place(&bytes, pairs * sizeof *run->streams, HR_CROSS_ALIGNMENT);
+    const size_t starts = hr_place(&bytes, hosts * sizeof *run->starts, HR_CROSS_ALIGNMENT);
+    const size_t places = hr_place(&bytes, (size_t)team->size * sizeof *run->places, HR_CROSS_ALIGNMENT);
+    const size_t traffic = hr_place(&bytes, hosts * sizeof *run->traffic, HR_CROSS_ALIGNMENT);
     const size_t steps =
         hr_cross_scratch_bytes(&hr_cross_exchange, team->host_count, 1, team->tuning.segment, team->tuning.piece);
     run->scratch_bytes = hr_round_up(steps, HR_CROSS_ALIGNMENT);
-    const size_t scratch = reserve(&bytes, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
+    const size_t scratch = hr_place(&bytes, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes, HR_CROSS_ALIGNMENT);
     HR_TRY(hr_segments_reserve_scratch(team, bytes));
     memset(team->cross_scratch, 0, bytes);
     run->parts = (struct hr_cross_part *)(void *)(team->cross_scratch + parts);

@@ -54,11 +54,6 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     }
 }
 
-static size_t doubling_scratch_bytes(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
-    (void)host_count;
-    return hr_pipeline_scratch_bytes(block_bytes, bytes, piece_bytes);
-}
-
 static hr_status doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     const struct role role = role_of(call->host, call->host_count);
     plan->step_count = role.sits_out ? 2 : role.rounds + 2 * (role.partner >= 0);
@@ -70,4 +65,4 @@ static hr_status doubling_plan(const struct hr_cross_call *call, struct hr_plan 
 }
 
 const struct hr_cross_ops hr_cross_doubling = {
-    .name = "doubling", .scratch_bytes = doubling_scratch_bytes, .plan = doubling_plan, .step = doubling_step};
+    .name = "doubling", .scratch_bytes = hr_pipeline_scratch_bytes, .plan = doubling_plan, .step = doubling_step};

@@ -3,7 +3,8 @@
 #include "base/cut.h"
 #include "horo.h"
 
-size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
+size_t hr_pipeline_scratch_bytes(int host_count, size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
+    (void)host_count;
     size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
     piece = piece < part_bytes ? piece : part_bytes;
     return HR_CROSS_WINDOW * hr_round_up(piece, HR_CROSS_ALIGNMENT);
@@ -132,8 +133,8 @@ static hr_status post_receives(struct hr_cross *state) {
             if (replaces && reuse != 0 && q >= reuse && state->sent <= q - reuse) {
                 return HORO_OK;
             }
-            HR_TRY(transport->ops->post_recv(transport, step.recv_peer, HR_CHANNEL_DATA,
-                                             replaces ? span.data : slot_of(state, q), span.bytes, io));
+            HR_TRY(transport->ops->post(transport, HR_RECV, step.recv_peer, HR_CHANNEL_DATA,
+                                        replaces ? span.data : slot_of(state, q), span.bytes, io));
         }
         state->recv_posted++;
     }
@@ -153,7 +154,8 @@ static hr_status post_sends(struct hr_cross *state) {
         struct span span;
         io->state = HR_IO_IDLE;
         if (moves(state, step.send_peer, step.send_part, q, &span)) {
-            HR_TRY(transport->ops->post_send(transport, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes, io));
+            HR_TRY(transport->ops->post(transport, HR_SEND, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes,
+                                        io));
             atomic_fetch_add_explicit(&transport->data_bytes, span.bytes, memory_order_relaxed);
         }
         state->send_posted++;

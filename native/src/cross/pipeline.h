@@ -37,7 +37,7 @@ struct hr_step {
 /* Whether the call has parts of any bytes: of an algorithm that only moves them. */
 int hr_cross_has_byte_parts(const struct hr_cross_call *call);
 
-/* Bytes of scratch for the pieces in flight of parts of at most part_bytes. */
-size_t hr_pipeline_scratch_bytes(size_t block_bytes, size_t part_bytes, size_t piece_bytes);
+/* Bytes of scratch for the pieces in flight of parts of at most part_bytes; as scratch_bytes of struct hr_cross_ops. */
+size_t hr_pipeline_scratch_bytes(int host_count, size_t block_bytes, size_t part_bytes, size_t piece_bytes);
 
 #endif

@@ -27,7 +27,7 @@ static void ring_step(const struct hr_cross *state, int index, struct hr_step *s
 
 static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
     /* A part is at most one block longer than the mean. */
-    return hr_pipeline_scratch_bytes(block_bytes, bytes / (size_t)host_count + block_bytes, piece_bytes);
+    return hr_pipeline_scratch_bytes(host_count, block_bytes, bytes / (size_t)host_count + block_bytes, piece_bytes);
 }
 
 static hr_status ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {

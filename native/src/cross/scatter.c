@@ -19,12 +19,6 @@ static void ring_step(const struct hr_cross *state, int index, struct hr_step *s
     step->arrival = HR_ARRIVAL_IS_LEFT;
 }
 
-/* The parts may be of any lengths. */
-static size_t ring_scratch_bytes(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes) {
-    (void)host_count;
-    return hr_pipeline_scratch_bytes(block_bytes, bytes, piece_bytes);
-}
-
 static hr_status ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
     plan->step_count = call->host_count - 1;
     plan->part_count = (size_t)call->host_count;
@@ -32,4 +26,4 @@ static hr_status ring_plan(const struct hr_cross_call *call, struct hr_plan *pla
 }
 
 const struct hr_cross_ops hr_cross_scatter_ring = {
-    .name = "scatter ring", .scratch_bytes = ring_scratch_bytes, .plan = ring_plan, .step = ring_step};
+    .name = "scatter ring", .scratch_bytes = hr_pipeline_scratch_bytes, .plan = ring_plan, .step = ring_step};

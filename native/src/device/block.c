@@ -18,29 +18,13 @@ static void free_parts(struct hr_block *block) {
 }
 
 void hr_block_destroy(struct hr_block *block) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     struct hr_device *device = block->device;
-    if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
+    if (hr_device_enter(device, &visit, NULL) == HORO_OK) {
         free_parts(block);
         atomic_fetch_sub(&device->held, 1);
         hr_device_leave(device, &visit);
     }
-}
-
-static hr_status fill(struct hr_block *block, struct hr_error *error) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    void *data = NULL;
-    struct hr_error refusal = {0};
-    if (hr_cuda_check(cuda, cuda->host_alloc(&data, block->bytes, HR_CUDA_HOST_PORTABLE), "cuMemHostAlloc",
-                      &refusal) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "no %zu bytes of pinned memory: %s", block->bytes, refusal.text);
-    }
-    block->data = data;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&block->copied_in, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate",
-                         error));
-    return hr_cuda_check(cuda, cuda->event_create(&block->copied_out, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate",
-                         error);
 }
 
 hr_status hr_block_create(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error) {
@@ -50,7 +34,21 @@ hr_status hr_block_create(struct hr_device *device, size_t bytes, struct hr_bloc
     }
     made->device = device;
     made->bytes = bytes;
-    const int status = fill(made, error);
+    const struct hr_cuda *cuda = device->cuda;
+    struct hr_error refusal = {0};
+    void *data = NULL;
+    int status = hr_cuda_check(cuda, cuda->host_alloc(&data, bytes, HR_CUDA_HOST_PORTABLE), "cuMemHostAlloc", &refusal);
+    if (status != HORO_OK) {
+        (void)hr_fail(error, status, "no %zu bytes of pinned memory: %s", bytes, refusal.text);
+    } else {
+        made->data = data;
+        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_in, HR_CUDA_EVENT_DISABLE_TIMING),
+                               "cuEventCreate", error);
+    }
+    if (status == HORO_OK) {
+        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_out, HR_CUDA_EVENT_DISABLE_TIMING),
+                               "cuEventCreate", error);
+    }
     if (status != HORO_OK) {
         free_parts(made);
         return status;

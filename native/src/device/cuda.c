@@ -50,7 +50,7 @@ static void write_version(int version, char *text, size_t text_bytes) {
     (void)snprintf(text, text_bytes, "%d.%d", version / 1000, version % 1000 / 10);
 }
 
-static const struct hr_library_kind kind = {
+const struct hr_library_kind hr_cuda_library = {
     .what = "CUDA driver",
     .soname = "libcuda.so.1",
     .symbols = symbols,
@@ -59,11 +59,6 @@ static const struct hr_library_kind kind = {
     .least_version = HR_CUDA_VERSION_LEAST,
     .write_version = write_version,
 };
-
-int hr_cuda_load(struct hr_cuda *cuda, const char *const *paths, size_t path_count, horo_library *found,
-                 struct hr_error *error) {
-    return hr_library_load(&kind, paths, path_count, cuda, found, error);
-}
 
 int hr_cuda_initialize(const struct hr_cuda *cuda, int *device_count, struct hr_error *error) {
     HR_TRY(hr_cuda_check(cuda, cuda->init(0), "cuInit", error));

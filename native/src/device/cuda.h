@@ -51,9 +51,8 @@ struct hr_cuda {
     int (*launch_host_function)(void *stream, void (*function)(void *data), void *data);
 };
 
-/* As hr_library_load. Does not initialize the driver. */
-int hr_cuda_load(struct hr_cuda *cuda, const char *const *paths, size_t path_count, horo_library *found,
-                 struct hr_error *error);
+/* Of a struct hr_cuda. To load it does not initialize the driver. */
+extern const struct hr_library_kind hr_cuda_library;
 
 /*
  * Initializes the driver and counts the devices of this process. A process that has done so once cannot use CUDA in

@@ -51,17 +51,17 @@ hr_status hr_device_refuse_capture(const struct hr_device *device, void *stream,
 void hr_device_await(const struct hr_device *device, void *event) {
     const int64_t since_ns = hr_now_ns();
     while (device->cuda->event_query(event) == HR_CUDA_NOT_READY) {
-        const int64_t taken_ns = hr_now_ns() - since_ns;
-        const struct timespec rest = {.tv_nsec = (long)hr_next_look_ns(taken_ns, LOOK_NS, RARE_LOOK_NS)};
+        const long rarer_ns = (long)((hr_now_ns() - since_ns) / 32);
+        const struct timespec rest = {
+            .tv_nsec = rarer_ns < LOOK_NS ? LOOK_NS : rarer_ns > RARE_LOOK_NS ? RARE_LOOK_NS : rarer_ns};
         (void)nanosleep(&rest, NULL);
     }
 }
 
 int hr_device_await_program(const struct hr_device *device) {
     const struct hr_cuda *cuda = device->cuda;
-    struct hr_error ignored = {0};
     void *event = NULL;
-    if (hr_device_refuse_capture(device, NULL, &ignored) != HORO_OK ||
+    if (hr_device_refuse_capture(device, NULL, NULL) != HORO_OK ||
         cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
         return 0;
     }
@@ -92,9 +92,8 @@ int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int num
 }
 
 void hr_device_close(struct hr_device *device) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (hr_device_enter(device, &visit, &ignored) == HORO_OK) {
+    if (hr_device_enter(device, &visit, NULL) == HORO_OK) {
         if (device->to_host != NULL) {
             (void)device->cuda->stream_destroy(device->to_host);
         }

@@ -4,29 +4,26 @@
 #include "device/cuda.h"
 #include "device/nccl.h"
 
-static hr_status find_cuda(const char *const *paths, size_t path_count, int initializes, horo_library *found,
-                           struct hr_error *error) {
-    struct hr_cuda cuda;
-    horo_library library;
-    struct hr_error refusal = {0};
-    HR_TRY(hr_cuda_load(&cuda, paths, path_count, &library, error));
-    if (initializes && hr_cuda_initialize(&cuda, &library.device_count, &refusal) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "%s (%s) cannot be used: %s", library.name, library.path,
-                       refusal.text);
-    }
-    *found = library;
-    return HORO_OK;
-}
-
 static hr_status find(int kind, const char *const *paths, int32_t path_count, int initializes, horo_library *found,
                       struct hr_error *error) {
+    struct hr_cuda cuda;
     struct hr_nccl nccl;
+    horo_library library;
+    struct hr_error refusal = {0};
     if (path_count < 0) {
         return hr_fail(error, HORO_ERR_USAGE, "a library cannot be looked for at %d places", path_count);
     }
     switch (kind) {
-    case HORO_LIBRARY_CUDA: return find_cuda(paths, (size_t)path_count, initializes, found, error);
-    case HORO_LIBRARY_NCCL: return hr_nccl_load(&nccl, paths, (size_t)path_count, found, error);
+    case HORO_LIBRARY_CUDA:
+        HR_TRY(hr_library_load(&hr_cuda_library, paths, (size_t)path_count, &cuda, &library, error));
+        if (initializes && hr_cuda_initialize(&cuda, &library.device_count, &refusal) != HORO_OK) {
+            return hr_fail(error, HORO_ERR_RESOURCE, "%s (%s) cannot be used: %s", library.name, library.path,
+                           refusal.text);
+        }
+        *found = library;
+        return HORO_OK;
+    case HORO_LIBRARY_NCCL:
+        return hr_library_load(&hr_nccl_library, paths, (size_t)path_count, &nccl, found, error);
     default: return hr_fail(error, HORO_ERR_USAGE, "%d is no library that horo knows", kind);
     }
 }

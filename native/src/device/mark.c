@@ -7,17 +7,8 @@ int hr_mark_move(struct hr_mark *mark, void *stream, struct hr_error *error) {
     return hr_cuda_check(cuda, cuda->event_record(mark->event, stream), "cuEventRecord", error);
 }
 
-static int create_event(struct hr_mark *mark, void *stream, struct hr_error *error) {
-    const struct hr_cuda *cuda = mark->device->cuda;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&mark->event, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
-    const int status = hr_mark_move(mark, stream, error);
-    if (status != HORO_OK) {
-        (void)cuda->event_destroy(mark->event);
-    }
-    return status;
-}
-
 hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error) {
+    const struct hr_cuda *cuda = device->cuda;
     struct hr_mark *made = malloc(sizeof *made);
     struct hr_device_visit visit;
     if (made == NULL) {
@@ -28,7 +19,13 @@ hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark 
     int status = hr_device_enter(device, &visit, error);
     if (status == HORO_OK) {
         status = hr_device_refuse_capture(device, stream, error);
-        status = status == HORO_OK ? create_event(made, stream, error) : status;
+        if (status == HORO_OK) {
+            status = hr_cuda_check(cuda, cuda->event_create(&made->event, HR_CUDA_EVENT_DISABLE_TIMING),
+                                   "cuEventCreate", error);
+        }
+        if (status == HORO_OK && (status = hr_mark_move(made, stream, error)) != HORO_OK) {
+            (void)cuda->event_destroy(made->event);
+        }
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
@@ -44,12 +41,11 @@ void hr_mark_keep(struct hr_mark *mark) {
 }
 
 void hr_mark_drop(struct hr_mark *mark) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (mark == NULL || atomic_fetch_sub(&mark->references, 1) > 1) {
         return;
     }
-    if (hr_device_enter(mark->device, &visit, &ignored) == HORO_OK) {
+    if (hr_device_enter(mark->device, &visit, NULL) == HORO_OK) {
         (void)mark->device->cuda->event_destroy(mark->event);
         hr_device_leave(mark->device, &visit);
     }
@@ -69,9 +65,8 @@ int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *err
 }
 
 int hr_mark_is_reached(const struct hr_mark *mark) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (hr_device_enter(mark->device, &visit, &ignored) != HORO_OK) {
+    if (hr_device_enter(mark->device, &visit, NULL) != HORO_OK) {
         return 1;
     }
     const int code = mark->device->cuda->event_query(mark->event);

@@ -30,24 +30,19 @@ static hr_status version_of(const void *table, int *version, struct hr_error *er
                                         nccl->get_error_string(code));
 }
 
-void hr_nccl_write_version(int version, char *text, size_t text_bytes) {
+static void write_version(int version, char *text, size_t text_bytes) {
     (void)snprintf(text, text_bytes, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
 
-static const struct hr_library_kind kind = {
+const struct hr_library_kind hr_nccl_library = {
     .what = "NCCL",
     .soname = "libnccl.so.2",
     .symbols = symbols,
     .symbol_count = sizeof symbols / sizeof symbols[0],
     .version_of = version_of,
     .least_version = HR_NCCL_VERSION_LEAST,
-    .write_version = hr_nccl_write_version,
+    .write_version = write_version,
 };
-
-int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_count, horo_library *found,
-                 struct hr_error *error) {
-    return hr_library_load(&kind, paths, path_count, nccl, found, error);
-}
 
 hr_status hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
                         struct hr_error *error) {

@@ -57,12 +57,8 @@ struct hr_nccl {
     int (*red_op_destroy)(int op, void *comm);
 };
 
-/* As hr_library_load. Touches no GPU. */
-int hr_nccl_load(struct hr_nccl *nccl, const char *const *paths, size_t path_count, horo_library *found,
-                 struct hr_error *error);
-
-/* Writes a version as people do: 22304 is "2.23.4". */
-void hr_nccl_write_version(int version, char *text, size_t text_bytes);
+/* Of a struct hr_nccl. To load it touches no GPU. */
+extern const struct hr_library_kind hr_nccl_library;
 
 /*
  * HORO_OK for success and for what is in progress; else HORO_ERR_RESOURCE with the name of the function, NCCL's text

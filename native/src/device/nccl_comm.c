@@ -15,9 +15,17 @@ static int broken(struct hr_nccl_comm *comm) {
 
 /* ---- Beginning ---- */
 
-/* Begins to connect the ranks; NCCL's handle of them is there from then on. */
-static int create_parts(struct hr_nccl_comm *comm, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
-    const struct hr_cuda *cuda = comm->device->cuda;
+static void free_fence(struct hr_nccl_comm *comm) {
+    if (comm->fence != NULL) {
+        (void)comm->device->cuda->event_destroy(comm->fence);
+        comm->fence = NULL;
+    }
+}
+
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
+                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
+    const struct hr_cuda *cuda = device->cuda;
+    struct hr_device_visit visit;
     struct hr_nccl_config config = {
         .size = sizeof config,
         .magic = CONFIG_MAGIC,
@@ -28,31 +36,14 @@ static int create_parts(struct hr_nccl_comm *comm, const struct hr_nccl_ranks *r
         .max_ctas = INT_MIN,
         .split_share = INT_MIN,
     };
-    HR_TRY(hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error));
-    const int code =
-        comm->nccl->comm_init_rank_config(&comm->handle, ranks->size, *ranks->id, ranks->rank, &config);
-    return hr_nccl_check(comm->nccl, code, "ncclCommInitRankConfig", comm->handle, error);
-}
-
-static void free_parts(struct hr_nccl_comm *comm) {
-    const struct hr_cuda *cuda = comm->device->cuda;
-    if (comm->fence != NULL) {
-        (void)cuda->event_destroy(comm->fence);
-    }
-    comm->fence = NULL;
-}
-
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
-    struct hr_device_visit visit;
-    *comm = (struct hr_nccl_comm){
-        .nccl = nccl,
-        .device = device,
-        .stream = stream,
-        .state = HR_NCCL_NONE,
-    };
+    *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
     HR_TRY(hr_device_enter(device, &visit, error));
-    const int status = create_parts(comm, ranks, error);
+    int status =
+        hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error);
+    if (status == HORO_OK) {
+        const int code = nccl->comm_init_rank_config(&comm->handle, ranks->size, *ranks->id, ranks->rank, &config);
+        status = hr_nccl_check(nccl, code, "ncclCommInitRankConfig", comm->handle, error);
+    }
     if (status == HORO_OK) {
         comm->state = HR_NCCL_CONNECTING;
     } else {
@@ -60,7 +51,7 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
             (void)nccl->comm_abort(comm->handle);
             comm->handle = NULL;
         }
-        free_parts(comm);
+        free_fence(comm);
     }
     hr_device_leave(device, &visit);
     return status;
@@ -114,28 +105,23 @@ static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_c
     return HORO_OK;
 }
 
-/* With the device entered. */
-static hr_status launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                        const uint64_t *factors) {
-    if (factors != NULL) {
-        HR_TRY(create_scales(comm, calls, count, factors));
-    }
-    HR_TRY(checked(comm, comm->nccl->group_start(), "ncclGroupStart"));
-    int status = HORO_OK;
-    for (size_t i = 0; i < count && status == HORO_OK; i++) {
-        status = enqueue(comm, &calls[i]);
-    }
-    const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
-    return status == HORO_OK ? ended : status;
-}
-
 hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
                          const uint64_t *factors) {
     struct hr_device_visit visit;
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
         return broken(comm);
     }
-    const int status = launch(comm, calls, count, factors);
+    int status = factors == NULL ? HORO_OK : create_scales(comm, calls, count, factors);
+    if (status == HORO_OK) {
+        status = checked(comm, comm->nccl->group_start(), "ncclGroupStart");
+    }
+    if (status == HORO_OK) {
+        for (size_t i = 0; i < count && status == HORO_OK; i++) {
+            status = enqueue(comm, &calls[i]);
+        }
+        const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
+        status = status == HORO_OK ? ended : status;
+    }
     hr_device_leave(comm->device, &visit);
     if (status != HORO_OK) {
         return broken(comm);
@@ -160,19 +146,9 @@ static hr_status finish_launch(struct hr_nccl_comm *comm) {
     return HORO_OK;
 }
 
-static int look_at_fence(struct hr_nccl_comm *comm) {
-    const struct hr_cuda *cuda = comm->device->cuda;
-    const int code = cuda->event_query(comm->fence);
-    if (code == HR_CUDA_NOT_READY) {
-        return 0;
-    }
-    HR_TRY(hr_cuda_check(cuda, code, "a kernel of NCCL", &comm->failure));
-    comm->is_in_flight = 0;
-    return 1;
-}
-
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
+    const struct hr_cuda *cuda = comm->device->cuda;
     int code = HR_NCCL_OK;
     HR_TRY(checked(comm, comm->nccl->comm_get_async_error(comm->handle, &code), "ncclCommGetAsyncError"));
     const char *what = comm->state == HR_NCCL_CONNECTING ? "NCCL's connecting"
@@ -180,7 +156,13 @@ static int look(struct hr_nccl_comm *comm) {
                                                          : "a collective of NCCL";
     HR_TRY(checked(comm, code, what));
     if (comm->state == HR_NCCL_IDLE) {
-        return look_at_fence(comm);
+        const int reached = cuda->event_query(comm->fence);
+        if (reached == HR_CUDA_NOT_READY) {
+            return 0;
+        }
+        HR_TRY(hr_cuda_check(cuda, reached, "a kernel of NCCL", &comm->failure));
+        comm->is_in_flight = 0;
+        return 1;
     }
     if (code == HR_NCCL_IN_PROGRESS) {
         return 0;
@@ -227,25 +209,12 @@ void hr_nccl_end(struct hr_nccl_comm *comm) {
     comm->state = status == HORO_OK ? HR_NCCL_ENDING : HR_NCCL_BROKEN;
 }
 
-/* Behind what has been aborted. */
-static void fence(struct hr_nccl_comm *comm) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
-        comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
-        hr_device_leave(comm->device, &visit);
-    }
-    comm->handle = NULL;
-    comm->state = HR_NCCL_NONE;
-}
-
 void hr_nccl_abort(struct hr_nccl_comm *first) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     const int are_several = first != NULL && first->next_aborted != NULL;
     const int is_group = are_several && first->nccl->group_start() == HR_NCCL_OK;
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
-        const int has_entered = hr_device_enter(comm->device, &visit, &ignored) == HORO_OK;
+        const int has_entered = hr_device_enter(comm->device, &visit, NULL) == HORO_OK;
         (void)comm->nccl->comm_abort(comm->handle);
         if (has_entered) {
             hr_device_leave(comm->device, &visit);
@@ -255,7 +224,12 @@ void hr_nccl_abort(struct hr_nccl_comm *first) {
         (void)first->nccl->group_end();
     }
     for (struct hr_nccl_comm *comm = first; comm != NULL; comm = comm->next_aborted) {
-        fence(comm);
+        if (hr_device_enter(comm->device, &visit, NULL) == HORO_OK) { /* a fence behind what has been aborted */
+            comm->is_in_flight = comm->device->cuda->event_record(comm->fence, comm->stream) == HR_CUDA_OK;
+            hr_device_leave(comm->device, &visit);
+        }
+        comm->handle = NULL;
+        comm->state = HR_NCCL_NONE;
     }
 }
 
@@ -269,14 +243,13 @@ int hr_nccl_is_quiet(struct hr_nccl_comm *comm) {
 }
 
 void hr_nccl_close(struct hr_nccl_comm *comm) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
     if (comm->handle != NULL) {
         comm->next_aborted = NULL;
         hr_nccl_abort(comm);
     }
-    if (comm->device != NULL && hr_device_enter(comm->device, &visit, &ignored) == HORO_OK) {
-        free_parts(comm);
+    if (comm->device != NULL && hr_device_enter(comm->device, &visit, NULL) == HORO_OK) {
+        free_fence(comm);
         hr_device_leave(comm->device, &visit);
     }
     comm->device = NULL;

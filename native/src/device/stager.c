@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/clock.h"
 #include "base/thread.h"
@@ -143,20 +142,12 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
     (void)pthread_mutex_unlock(&stager->lock);
 }
 
-static int can_go(const struct hr_block *block) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    int done = 0;
-    if (hr_device_enter(block->device, &visit, &ignored) == HORO_OK) {
-        done = hr_block_is_done(block);
-        hr_device_leave(block->device, &visit);
-    }
-    return done;
-}
-
-/* All that is idle, where it is too much; else NULL. */
-static struct hr_block *take_excess(struct hr_stager *stager) {
+void hr_stager_trim(struct hr_stager *stager) {
     struct hr_block *all = NULL;
+    struct hr_block *kept = NULL;
+    struct hr_block *gone = NULL;
+    size_t kept_bytes = 0;
+    struct hr_device_visit visit;
     (void)pthread_mutex_lock(&stager->lock);
     if (stager->idle_bytes > IDLE_BYTES_MAX) {
         all = stager->idle;
@@ -164,16 +155,13 @@ static struct hr_block *take_excess(struct hr_stager *stager) {
         stager->idle_bytes = 0;
     }
     (void)pthread_mutex_unlock(&stager->lock);
-    return all;
-}
-
-void hr_stager_trim(struct hr_stager *stager) {
-    struct hr_block *kept = NULL;
-    struct hr_block *gone = NULL;
-    size_t kept_bytes = 0;
-    for (struct hr_block *each = take_excess(stager), *after; each != NULL; each = after) {
+    for (struct hr_block *each = all, *after; each != NULL; each = after) {
         after = each->next;
-        const int goes = kept_bytes + each->bytes > IDLE_BYTES_MAX && can_go(each);
+        int goes = 0;
+        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && hr_device_enter(each->device, &visit, NULL) == HORO_OK) {
+            goes = hr_block_is_done(each);
+            hr_device_leave(each->device, &visit);
+        }
         struct hr_block **list = goes ? &gone : &kept;
         kept_bytes += goes ? 0 : each->bytes;
         each->next = *list;
@@ -245,23 +233,6 @@ int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct
     return status;
 }
 
-/* Whether copies have failed: then on_ready never comes. HORO_OK, or HORO_ERR_RESOURCE with a sentence. */
-static hr_status check_copies(struct hr_block *block, struct hr_error *error) {
-    struct hr_stager *stager = block->stager;
-    struct hr_device_visit visit;
-    HR_TRY(hr_device_enter(block->device, &visit, error));
-    const int code = stager->cuda.event_query(block->copied_in);
-    hr_device_leave(block->device, &visit);
-    if (code == HR_CUDA_OK || code == HR_CUDA_NOT_READY) {
-        return HORO_OK;
-    }
-    (void)pthread_mutex_lock(&stager->lock);
-    const int has_failed = block->is_launched; /* else the values are there, and something else has failed */
-    stager->is_broken |= has_failed;
-    (void)pthread_mutex_unlock(&stager->lock);
-    return has_failed ? hr_cuda_check(&stager->cuda, code, "the copy from the GPU", error) : HORO_OK;
-}
-
 /* ---- The watchdog ---- */
 
 /* With the lock held: the first copies that somebody awaits, but on devices of which nothing has failed, as bits. */
@@ -273,25 +244,30 @@ static struct hr_block *first_awaited(const struct hr_stager *stager, uint64_t f
     return block;
 }
 
-/* With the lock held, which is let go meanwhile. 1: nothing has failed. */
+/* With the lock held, which is let go meanwhile. 1: the copies have not failed; else on_ready never comes. */
 static int look_at(struct hr_stager *stager, struct hr_block *block) {
     struct hr_error error = {0};
+    struct hr_device_visit visit;
+    int code = HR_CUDA_NOT_READY;
     block->users++;
     (void)pthread_mutex_unlock(&stager->lock);
-    const int is_fine = check_copies(block, &error) == HORO_OK;
+    const int has_entered = hr_device_enter(block->device, &visit, &error) == HORO_OK;
+    if (has_entered) {
+        code = stager->cuda.event_query(block->copied_in);
+        hr_device_leave(block->device, &visit);
+    }
+    const int is_bad = code != HR_CUDA_NOT_READY &&
+                       hr_cuda_check(&stager->cuda, code, "the copy from the GPU", &error) != HORO_OK;
     (void)pthread_mutex_lock(&stager->lock);
-    block->has_failed = !is_fine;
-    if (!is_fine && block->is_launched && block->request != NULL && stager->owner != NULL) {
+    /* one that is launched no more has its values: something else has failed */
+    stager->is_broken |= is_bad && block->is_launched;
+    block->has_failed = !has_entered || (is_bad && block->is_launched);
+    if (block->has_failed && block->is_launched && block->request != NULL && stager->owner != NULL) {
         stager->on_failed(stager->owner, block->request, error.text);
     }
+    const int is_fine = !block->has_failed;
     let_go(block);
     return is_fine;
-}
-
-/* With the lock held, which is let go meanwhile: until something stirs, or the time is over. */
-static void nap(struct hr_stager *stager, int64_t until_ns) {
-    const struct timespec until = {.tv_sec = until_ns / 1000000000, .tv_nsec = until_ns % 1000000000};
-    (void)pthread_cond_timedwait(&stager->stirred, &stager->lock, &until);
 }
 
 /* With the lock held. 0: the stager is closed. */
@@ -303,7 +279,7 @@ static int sleep_until_look(struct hr_stager *stager) {
     stager->is_resting = 0; /* from here on nobody need wake it for what comes, which it sees at its next look */
     const int64_t until_ns = hr_now_ns() + WATCH_NS;
     while (stager->owner != NULL && hr_now_ns() < until_ns) {
-        nap(stager, until_ns);
+        hr_condition_wait(&stager->stirred, &stager->lock, until_ns);
     }
     return stager->owner != NULL;
 }
@@ -312,37 +288,30 @@ static int sleep_until_look(struct hr_stager *stager) {
 
 /*
  * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
- * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there.
+ * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there, or nothing is to be freed.
  */
 static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, &ignored) != HORO_OK) {
+    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, NULL) != HORO_OK) {
         return 0;
     }
+    int has_blocks = 0;
     for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
         if (block->device == device) {
+            has_blocks = 1;
             hr_device_await(device, block->copied_in);
             if (block->is_out) {
                 hr_device_await(device, block->copied_out);
             }
         }
     }
-    const int is_quiet = hr_device_await_program(device);
+    const int is_quiet = has_blocks && hr_device_await_program(device);
     hr_device_leave(device, &visit);
     return is_quiet;
 }
 
-static int has_blocks(const struct hr_stager *stager, const struct hr_device *device) {
-    const struct hr_block *block = stager->idle;
-    while (block != NULL && block->device != device) {
-        block = block->next;
-    }
-    return block != NULL;
-}
-
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
-    const int is_quiet = !has_blocks(stager, device) || await_quiet(stager, device);
+    const int is_quiet = await_quiet(stager, device);
     for (struct hr_block **link = &stager->idle; *link != NULL;) {
         struct hr_block *block = *link;
         if (block->device != device) {
@@ -408,7 +377,7 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
     stager->owner = NULL;
     (void)pthread_cond_broadcast(&stager->stirred);
     while (!stager->has_ended && hr_now_ns() < until_ns) {
-        nap(stager, until_ns);
+        hr_condition_wait(&stager->stirred, &stager->lock, until_ns);
     }
     const pthread_t watchdog = stager->watchdog;
     const int has_ended = stager->has_ended;
@@ -427,7 +396,7 @@ hr_status hr_stager_create(const char *const *paths, size_t path_count, void *ow
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
     }
-    int status = hr_cuda_load(&made->cuda, paths, path_count, &made->library, error);
+    int status = hr_library_load(&hr_cuda_library, paths, path_count, &made->cuda, &made->library, error);
     if (status == HORO_OK) {
         status = hr_cuda_initialize(&made->cuda, &made->library.device_count, error);
     }
@@ -438,11 +407,7 @@ hr_status hr_stager_create(const char *const *paths, size_t path_count, void *ow
     made->owner = owner;
     made->on_ready = on_ready;
     made->on_failed = on_failed;
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&made->stirred, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
+    hr_condition_init(&made->stirred);
     (void)pthread_mutex_init(&made->lock, NULL);
     (void)pthread_mutex_init(&made->opening, NULL);
     status = hr_thread_start(&made->watchdog, watch, made, "the thread that looks at copies from GPUs", error);

@@ -5,15 +5,6 @@
 
 #include "base/cut.h"
 
-static size_t place(struct hr_staged_tensor *tensors, size_t count) {
-    size_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        tensors[i].offset = bytes;
-        bytes += hr_round_up(tensors[i].room, HR_STAGED_ALIGNMENT);
-    }
-    return bytes == 0 ? HR_STAGED_ALIGNMENT : bytes;
-}
-
 static int wait_for(const struct hr_cuda *cuda, void *stream, void *event, struct hr_error *error) {
     return hr_cuda_check(cuda, cuda->stream_wait_event(stream, event, 0), "cuStreamWaitEvent", error);
 }
@@ -28,38 +19,31 @@ static int record(struct hr_staging *staging, void *event, void *stream, struct 
 
 /* ---- To the host ---- */
 
-static hr_status copy_all_to_host(const struct hr_staging *staging, struct hr_error *error) {
-    const struct hr_cuda *cuda = staging->block->device->cuda;
-    for (size_t i = 0; i < staging->count; i++) {
-        const struct hr_staged_tensor *tensor = &staging->tensors[i];
-        HR_TRY(tensor->source_bytes == 0
-                   ? HORO_OK
-                   : hr_cuda_check(cuda,
-                                   cuda->copy_to_host(hr_staging_host(staging, i), tensor->source,
-                                                      tensor->source_bytes, staging->from_device),
-                                   "cuMemcpyDtoHAsync", error));
-    }
-    return HORO_OK;
-}
-
-/* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time. */
-static int await_values(struct hr_staging *staging, void *stream, struct hr_error *error) {
-    const struct hr_device *device = staging->block->device;
-    void *event = staging->block->copied_in;
-    staging->from_device = device->to_host;
-    HR_TRY(hr_cuda_check(device->cuda, device->cuda->event_record(event, stream), "cuEventRecord", error));
-    return wait_for(device->cuda, staging->from_device, event, error);
-}
-
 static hr_status begin(struct hr_stager *stager, struct hr_device *device, struct hr_staging *staging, void *stream,
                        struct hr_error *error) {
-    const size_t bytes = place(staging->tensors, staging->count);
+    const struct hr_cuda *cuda = device->cuda;
+    size_t bytes = 0;
+    for (size_t i = 0; i < staging->count; i++) {
+        staging->tensors[i].offset = hr_place(&bytes, staging->tensors[i].room, HR_STAGED_ALIGNMENT);
+    }
     HR_TRY(hr_device_refuse_capture(device, stream, error));
-    HR_TRY(hr_stager_take_block(stager, device, bytes, &staging->block, error));
-    HR_TRY(await_values(staging, stream, error));
-    const int copied = copy_all_to_host(staging, error);
-    const int recorded = record(staging, staging->block->copied_in, staging->from_device, error);
-    return copied != HORO_OK ? copied : recorded;
+    HR_TRY(hr_stager_take_block(stager, device, bytes == 0 ? HR_STAGED_ALIGNMENT : bytes, &staging->block, error));
+    staging->from_device = device->to_host;
+    /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time */
+    void *copied_in = staging->block->copied_in;
+    HR_TRY(hr_cuda_check(cuda, cuda->event_record(copied_in, stream), "cuEventRecord", error));
+    HR_TRY(wait_for(cuda, staging->from_device, copied_in, error));
+    int status = HORO_OK;
+    for (size_t i = 0; i < staging->count && status == HORO_OK; i++) {
+        const struct hr_staged_tensor *tensor = &staging->tensors[i];
+        if (tensor->source_bytes > 0) {
+            const int code = cuda->copy_to_host(hr_staging_host(staging, i), tensor->source, tensor->source_bytes,
+                                                staging->from_device);
+            status = hr_cuda_check(cuda, code, "cuMemcpyDtoHAsync", error);
+        }
+    }
+    const int recorded = record(staging, copied_in, staging->from_device, error);
+    return status != HORO_OK ? status : recorded;
 }
 
 hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, struct hr_staged_tensor *tensors,
@@ -99,29 +83,23 @@ void hr_staging_drop(struct hr_staging *staging) {
 
 /* ---- Back to the device ---- */
 
-static hr_status copy_all_to_device(const struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
-    const struct hr_device *device = staging->block->device;
-    for (size_t i = 0; i < staging->count; i++) {
-        const struct hr_staged_tensor *tensor = &staging->tensors[i];
-        const char *result = (char *)hr_staging_host(staging, i) + tensor->result_at;
-        HR_TRY(bytes[i] == 0 ? HORO_OK
-                             : hr_cuda_check(device->cuda,
-                                             device->cuda->copy_to_device(tensor->target, result, bytes[i],
-                                                                          device->to_device),
-                                             "cuMemcpyHtoDAsync", error));
-    }
-    return HORO_OK;
-}
-
 static hr_status copy_out(struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
     struct hr_block *block = staging->block;
     const struct hr_device *device = block->device;
     /* targets may be in use up to where the request was submitted, also where nothing was copied in */
     HR_TRY(wait_for(device->cuda, device->to_device, block->copied_in, error));
-    const int copied = copy_all_to_device(staging, bytes, error);
+    int status = HORO_OK;
+    for (size_t i = 0; i < staging->count && status == HORO_OK; i++) {
+        const struct hr_staged_tensor *tensor = &staging->tensors[i];
+        if (bytes[i] > 0) {
+            const char *result = (char *)hr_staging_host(staging, i) + tensor->result_at;
+            const int code = device->cuda->copy_to_device(tensor->target, result, bytes[i], device->to_device);
+            status = hr_cuda_check(device->cuda, code, "cuMemcpyHtoDAsync", error);
+        }
+    }
     const int recorded = record(staging, block->copied_out, device->to_device, error);
     block->is_out |= recorded == HORO_OK;
-    return copied != HORO_OK ? copied : recorded;
+    return status != HORO_OK ? status : recorded;
 }
 
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error) {

@@ -7,6 +7,7 @@
 #include "base/op.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
+#include "engine/report/report.h"
 #include "node/node_setup.h"
 
 /* The handlers of messages that are none of a leader's own. */
@@ -28,11 +29,16 @@ static const struct hr_executor_ops EXECUTOR_OPS = {
     .bury = hr_gpu_bury,
 };
 
+static const struct hr_membership_ops MEMBERSHIP_OPS = {
+    .added = hr_gpu_attach, .going = hr_gpu_detach, .is_quiet = hr_gpu_is_quiet};
+
+static const struct hr_report_ops REPORT_OPS = {.awaits = hr_gpu_awaits};
+
 static void free_parts(struct hr_engine *engine) {
     hr_requests_fini(&engine->requests);
     hr_engine_end_cuda(engine);
     for (int i = engine->lane_count - 1; i >= 0; i--) {
-        hr_lane_free_stand_ins(engine->lanes[i]);
+        hr_membership_forget(engine->lanes[i]);
         hr_lane_destroy(engine->lanes[i]);
     }
     hr_deadlock_fini(&engine->judge);
@@ -69,6 +75,8 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
+        .membership = &MEMBERSHIP_OPS,
+        .report = &REPORT_OPS,
         .lane_setup =
             {
                 .leader.drive = &engine->drive,

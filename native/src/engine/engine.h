@@ -86,9 +86,14 @@ struct hr_tuned {
     int is_final;                      /* likewise */
 };
 
+struct hr_membership_ops;
+struct hr_report_ops;
+
 struct hr_engine {
     struct hr_node *node;
     struct hr_lane_setup lane_setup;
+    const struct hr_membership_ops *membership;
+    const struct hr_report_ops *report;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
     int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_drive drive;
@@ -135,10 +140,6 @@ uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
-/* blocked.c: as horo_report_blocked and horo_blocked_question. */
-int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
-                             const char *others);
-uint32_t hr_engine_blocked_question(const struct hr_engine *engine);
 
 /* ---- Between the files of the engine ---- */
 
@@ -146,13 +147,6 @@ extern const struct hr_part_ops hr_part_end;         /* leave.c */
 extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-extern const struct hr_part_ops hr_part_stall;       /* stall.c */
-extern const struct hr_part_ops hr_part_deadlock;    /* blocked.c */
-
-/* blocked.c */
-/* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
-int hr_engine_tell_blocked(struct hr_engine *engine);
-
 
 /* Before the announcement of one that removes a team, which from then on may end on other ranks. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);

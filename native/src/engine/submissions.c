@@ -1,5 +1,6 @@
 /* The part that takes what callers have submitted, and their reports, to the lanes. */
-#include "engine/engine.h"
+#include "engine/membership/membership.h"
+#include "engine/report/report.h"
 
 /* All of the queue is announced, or fails with the group, since it is no longer there. */
 static int announce(struct hr_engine *engine) {
@@ -12,7 +13,7 @@ static int announce(struct hr_engine *engine) {
         hr_engine_expect_removal(engine, request);
         if (status == HORO_OK) {
             const int joins = request->call.op == HORO_JOIN;
-            status = joins ? hr_lane_begin_join(lane, request) : hr_lane_announce(lane, request);
+            status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
@@ -35,7 +36,7 @@ static int turn(struct hr_part *part) {
         moved = HR_MOVED;
     }
     for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
-        const int joined = hr_lane_go_on_joining(engine->lanes[i]);
+        const int joined = hr_join_go_on(engine->lanes[i]);
         HR_TRY(joined);
         moved |= joined;
     }

@@ -86,7 +86,7 @@ HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double 
 
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(, hr_kernel_avx2, "avx2", level)
+HR_DEFINE_KERNEL(hr_kernel_avx2, "avx2", level)
 
 #if defined(__clang__)
 #pragma clang attribute pop

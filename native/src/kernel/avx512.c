@@ -87,7 +87,7 @@ HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double 
 
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(, hr_kernel_avx512, "avx512", level)
+HR_DEFINE_KERNEL(hr_kernel_avx512, "avx512", level)
 
 #if defined(__clang__)
 #pragma clang attribute pop

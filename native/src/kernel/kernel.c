@@ -26,46 +26,27 @@ static int has_f16c(void) {
 }
 #endif
 
-static int has_avx2(void) {
-    return __builtin_cpu_supports("avx2") && has_f16c();
-}
-
-static int has_avx512(void) {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
 #endif
-
-const struct hr_kernel *hr_kernel_best(void) {
-#if defined(__x86_64__)
-    if (has_avx512()) {
-        return &hr_kernel_avx512;
-    }
-    if (has_avx2()) {
-        return &hr_kernel_avx2;
-    }
-#elif defined(__aarch64__)
-    return &hr_kernel_neon; /* part of the base architecture */
-#endif
-    return hr_kernel_scalar();
-}
 
 const struct hr_kernel *hr_kernel_find(const char *name) {
 #if defined(__x86_64__)
-    if (strcmp(name, "avx512") == 0 && has_avx512()) {
+    const int has_avx2 = __builtin_cpu_supports("avx2") && has_f16c();
+    const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if ((name == NULL || strcmp(name, "avx512") == 0) && has_avx512) {
         return &hr_kernel_avx512;
     }
-    if (strcmp(name, "avx2") == 0 && has_avx2()) {
+    if ((name == NULL || strcmp(name, "avx2") == 0) && has_avx2) {
         return &hr_kernel_avx2;
     }
 #elif defined(__aarch64__)
-    if (strcmp(name, "neon") == 0) {
-        return &hr_kernel_neon;
+    if (name == NULL || strcmp(name, "neon") == 0) {
+        return &hr_kernel_neon; /* part of the base architecture */
     }
 #endif
-    return strcmp(name, "scalar") == 0 ? hr_kernel_scalar() : NULL;
+    return name == NULL || strcmp(name, "scalar") == 0 ? &hr_kernel_scalar : NULL;
 }
 
 HORO_API const char *horo_simd_name(void) {
-    return hr_kernel_best()->name;
+    return hr_kernel_find(NULL)->name;
 }

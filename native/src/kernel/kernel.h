@@ -99,10 +99,9 @@ struct hr_kernel {
 };
 
 /*
- * The best table for this machine; the same pointer every time. Cheap, but not free: keep it where many small calls
- * follow.
+ * The table "scalar", "avx2", "avx512" or "neon", NULL where this build or this machine lacks it; of NULL the best one
+ * that there is. The same pointer every time. Cheap, but not free: keep it where many small calls follow.
  */
-const struct hr_kernel *hr_kernel_best(void);
-const struct hr_kernel *hr_kernel_scalar(void);
+const struct hr_kernel *hr_kernel_find(const char *name);
 
 #endif

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "base/cut.h"
 #include "kernel/element.h"
 
 enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
@@ -13,10 +14,6 @@ static enum hr_kernel_op kernel_op(int reduce_op) {
     case HORO_PRODUCT: return HR_KERNEL_PRODUCT;
     default: return HR_KERNEL_SUM;
     }
-}
-
-static size_t smaller(size_t a, size_t b) {
-    return a < b ? a : b;
 }
 
 HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
@@ -72,7 +69,7 @@ static void reduce_scaled_integers(const struct hr_level *level, int dtype, enum
     span.scale = 1.0;
     for (size_t i = 0; i < count; i = span.end) {
         span.begin = i;
-        span.end = i + smaller(BLOCK_BYTES / bytes, count - i);
+        span.end = i + hr_smaller(BLOCK_BYTES / bytes, count - i);
         level->reduce[dtype][op](&span);
         uint8_t *block = span.dst + i * bytes;
         scale_values(dtype, block, block, span.end - i, scale);
@@ -111,7 +108,7 @@ static void scale_integers(const struct hr_level *level, int dtype, uint8_t *dst
     uint8_t block[BLOCK_BYTES];
     size_t step;
     for (size_t i = 0; i < count; i += step) {
-        step = smaller(BLOCK_BYTES / bytes, count - i);
+        step = hr_smaller(BLOCK_BYTES / bytes, count - i);
         scale_values(dtype, block, src + i * bytes, step, scale);
         level->copy(dst + i * bytes, block, step * bytes, store);
     }
@@ -145,7 +142,7 @@ static void narrow_doubles(const struct hr_level *level, int dst_dtype, uint8_t 
     const void *const source = block;
     size_t step;
     for (size_t i = 0; i < count; i += step) {
-        step = smaller(BLOCK_BYTES / sizeof *block, count - i);
+        step = hr_smaller(BLOCK_BYTES / sizeof *block, count - i);
         for (size_t j = 0; j < step; j++) {
             block[j] = (float)(load_double(src + (i + j) * sizeof(double)) * scale);
         }
@@ -165,7 +162,7 @@ static void widen_to_doubles(const struct hr_level *level, uint8_t *dst, int src
     double wide[BLOCK_BYTES / sizeof(double)];
     size_t step;
     for (size_t i = 0; i < count; i += step) {
-        step = smaller(BLOCK_BYTES / sizeof *wide, count - i);
+        step = hr_smaller(BLOCK_BYTES / sizeof *wide, count - i);
         const void *const source = src + i * element_bytes(src_dtype);
         const struct hr_span span = {
             .copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = step, .scale = 1.0};
@@ -205,7 +202,7 @@ void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const
     float y[BLOCK_BYTES / sizeof(float)];
     size_t step;
     for (size_t i = 0; i < count; i += step) {
-        step = smaller(BLOCK_BYTES / sizeof *x, count - i);
+        step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
         widen_block(level, dtype, (const uint8_t *)a + i * element_bytes(dtype), step, x);
         widen_block(level, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
         level->dots[HORO_FLOAT32]((const uint8_t *)x, (const uint8_t *)y, step, sums);
@@ -223,7 +220,7 @@ void hr_level_combine(const struct hr_level *level, int dtype, void *a, const vo
     const void *const narrowed = x;
     size_t step;
     for (size_t i = 0; i < count; i += step) {
-        step = smaller(BLOCK_BYTES / sizeof *x, count - i);
+        step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
         uint8_t *at = (uint8_t *)a + i * element_bytes(dtype);
         widen_block(level, dtype, at, step, x);
         widen_block(level, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);

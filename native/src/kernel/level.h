@@ -54,9 +54,7 @@ void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const
 void hr_level_combine(const struct hr_level *level, int dtype, void *a, const void *b, size_t count, double a_factor,
                       double b_factor);
 
-/* "scalar", "avx2", "avx512" or "neon"; NULL for a level that this build or this machine lacks. */
-const struct hr_kernel *hr_kernel_find(const char *name);
-
+extern const struct hr_kernel hr_kernel_scalar;
 #if defined(__x86_64__)
 extern const struct hr_kernel hr_kernel_avx2;
 extern const struct hr_kernel hr_kernel_avx512;
@@ -123,7 +121,7 @@ extern const struct hr_kernel hr_kernel_neon;
     }
 
 /* The functions of struct hr_kernel for one level, and the table itself. */
-#define HR_DEFINE_KERNEL(linkage, symbol, level_name, level)                                                           \
+#define HR_DEFINE_KERNEL(symbol, level_name, level)                                                                    \
     static void level_reduce(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count,   \
                              size_t count, struct hr_scale scale, enum hr_store copy_store) {                          \
         hr_level_reduce(&level, dtype, reduce_op, dst, copy, src, src_count, count, scale, copy_store);                \
@@ -142,7 +140,7 @@ extern const struct hr_kernel hr_kernel_neon;
     static void level_combine(int dtype, void *a, const void *b, size_t count, double a_factor, double b_factor) {     \
         hr_level_combine(&level, dtype, a, b, count, a_factor, b_factor);                                              \
     }                                                                                                                  \
-    linkage const struct hr_kernel symbol = {level_name, level_reduce,  level_scale, level_convert,                    \
-                                             level_dots, level_combine, level_copy,  level_exchange};
+    const struct hr_kernel symbol = {level_name, level_reduce,  level_scale, level_convert,                            \
+                                     level_dots, level_combine, level_copy,  level_exchange};
 
 #endif

@@ -81,5 +81,5 @@ HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double 
 
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(, hr_kernel_neon, "neon", level)
+HR_DEFINE_KERNEL(hr_kernel_neon, "neon", level)
 #endif

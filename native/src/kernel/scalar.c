@@ -211,8 +211,4 @@ const struct hr_level hr_level_scalar = {.reduce = HR_ALL_OPS_TABLE,
                                          .dots = HR_DOTS_TABLE,
                                          .combine = HR_COMBINE_TABLE};
 
-HR_DEFINE_KERNEL(static, kernel, "scalar", hr_level_scalar)
-
-const struct hr_kernel *hr_kernel_scalar(void) {
-    return &kernel;
-}
+HR_DEFINE_KERNEL(hr_kernel_scalar, "scalar", hr_level_scalar)

@@ -16,14 +16,6 @@ struct status {
     _Alignas(16) char bytes[HORO_MPI_STATUS_MAX];
 };
 
-static HANDLE byte(const struct hr_mpi *mpi) {
-    return TO_HANDLE(mpi->calls.byte);
-}
-
-static HANDLE communicator(const struct hr_mpi *mpi) {
-    return TO_HANDLE(mpi->calls.communicator);
-}
-
 /* Calls a function that changes one handle. */
 static int change(uint64_t *value, int (*function)(HANDLE *)) {
     HANDLE handle = TO_HANDLE(*value);
@@ -36,8 +28,8 @@ typedef int issend_function(const void *, int, HANDLE, int, int, HANDLE, HANDLE 
 
 static int call_issend(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_ISSEND, issend_function)(data, (int)bytes, byte(mpi), rank,
-                                                                     tag, communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_ISSEND, issend_function)(
+        data, (int)bytes, TO_HANDLE(mpi->calls.byte), rank, tag, TO_HANDLE(mpi->calls.communicator), &handle);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -46,8 +38,8 @@ typedef int irecv_function(void *, int, HANDLE, int, int, HANDLE, HANDLE *);
 
 static int call_irecv(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_IRECV, irecv_function)(data, (int)bytes, byte(mpi), rank,
-                                                                   tag, communicator(mpi), &handle);
+    const int code = FUNCTION(mpi, HORO_MPI_IRECV, irecv_function)(
+        data, (int)bytes, TO_HANDLE(mpi->calls.byte), rank, tag, TO_HANDLE(mpi->calls.communicator), &handle);
     *request = TO_VALUE(handle);
     return code;
 }

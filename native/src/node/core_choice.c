@@ -56,17 +56,6 @@ int hr_core_is_shared(const struct hr_arena *arena) {
     return 0;
 }
 
-static int move_to(int core, const cpu_set_t *allowed) {
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET((size_t)core, &only);
-    if (sched_setaffinity(0, sizeof only, &only) != 0) {
-        return 0;
-    }
-    (void)sched_setaffinity(0, sizeof *allowed, allowed);
-    return 1;
-}
-
 void hr_core_look(struct hr_core_choice *choice, const struct hr_arena *arena, int64_t now_ns) {
     if (!choice->enabled || arena->local_size == 1 || now_ns < choice->next_ns) {
         return;
@@ -87,7 +76,13 @@ void hr_core_look(struct hr_core_choice *choice, const struct hr_arena *arena, i
     choice->crowded = core >= 0;
     if (core < 0) {
         choice->pause_ns /= 2;
-    } else if (was_crowded && move_to(core, &allowed)) { /* once may be chance */
+        return;
+    }
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET((size_t)core, &only);
+    if (was_crowded && sched_setaffinity(0, sizeof only, &only) == 0) { /* once may be chance */
+        (void)sched_setaffinity(0, sizeof allowed, &allowed);
         hr_core_publish(choice, arena);
         atomic_fetch_add_explicit(&choice->moves, 1, memory_order_relaxed);
         const int64_t longer_ns = choice->pause_ns * 2;

@@ -51,7 +51,7 @@ void hr_node_wake_all(struct hr_node *node) {
  * who cleared a sleeper's mark, or aborted first, may have been killed before it wrote.
  */
 void hr_node_pass_abort(struct hr_node *node, struct hr_abort end) {
-    (void)hr_arena_abort(&node->arena, end);
+    hr_arena_end_once(&node->arena.header->abort_word, end);
     for (int i = 0; i < node->local_size; i++) {
         write_event(node, i); /* my own too: the caller need not be the driver */
     }
@@ -133,6 +133,18 @@ void hr_node_supervise(struct hr_node *node, int enabled) {
         node->transports[i]->ops->watch(node->transports[i], enabled);
     }
     node->watching = enabled;
+}
+
+hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
+    if (count > sleep->capacity) {
+        struct pollfd *fds = realloc(sleep->fds, count * sizeof *fds);
+        if (fds == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        sleep->fds = fds;
+        sleep->capacity = count;
+    }
+    return HORO_OK;
 }
 
 /* The most descriptors that a transport to the hosts of a team may have to poll. */

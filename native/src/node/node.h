@@ -23,8 +23,18 @@
 #include "mpi/mpi.h"
 #include "node/contention.h"
 #include "node/core_choice.h"
-#include "node/sleep.h"
 #include "transport/transport.h"
+
+/* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
+struct hr_sleep {
+    struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
+    size_t capacity, count, life_count;
+    int64_t deadline_ns; /* 0: none */
+    int64_t look_ns;     /* at most so long, for what no descriptor tells of; -1: any time */
+};
+
+/* Makes room for so many descriptors. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
+hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
 
 /* A wait that lasts so long has the links supervised meanwhile. */
 #define HR_SUPERVISE_AFTER_NS 1000000000ll

@@ -92,21 +92,17 @@ static hr_status duplicate(const int32_t *fds, int host_count, int per_host, int
     return HORO_OK;
 }
 
-static hr_status check_mpi_peers(const struct hr_team *world, const horo_mpi *mpi, struct hr_error *error) {
-    for (int host = 0; mpi->rank_of_host != NULL && host < world->host_count && world->local_rank < world->owner_count;
-         host++) {
-        if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && mpi->rank_of_host[host] < 0) {
-            return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
-        }
-    }
-    return HORO_OK;
-}
-
 /* Data by MPI beside the sockets, which become a part of what is returned or are destroyed. */
 static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *sockets, const int *control,
                                     const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
+    const int32_t *ranks = world->local_rank < world->owner_count ? setup->mpi->rank_of_host : NULL;
     struct hr_transport *transport = NULL;
-    if (check_mpi_peers(world, setup->mpi, error) == HORO_OK) {
+    for (int host = 0; ranks != NULL && host < world->host_count; host++) {
+        if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && ranks[host] < 0) {
+            (void)hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
+        }
+    }
+    if (error->code == HORO_OK) {
         transport =
             hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count, setup->peer_timeout_ms, error);
     }
@@ -201,7 +197,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         .rank = setup->rank,
         .size = setup->size,
         .host_count = world->host_count,
-        .kernel = hr_kernel_best(),
+        .kernel = hr_kernel_find(NULL),
         .peer_timeout_ns = (int64_t)setup->peer_timeout_ms * 1000000,
         .stall_warning_ns = (int64_t)setup->stall_warning_ms * 1000000,
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
@@ -232,7 +228,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
     }
     world->tuning.direct = (size_t)setup->direct_bytes;
     hr_peer_memory_show(node);
-    hr_partition_join(&node->arena, world->number);
+    hr_partition_enter(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;
 }

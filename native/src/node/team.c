@@ -171,7 +171,10 @@ static void free_data(void *arg) {
     free(team->cross_scratch);
 }
 
-void hr_team_fini(struct hr_team *team) {
+void hr_team_destroy(struct hr_team *team) {
+    if (team == NULL) {
+        return;
+    }
     hr_team_close_links(team);
     free(team->job_rank);
     free(team->index_of_local);
@@ -184,14 +187,7 @@ void hr_team_fini(struct hr_team *team) {
     if (team->node != NULL) {
         hr_node_bury(team->node, team, free_data);
     }
-    *team = (struct hr_team){0};
-}
-
-void hr_team_destroy(struct hr_team *team) {
-    if (team != NULL) {
-        hr_team_fini(team);
-        free(team);
-    }
+    free(team);
 }
 
 void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) {
@@ -226,10 +222,4 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
     team->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
                                        .rank = rank,
                                        .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
-}
-
-void hr_team_abandon_data(struct hr_team *team) {
-    if (team->transport != NULL) {
-        team->transport->ops->abandon(team->transport, HR_CHANNEL_DATA);
-    }
 }

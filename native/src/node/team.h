@@ -95,8 +95,8 @@ struct hr_team {
 
 /*
  * The team of all `size` ranks on the hosts host_of_rank[size], of which this rank is number `rank`. The node need not
- * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; fini in either case. The
- * partition is mapped, and the transport connected, by hr_node_init; fini unmaps the partition.
+ * be initialised yet, and must outlive the team. HORO_OK, or a status with *error set; destroy in either case.
+ * The partition is mapped, and the transport connected, by hr_node_init; destroy unmaps the partition.
  */
 hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
                        size_t segment_bytes, struct hr_error *error);
@@ -106,9 +106,7 @@ hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int
  */
 hr_status hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
                             struct hr_error *error);
-/* Closes its links, frees; what the backend keeps of it must be gone. */
-void hr_team_fini(struct hr_team *team);
-/* The same, and frees the team itself, which was malloc'ed. NULL is allowed. */
+/* Closes its links, frees it, which was malloc'ed; what the backend keeps of it must be gone. NULL is allowed. */
 void hr_team_destroy(struct hr_team *team);
 
 /* The number that is in an id: an index that the next team gets when this one has been removed. */
@@ -132,9 +130,10 @@ static inline int hr_team_is_left(const struct hr_team *team) {
     return team->number != 0 && atomic_load(&team->node->arena.header->leave_at) != 0;
 }
 
-/* Slot `which` (0 or 1) of a member on this host. */
+/* Slot `which` (0 or 1) of a member on this host: segment_bytes bytes, aligned to a cache line at least. */
 static inline char *hr_team_slot(const struct hr_team *team, int local_rank, unsigned which) {
-    return hr_partition_slot(&team->partition, team->index_of_local[local_rank], which);
+    const size_t slot = (size_t)team->index_of_local[local_rank] * 2 + which;
+    return team->partition.slots + slot * team->partition.segment_bytes;
 }
 
 /* Wakes the members on this host but me, or the one that leads there, if they sleep. Any thread. */
@@ -159,8 +158,5 @@ void hr_team_suspect_link(struct hr_team *team, int host);
  * thread.
  */
 void hr_team_close_links(struct hr_team *team);
-
-/* After the end of the group: nothing posted for data may be touched any more. */
-void hr_team_abandon_data(struct hr_team *team);
 
 #endif

@@ -15,7 +15,7 @@
 #include "base/clock.h"
 #include "transport/stream.h"
 
-enum { SEND = 0, RECV = 1, DIRECTIONS = 2 };
+enum { SEND = HR_SEND, RECV = HR_RECV, DIRECTIONS = 2 };
 
 enum { WORD_BITS = 64 };
 
@@ -269,7 +269,12 @@ static int mpi_progress(struct hr_transport *transport) {
     return moved | (moved_data || look_at_the_silent(self));
 }
 
-static hr_status post(struct mpi_transport *self, int peer, int direction, char *data, size_t bytes, struct hr_io *io) {
+static int mpi_post(struct hr_transport *transport, enum hr_direction direction, int peer, enum hr_channel channel,
+                    char *data, size_t bytes, struct hr_io *io) {
+    struct mpi_transport *self = (struct mpi_transport *)transport;
+    if (channel == HR_CHANNEL_CONTROL) {
+        return self->control->ops->post(self->control, direction, peer, channel, data, bytes, io);
+    }
     if (peer < 0 || peer >= self->host_count || self->peers[peer].rank < 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -288,24 +293,6 @@ static hr_status post(struct mpi_transport *self, int peer, int direction, char 
         lose_peer(self, peer, HR_LOSS_CLOSED);
     }
     return HORO_OK;
-}
-
-static int mpi_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
-                         size_t bytes, struct hr_io *io) {
-    struct mpi_transport *self = (struct mpi_transport *)transport;
-    if (channel == HR_CHANNEL_CONTROL) {
-        return self->control->ops->post_send(self->control, peer, channel, data, bytes, io);
-    }
-    return post(self, peer, SEND, (char *)(uintptr_t)data, bytes, io); /* MPI does not write there */
-}
-
-static int mpi_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                         struct hr_io *io) {
-    struct mpi_transport *self = (struct mpi_transport *)transport;
-    if (channel == HR_CHANNEL_CONTROL) {
-        return self->control->ops->post_recv(self->control, peer, channel, data, bytes, io);
-    }
-    return post(self, peer, RECV, data, bytes, io);
 }
 
 static size_t mpi_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
@@ -352,8 +339,7 @@ static void mpi_destroy(struct hr_transport *transport) {
 
 static const struct hr_transport_ops mpi_ops = {
     .name = "mpi",
-    .post_send = mpi_post_send,
-    .post_recv = mpi_post_recv,
+    .post = mpi_post,
     .progress = mpi_progress,
     .sleep_fds = mpi_sleep_fds,
     .poll_within_ns = mpi_poll_within_ns,
@@ -363,25 +349,20 @@ static const struct hr_transport_ops mpi_ops = {
     .destroy = mpi_destroy,
 };
 
-static hr_status check_peers(const horo_mpi *calls, int host_count, struct hr_error *error) {
+struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
+                                             int host_count, int peer_timeout_ms, struct hr_error *error) {
+    const horo_mpi *calls = &mpi->calls;
     if (calls->rank_of_host == NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
+        (void)hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no ranks of other hosts are given");
+        return NULL;
     }
     for (int host = 0; host < host_count; host++) {
         const int rank = calls->rank_of_host[host];
         if (rank < -1 || rank >= calls->size) {
-            return hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d",
-                           host, rank, calls->size);
+            (void)hr_fail(error, HORO_ERR_USAGE, "data for host %d is to go to rank %d of an MPI communicator of %d",
+                          host, rank, calls->size);
+            return NULL;
         }
-    }
-    return HORO_OK;
-}
-
-struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_transport *control, const int *control_fds,
-                                             int host_count, int peer_timeout_ms, struct hr_error *error) {
-    const horo_mpi *calls = &mpi->calls;
-    if (check_peers(calls, host_count, error) != HORO_OK) {
-        return NULL;
     }
     struct mpi_transport *self = calloc(1, sizeof *self + (size_t)host_count * sizeof self->peers[0]);
     uint64_t *busy = calloc((size_t)host_count / WORD_BITS + 1, sizeof *busy);

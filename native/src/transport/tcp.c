@@ -188,10 +188,9 @@ static int tcp_progress(struct hr_transport *transport) {
     return moved;
 }
 
-enum direction { SEND, RECV };
-
-static hr_status post(struct tcp *tcp, int peer, enum hr_channel channel, enum direction direction, char *data,
-                      size_t bytes, struct hr_io *io) {
+static int tcp_post(struct hr_transport *transport, enum hr_direction direction, int peer, enum hr_channel channel,
+                    char *data, size_t bytes, struct hr_io *io) {
+    struct tcp *tcp = (struct tcp *)transport;
     if (peer < 0 || peer >= tcp->host_count) {
         return HORO_ERR_INTERNAL;
     }
@@ -205,7 +204,7 @@ static hr_status post(struct tcp *tcp, int peer, enum hr_channel channel, enum d
     }
     const int count = channel == HR_CHANNEL_CONTROL ? 1 : tcp->used_sockets;
     if (count > 1) {
-        int *turn = direction == SEND ? &link->send_turn : &link->recv_turn;
+        int *turn = direction == HR_SEND ? &link->send_turn : &link->recv_turn;
         if (bytes > 0) { /* an empty io takes no turn */
             *turn = *turn + 1 < count ? *turn + 1 : 0;
         }
@@ -216,19 +215,8 @@ static hr_status post(struct tcp *tcp, int peer, enum hr_channel channel, enum d
         link->unchecked = 1;
         tcp->busy[index / WORD_BITS] |= (uint64_t)1 << (index % WORD_BITS);
     }
-    hr_queue_push(direction == SEND ? &link->send : &link->recv, data, bytes, io);
+    hr_queue_push(direction == HR_SEND ? &link->send : &link->recv, data, bytes, io);
     return HORO_OK;
-}
-
-static int tcp_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
-                         size_t bytes, struct hr_io *io) {
-    /* iovec has no const; sendmsg does not write */
-    return post((struct tcp *)transport, peer, channel, SEND, (char *)(uintptr_t)data, bytes, io);
-}
-
-static int tcp_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                         struct hr_io *io) {
-    return post((struct tcp *)transport, peer, channel, RECV, data, bytes, io);
 }
 
 static size_t tcp_sleep_fds(struct hr_transport *transport, struct pollfd *fds, size_t capacity) {
@@ -304,8 +292,7 @@ static void tcp_destroy(struct hr_transport *transport) {
 
 static const struct hr_transport_ops tcp_ops = {
     .name = "tcp",
-    .post_send = tcp_post_send,
-    .post_recv = tcp_post_recv,
+    .post = tcp_post,
     .progress = tcp_progress,
     .sleep_fds = tcp_sleep_fds,
     .loss = tcp_loss,

@@ -5,7 +5,7 @@
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (One
  *    stream does not need the rule; several, and message transports, do.) Control is one stream always: there a receive
  *    may take whatever has come (hr_post_recv_some).
- *  - post_* never block and copy nothing: the memory and the hr_io stay the caller's to keep until io->state is
+ *  - post never blocks and copies nothing: the memory and the hr_io stay the caller's to keep until io->state is
  *    not HR_IO_POSTED.
  *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
  *  - progress moves what it can without blocking. Only it, abandon and destroy change the state of a posted io.
@@ -32,6 +32,8 @@ enum hr_channel {
     HR_CHANNEL_DATA = 1,    /* between ranks of equal local index; which hosts: node/linked.h */
     HR_CHANNEL_COUNT = 2,
 };
+
+enum hr_direction { HR_SEND = 0, HR_RECV = 1 };
 
 enum hr_io_state {
     HR_IO_IDLE = 0,
@@ -63,12 +65,10 @@ struct hr_transport_ops {
 
     /*
      * HORO_OK; or HORO_ERR_INTERNAL for a peer that has no link on this channel, HORO_ERR_ABORTED on one that is
-     * abandoned.
+     * abandoned. What is sent is not written to.
      */
-    int (*post_send)(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data, size_t bytes,
-                     struct hr_io *io);
-    int (*post_recv)(struct hr_transport *transport, int peer, enum hr_channel channel, void *data, size_t bytes,
-                     struct hr_io *io);
+    int (*post)(struct hr_transport *transport, enum hr_direction direction, int peer, enum hr_channel channel,
+                char *data, size_t bytes, struct hr_io *io);
 
     /* 1: something moved or was lost; 0: nothing to do now. */
     int (*progress)(struct hr_transport *transport);
@@ -122,11 +122,11 @@ struct hr_transport {
 
 /*
  * Posts a receive on the control channel that is done as soon as any bytes have come: io->done_bytes of them, at most
- * `capacity`, whatever sends they are of. The statuses of post_recv.
+ * `capacity`, whatever sends they are of. The statuses of post.
  */
 static inline hr_status hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
                                           struct hr_io *io) {
-    HR_TRY(transport->ops->post_recv(transport, peer, HR_CHANNEL_CONTROL, data, capacity, io));
+    HR_TRY(transport->ops->post(transport, HR_RECV, peer, HR_CHANNEL_CONTROL, data, capacity, io));
     io->takes_some = 1; /* only progress looks at it */
     return HORO_OK;
 }

@@ -68,7 +68,7 @@ static struct hr_cross_call call_of(const shim_cross_call *call, void *transport
         .codec = hr_codec_find(call->dtype, 0),
         .count = call->count,
         .reduce_op = call->reduce_op,
-        .kernel = hr_kernel_best(),
+        .kernel = hr_kernel_find(NULL),
         .root_host = call->root_host,
         .parts = call->part_bytes == NULL ? NULL : parts,
         .piece_bytes = call->piece_bytes,
@@ -138,17 +138,11 @@ static int post(struct member *self, int peer, enum hr_channel channel, struct h
     return HORO_OK;
 }
 
-static int member_post_send(struct hr_transport *transport, int peer, enum hr_channel channel, const void *data,
-                            size_t bytes, struct hr_io *io) {
+static int member_post(struct hr_transport *transport, enum hr_direction direction, int peer, enum hr_channel channel,
+                       char *data, size_t bytes, struct hr_io *io) {
     struct member *self = (struct member *)transport;
-    self->sent_bytes += bytes;
-    return post(self, peer, channel, self->send, (char *)(uintptr_t)data, bytes, io);
-}
-
-static int member_post_recv(struct hr_transport *transport, int peer, enum hr_channel channel, void *data,
-                            size_t bytes, struct hr_io *io) {
-    struct member *self = (struct member *)transport;
-    return post(self, peer, channel, self->recv, data, bytes, io);
+    self->sent_bytes += direction == HR_SEND ? bytes : 0;
+    return post(self, peer, channel, direction == HR_SEND ? self->send : self->recv, data, bytes, io);
 }
 
 static void member_abandon(struct hr_transport *transport, enum hr_channel channel) {
@@ -163,8 +157,7 @@ static void member_abandon(struct hr_transport *transport, enum hr_channel chann
 
 static const struct hr_transport_ops member_ops = {
     .name = "simulated",
-    .post_send = member_post_send,
-    .post_recv = member_post_recv,
+    .post = member_post,
     .abandon = member_abandon,
 };
 

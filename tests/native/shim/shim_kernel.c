@@ -5,7 +5,7 @@
 #include "kernel/level.h"
 
 static const struct hr_kernel *find(const char *level) {
-    return strcmp(level, "best") == 0 ? hr_kernel_best() : hr_kernel_find(level);
+    return hr_kernel_find(strcmp(level, "best") == 0 ? NULL : level);
 }
 
 const char *shim_kernel_name(const char *level) {

@@ -64,12 +64,12 @@ size_t shim_io_done_bytes(const void *io) {
 
 int shim_post_send(void *transport, int peer, int channel, const void *data, size_t bytes, void *io) {
     struct hr_transport *self = transport;
-    return self->ops->post_send(self, peer, (enum hr_channel)channel, data, bytes, io);
+    return self->ops->post(self, HR_SEND, peer, (enum hr_channel)channel, (char *)(uintptr_t)data, bytes, io);
 }
 
 int shim_post_recv(void *transport, int peer, int channel, void *data, size_t bytes, void *io) {
     struct hr_transport *self = transport;
-    return self->ops->post_recv(self, peer, (enum hr_channel)channel, data, bytes, io);
+    return self->ops->post(self, HR_RECV, peer, (enum hr_channel)channel, data, bytes, io);
 }
 
 int shim_post_recv_some(void *transport, int peer, void *data, size_t capacity, void *io) {

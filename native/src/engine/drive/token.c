@@ -49,9 +49,8 @@ void hr_drive_kick(struct hr_drive *drive) {
 }
 
 void hr_drive_wait(struct hr_drive *drive, int64_t deadline_ns) {
-    const struct timespec until = {.tv_sec = deadline_ns / 1000000000, .tv_nsec = deadline_ns % 1000000000};
     drive->waiters++;
-    (void)pthread_cond_timedwait(&drive->done, &drive->lock, &until);
+    hr_condition_wait(&drive->done, &drive->lock, deadline_ns);
     drive->waiters--;
 }
 
@@ -201,11 +200,7 @@ hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t sp
                                .kick_fd = -1,
                                .caller_spin_ns = spin_ns,
                                .thread_spin_ns = spin_ns / THREAD_SPIN_DIVISOR};
-    pthread_condattr_t attributes;
-    (void)pthread_condattr_init(&attributes);
-    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    (void)pthread_cond_init(&drive->done, &attributes);
-    (void)pthread_condattr_destroy(&attributes);
+    hr_condition_init(&drive->done);
     (void)pthread_mutex_init(&drive->lock, NULL);
     (void)pthread_mutex_init(&drive->end_lock, NULL);
     hr_drive_add(drive, &drive->links, &hr_part_links, node);

@@ -245,10 +245,11 @@ static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *rec
     if (words.bytes > 0) {
         hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
     }
-    (void)hr_arena_leave(arena, (struct hr_abort){.code = record->status,
-                                                  .rank = record->rank,
-                                                  .by = record->rank,
-                                                  .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
+    hr_arena_end_once(&arena->header->left_word,
+                      (struct hr_abort){.code = record->status,
+                                        .rank = record->rank,
+                                        .by = record->rank,
+                                        .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     lane->executor.has_executed_leave = 1;
     hr_end_note(lane->node);
     end_record(lane);

@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "engine/report/report.h"
 #include "horo_gpu.h"
 
 struct hr_backend;
@@ -65,11 +66,7 @@ void hr_gpu_end(struct hr_engine *engine);
 struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count);
 /* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
 int hr_gpu_end_batch(struct hr_request *const *requests);
-/*
- * Driver: what the lane's batch waits for. GPU: that of this rank, which shows on no other. BESIDE: the batch is not
- * NCCL's, and kernels of NCCL run here, which another rank may wait for.
- */
-enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
+/* Driver: what the lane's batch waits for, see report.h. */
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane);
 
 #endif

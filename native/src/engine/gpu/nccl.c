@@ -85,7 +85,7 @@ static int use(struct hr_engine *engine, const char *const *paths, size_t path_c
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
-    int status = hr_nccl_load(&made->nccl, paths, path_count, &library, error);
+    int status = hr_library_load(&hr_nccl_library, paths, path_count, &made->nccl, &library, error);
     found->nccl_version = library.version;
     status = status == HORO_OK ? open_device(engine, made, device, found, error) : status;
     if (status != HORO_OK) {

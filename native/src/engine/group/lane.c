@@ -66,7 +66,7 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struc
             return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
         }
     }
-    hr_partition_join(&node->arena, team->number);
+    hr_partition_enter(&node->arena, team->number);
     if (values != NULL && hr_lane_tune(lane, values) != HORO_OK) {
         return hr_fail(error, HORO_ERR_INTERNAL, "its ranks cannot run with what all ranks run with");
     }
@@ -96,8 +96,8 @@ static int is_idle(const struct hr_lane *lane) {
     const struct hr_executor *executor = &lane->executor;
     return hr_port_pending(&lane->port) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
-           hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->join.has_joined &&
-           lane->join.held == NULL && (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
+           hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->is_absent &&
+           (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
            /* partner: hr_ring_write */
            atomic_load(&lane->team->partition.header->log.written) == executor->log_executed;
 }

@@ -16,13 +16,7 @@
 
 struct hr_engine;
 struct hr_gpu_team;
-
-/* Of this rank; see join.c. */
-struct hr_joining {
-    struct hr_request *held; /* the JOIN that is to be announced */
-    int is_heard;            /* the record JOINED of this rank has been executed */
-    int has_joined;          /* JOIN is announced */
-};
+struct hr_absence;
 
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
@@ -55,10 +49,10 @@ struct hr_lane {
     int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
     struct hr_port port;
-    struct hr_map stand_ins; /* name -> request that stands in for one; the driver's */
     struct hr_part part;
     struct hr_announcer announcer;
-    struct hr_joining join;
+    int is_absent;              /* this rank has joined, or is about to: it takes part in no round */
+    struct hr_absence *absence; /* kept by membership; NULL: nothing is */
     struct hr_round round;
     struct hr_leader leader; /* unused on other ranks */
     struct hr_executor executor;
@@ -105,35 +99,10 @@ static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
     return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
 }
 
-/* ---- join.c ---- */
-
-/* The request to join: announces it, or that it will be. */
-int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request);
-/* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
-int hr_lane_go_on_joining(struct hr_lane *lane);
-/* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */
-int hr_join_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-
-/* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
-
-/* Frees the stand-ins, when nothing touches their memory any more. */
-void hr_lane_free_stand_ins(struct hr_lane *lane);
-
 /* ---- tuning.c ---- */
 
 /* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
 int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);
 int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);
-
-/* ---- blocked.c ---- */
-
-/* A leader's handlers of BLOCKED, of a rank of this subtree, and of QUERY, and what passes the question down. */
-int hr_blocked_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-
-/* ---- stall.c ---- */
-
-/* A leader's handler of ASK: a leader above asks where the ranks of this subtree stand that wait for nothing. */
-int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 
 #endif

@@ -38,8 +38,9 @@ static int send_next(const struct hr_leader *leader, struct hr_link *link) {
     link->sending = link->out;
     link->out = sent;
     struct hr_transport *transport = leader->team->transport;
-    HR_TRY(transport->ops->post_send(transport, link->host, HR_CHANNEL_CONTROL, hr_buffer_front(&link->sending),
-                                     hr_buffer_size(&link->sending), &link->send));
+    HR_TRY(transport->ops->post(transport, HR_SEND, link->host, HR_CHANNEL_CONTROL,
+                                (char *)link->sending.data + link->sending.begin, hr_buffer_size(&link->sending),
+                                &link->send));
     atomic_fetch_add_explicit(&leader->team->node->counts.messages_sent, 1, memory_order_relaxed);
     return HR_MOVED;
 }

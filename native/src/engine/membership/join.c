@@ -17,10 +17,11 @@
  * meanwhile, it announces again; were its JOIN in front of that, others might have done the operation without it, and
  * the repeated announcement would begin a round that nobody wants.
  */
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/membership/membership.h"
+#include "engine/membership/private.h"
 #include "wire/frame.h"
 
 /* ---- The callers' side, with the lock held ---- */
@@ -47,8 +48,11 @@ static void end_join(void *owner, struct hr_request *request, int status) {
     struct hr_lane *lane = request->port->lane;
     (void)status;
     request->port->state = HR_PORT_OPEN;
-    engine->held_joins -= lane->join.held != NULL;
-    lane->join = (struct hr_joining){0};
+    lane->is_absent = 0;
+    if (lane->absence != NULL) {
+        engine->held_joins -= lane->absence->held != NULL;
+        *lane->absence = (struct hr_absence){.stand_ins = lane->absence->stand_ins};
+    }
 }
 
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
@@ -80,7 +84,7 @@ int hr_joined_last(struct hr_engine *engine, int64_t handle) {
  * or what an eviction makes it announce again.
  */
 static int has_to_announce(const struct hr_lane *lane) {
-    const int is_heard = lane->join.is_heard;
+    const int is_heard = lane->absence->is_heard;
     int found = 0;
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = NULL;
@@ -91,24 +95,28 @@ static int has_to_announce(const struct hr_lane *lane) {
     return found;
 }
 
-int hr_lane_begin_join(struct hr_lane *lane, struct hr_request *request) {
+hr_status hr_join_begin(struct hr_lane *lane, struct hr_request *request) {
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
     hr_drive_lock(&lane->engine->drive);
     hr_port_drop_refusals(&lane->port, 1);
     hr_drive_unlock(&lane->engine->drive);
     HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
-    lane->join = (struct hr_joining){.held = request};
+    if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    lane->is_absent = 1;
+    lane->absence->held = request;
     lane->engine->held_joins++;
     HR_TRY(hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
                                                                         .rank = lane->node->rank,
                                                                         .at = (uint64_t)request->submit_ns}));
-    const int announced = hr_lane_go_on_joining(lane);
+    const int announced = hr_join_go_on(lane);
     return announced < 0 ? announced : HORO_OK;
 }
 
-int hr_lane_go_on_joining(struct hr_lane *lane) {
-    struct hr_joining *join = &lane->join;
-    if (join->held == NULL || has_to_announce(lane)) {
+int hr_join_go_on(struct hr_lane *lane) {
+    struct hr_absence *join = lane->absence;
+    if (join == NULL || join->held == NULL || has_to_announce(lane)) {
         return HR_STILL;
     }
     struct hr_request *request = join->held;
@@ -125,7 +133,8 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
         return HORO_ERR_INTERNAL;
     }
     if (record->rank == lane->node->rank) {
-        lane->join.is_heard = 1;
+        HR_TRY(lane->absence == NULL ? HORO_ERR_INTERNAL : HORO_OK);
+        lane->absence->is_heard = 1;
     }
     return HORO_OK;
 }

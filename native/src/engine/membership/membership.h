@@ -7,6 +7,15 @@
 
 #include "engine/engine.h"
 
+/* Set by the composition. */
+struct hr_membership_ops {
+    /* Driver: a lane has been opened, or is about to go. */
+    void (*added)(struct hr_engine *engine, struct hr_lane *lane);
+    void (*going)(struct hr_engine *engine, const struct hr_lane *lane);
+    /* Driver: the group has failed: whether nothing touches the memory of requests any more. */
+    int (*is_quiet)(struct hr_engine *engine);
+};
+
 /* ---- sets.c ---- */
 
 /* Whether there can be a team of these ranks. */
@@ -28,6 +37,12 @@ int hr_membership_change(void *lane, struct hr_request *request, int64_t row, in
 
 /* ---- join.c ---- */
 
+/* The request to join: announces it, or holds it. HORO_OK or a status. */
+hr_status hr_join_begin(struct hr_lane *lane, struct hr_request *request);
+/* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
+int hr_join_go_on(struct hr_lane *lane);
+/* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */
+int hr_join_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 /* As horo_join and horo_joined_last. */
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 int hr_joined_last(struct hr_engine *engine, int64_t handle);
@@ -40,5 +55,7 @@ int hr_join_execute(void *lane, const struct hr_wire_message *record);
 int hr_stand_in_for(void *lane, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request);
 /* The executor's handler of the record REQUEST: makes one, unless this rank has submitted the request itself. */
 int hr_stand_in_describe(void *lane, const struct hr_wire_message *record);
+/* The lane goes, and nothing touches the memory of stand-ins any more. */
+void hr_membership_forget(struct hr_lane *lane);
 
 #endif

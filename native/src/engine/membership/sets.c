@@ -8,7 +8,6 @@
 
 #include "base/op.h"
 #include "engine/engine.h"
-#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
 /* ---- The callers' side ---- */
@@ -195,7 +194,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         return error.code;
     }
     if (lane != NULL) {
-        hr_gpu_attach(engine, lane);
+        engine->membership->added(engine, lane);
     }
     hr_drive_lock(&engine->drive);
     request->cargo.data = NULL;
@@ -239,10 +238,10 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
     hr_drive_unlock(&engine->drive);
     if (lane != NULL) {
-        hr_gpu_detach(engine, lane);
+        engine->membership->going(engine, lane);
         hr_lane_close(lane);
         hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
-        hr_lane_free_stand_ins(lane);
+        hr_membership_forget(lane);
         hr_lane_destroy(lane);
     }
 }

@@ -7,7 +7,7 @@
 
 #include "base/dtype.h"
 #include "base/op.h"
-#include "engine/membership/membership.h"
+#include "engine/membership/private.h"
 
 enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };
 
@@ -162,7 +162,7 @@ static int allocate_values(struct draft *draft) {
 static void end_stand_in(void *owner, struct hr_request *request, int status) {
     struct hr_lane *lane = owner;
     (void)status;
-    (void)hr_map_remove(&lane->stand_ins, request->name_hash, request->call.name, request->name_bytes);
+    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
     hr_request_destroy(request);
 }
 
@@ -189,7 +189,7 @@ static int finish_draft(struct hr_lane *lane, struct draft *draft, struct hr_req
 static int can_stand_in(const struct hr_lane *lane, const struct hr_wire_request *request) {
     const int op = request->op;
     const int is_possible = op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BROADCAST || op == HORO_BARRIER;
-    return lane->join.has_joined && is_possible && !request->on_gpu &&
+    return hr_has_joined(lane) && is_possible && !request->on_gpu &&
            (op != HORO_BROADCAST || hr_team_member(lane->team, request->root_rank) >= 0);
 }
 
@@ -210,7 +210,7 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     status = status == HORO_OK ? finish_draft(lane, &draft, &made) : status;
     free_draft(&draft);
     if (status == HORO_OK) {
-        status = hr_map_insert(&lane->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
+        status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
         if (status != HORO_OK) {
             hr_request_destroy(made);
         }
@@ -224,7 +224,9 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
 /* ---- Until it is over ---- */
 
 static struct hr_request *find(const struct hr_lane *lane, struct hr_wire_text name) {
-    return hr_map_find(&lane->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
+    return lane->absence == NULL
+               ? NULL
+               : hr_map_find(&lane->absence->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
 }
 
 int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request) {
@@ -233,7 +235,7 @@ int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text b
         return make(lane, bytes.data, bytes.bytes, request);
     }
     *request = find(lane, name);
-    return *request != NULL || lane->join.has_joined ? HORO_OK : HORO_ERR_INTERNAL;
+    return *request != NULL || hr_has_joined(lane) ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
 int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
@@ -251,11 +253,17 @@ static void destroy(void *request) {
     hr_request_destroy(request);
 }
 
-void hr_lane_free_stand_ins(struct hr_lane *lane) {
-    for (size_t i = 0; i < lane->stand_ins.capacity; i++) {
-        if (lane->stand_ins.slots[i].value != NULL) {
-            hr_node_bury(lane->node, lane->stand_ins.slots[i].value, destroy);
+void hr_membership_forget(struct hr_lane *lane) {
+    if (lane->absence == NULL) {
+        return;
+    }
+    struct hr_map *stand_ins = &lane->absence->stand_ins;
+    for (size_t i = 0; i < stand_ins->capacity; i++) {
+        if (stand_ins->slots[i].value != NULL) {
+            hr_node_bury(lane->node, stand_ins->slots[i].value, destroy);
         }
     }
-    hr_map_fini(&lane->stand_ins);
+    hr_map_fini(stand_ins);
+    free(lane->absence);
+    lane->absence = NULL;
 }

@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/report/report.h"
 #include "wire/frame.h"
 
 /* ---- Callers, and their last report. Under the lock. ---- */

@@ -103,7 +103,7 @@ static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
 struct submitted {
     uint64_t hash;
     uint32_t team;
-    int has_joined; /* submitted by a rank that has joined: it counts by itself, for all names */
+    int has_all; /* submitted by a rank that has submitted all names: it counts by itself */
 };
 
 static int compare(const void *a, const void *b) {
@@ -116,12 +116,12 @@ static int compare(const void *a, const void *b) {
 }
 
 struct team {
-    uint32_t members, reports, joined;
+    uint32_t members, reports, with_all;
     uint64_t executed;
 };
 
-/* Whether its rank has joined the team. */
-static int has_joined(const struct hr_wire_lane *lane) {
+/* Whether its rank counts as one that has submitted all names, for it has joined the team. */
+static int has_all(const struct hr_wire_lane *lane) {
     for (uint32_t k = 0; k < lane->count; k++) {
         if (hr_wire_u64(lane->hashes, k) == HR_WIRE_ALL_NAMES) {
             return 1;
@@ -144,7 +144,7 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
         if (team->members != lane.members || team->executed != lane.executed) {
             return 0;
         }
-        team->joined += (uint32_t)has_joined(&lane);
+        team->with_all += (uint32_t)has_all(&lane);
         *names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
@@ -159,21 +159,21 @@ static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
     struct walk walk = {.deadlock = deadlock};
     struct hr_wire_lane lane;
     while (next_lane(&walk, &lane)) {
-        const int joined = has_joined(&lane);
+        const int all_names = has_all(&lane);
         for (uint32_t k = 0; k < lane.count; k++) {
-            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_joined = joined};
+            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
         }
     }
 }
 
 /* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
 static int any_is_complete(struct submitted *all, size_t count, const struct team *teams) {
-    uint32_t others = 0; /* that have submitted this name and have not joined */
+    uint32_t others = 0; /* that have submitted this name, and not all */
     qsort(all, count, sizeof *all, compare);
     for (size_t i = 0; i < count; i++) {
         others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
-        others += all[i].has_joined == 0;
-        if (all[i].hash != HR_WIRE_ALL_NAMES && others + teams[all[i].team].joined >= teams[all[i].team].members) {
+        others += all[i].has_all == 0;
+        if (all[i].hash != HR_WIRE_ALL_NAMES && others + teams[all[i].team].with_all >= teams[all[i].team].members) {
             return 1;
         }
     }

@@ -9,8 +9,7 @@
 #include "arena/question.h"
 #include "base/clock.h"
 #include "base/op.h"
-#include "engine/engine.h"
-#include "engine/gpu/gpu.h"
+#include "engine/report/report.h"
 #include "engine/report/stall.h"
 #include "wire/frame.h"
 
@@ -260,7 +259,7 @@ static int find_only_other(const struct hr_team *team) {
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
+    const enum hr_gpu_wait on_gpu = lane->engine->report->awaits(lane);
     const int silent = find_silent(lane, now_ns);
     const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
@@ -330,7 +329,8 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const uint64_t moves = hr_lane_moves(lane);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || (is_executing && was_stopped) || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
+    if (moves != stall->moves || (is_executing && was_stopped) ||
+        lane->engine->report->awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
         return 1;
