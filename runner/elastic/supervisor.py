@@ -183,6 +183,8 @@ class ElasticSupervisor(Supervisor):
         self._say_what_happened()
         members = self._state.members or self._came
         self._endings = [ending for ending in self._endings if ending.rank in members]
+        if self._signal and self._state.phase is not Phase.OVER:  # the job has gone on after the failures before
+            self._endings = [ending for ending in self._endings if ending.asked]
         code = super()._conclude()
         if self._finish.code is not None and not self._signal and not self._errors:
             return self._finish.code

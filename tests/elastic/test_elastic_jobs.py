@@ -126,6 +126,15 @@ def test_nothing_is_left_of_a_job_whose_hororun_is_killed(elastic: Elastic) -> N
     job.finish(PATIENCE_S)
 
 
+def test_a_signal_is_the_cause_and_no_failure_before_it(elastic: Elastic) -> None:
+    job = elastic.start("-np", "2", "--min-np", "2", WORKER, "1000000", "1:3:kill")
+    wait_until(lambda: b"worker 2 starts" in os.read(stderr_of(job), 4096), "a replacement starts", deadline_s=TORCH_S)
+    job.process.send_signal(signal.SIGINT)
+    ended = job.finish(PATIENCE_S)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert "hororun: SIGINT: " in ended.stderr
+
+
 def stderr_of(job: Launched) -> int:
     """The descriptor of what hororun writes to stderr."""
     assert job.process.stderr is not None
