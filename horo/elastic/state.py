@@ -204,7 +204,7 @@ class ObjectState(State):
         self._write(standing.incoming or standing.next_commit())
 
     def _share(self, root_rank: int) -> None:
-        values = self._values()
+        values = self._plain()
         if root_rank:
             self._set(self._bcast_object(values, root_rank=root_rank))
         else:
@@ -212,10 +212,10 @@ class ObjectState(State):
 
     def _write(self, commit: Commit) -> None:
         """Keeps a copy, as that commit. One that cannot be made leaves the copy before."""
-        self._saved_state = copy.deepcopy(self._values())
+        self._saved_state = copy.deepcopy(self._plain())
         self._standing.commit = commit
 
-    def _values(self) -> dict[str, Any]:
+    def _plain(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
 
     def _set(self, values: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class TorchState(ObjectState):
 
     def _capture(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         """The objects; ``tensors`` receives the tensors."""
-        return {**self._values(), **{name: part.capture(tensors) for name, part in self._parts()}}
+        return {**self._plain(), **{name: part.capture(tensors) for name, part in self._parts()}}
 
     def _accept(self, objects: dict[str, Any]) -> list[torch.Tensor]:
         """Takes over captured objects; returns the tensors here that are to get the values of the captured ones."""
@@ -128,7 +128,7 @@ class TorchState(ObjectState):
 
     def _share(self, root_rank: int) -> None:
         lines = [f"{name}: {line}" for name, part in self._parts() for line in part.describe()]
-        agree([*lines, *self._values()], _SYNC, global_process_set)
+        agree([*lines, *self._plain()], _SYNC, global_process_set)
         tensors: list[torch.Tensor] = []
         objects = share_object(lambda: self._capture(tensors), root_rank, _SYNC, None, 0)
         if topology.rank() != root_rank:
