@@ -285,7 +285,7 @@ def test_variables_that_do_nothing_are_named() -> None:
         "HOROVOD_CCL_CACHE does nothing here: horo does not use oneCCL"
     ]
     assert passed_over({"HOROVOD_NUM_NCCL_STREAMS": "many", "HOROVOD_ELASTIC_TIMEOUT": "-1"}) == [
-        "HOROVOD_ELASTIC_TIMEOUT does nothing here: this version of horo has no elastic jobs",
+        "HOROVOD_ELASTIC_TIMEOUT does nothing here: hororun --elastic-timeout sets it",
         f"HOROVOD_NUM_NCCL_STREAMS does nothing here: {PASSED_OVER['HOROVOD_NUM_NCCL_STREAMS']}",
     ]
     assert not names_of(*GROUPS) & PASSED_OVER.keys()
