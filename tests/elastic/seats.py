@@ -84,13 +84,16 @@ class Seats:
             self._memories.append(commits.create())
             self._start(slot, size)
         deadline = time.monotonic() + _DEADLINE_S
-        while alive := [worker for worker, process in self._workers.items() if process.is_alive()]:
-            if time.monotonic() > deadline:
-                raise AssertionError(f"the job does not end; {self.generations=} {alive=} {self.reports=}{self.logs()}")
-            select.select(list(self._pipes.values()), [], [], 0.05)
+        while True:
             self._read()
             self._replace_dead()
+            alive = [worker for worker, process in self._workers.items() if process.is_alive()]
+            if not alive and not self._dead() & self._slots.keys():
+                break
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the job does not end; {self.generations=} {alive=} {self.reports=}{self.logs()}")
             self._seat(size)
+            select.select(list(self._pipes.values()), [], [], 0.05)
         return {worker: process.exitcode or 0 for worker, process in self._workers.items()}
 
     def logs(self) -> str:
@@ -137,8 +140,11 @@ class Seats:
                     if report.get("ready"):
                         self._ready.add(worker)
 
+    def _dead(self) -> set[int]:
+        return {worker for worker, process in self._workers.items() if process.exitcode}
+
     def _replace_dead(self) -> None:
-        dead = {worker for worker, process in self._workers.items() if process.exitcode}
+        dead = self._dead()
         self._ready -= dead
         for worker in dead & self._slots.keys():
             slot = self._slots.pop(worker)

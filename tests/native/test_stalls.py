@@ -59,6 +59,34 @@ def test_a_leader_that_waits_for_nothing_is_called_and_makes_the_report() -> Non
     assert seen.is_set()
 
 
+def test_a_rank_that_waits_in_two_process_sets_calls_the_leaders_of_both() -> None:
+    reports = [
+        re.compile(r"horo \[0\] warning: .*:\n  ranks 0, 1 \(host0\) have not submitted 'wide'"),
+        re.compile(r"horo \[1\] warning: .*:\n  rank 1 \(host0\) has not submitted 'narrow'"),
+    ]
+    seen = []
+
+    def body(rank: Rank) -> None:
+        team = rank.context.add_team([1, 2])
+        handles = []
+        if rank.rank == 2:
+            handles.append(rank.submit("barrier", "wide", []))
+            wait_for(lambda: reports[0].search(written()) is not None)  # rank 1 has gone to sleep by then
+            handles.append(rank.submit("barrier", "narrow", [], team=team))
+        else:
+            wait_for(lambda: all(report.search(written()) is not None for report in reports))
+            seen.append(rank.rank)
+            rank.barrier("wide")
+            if rank.rank == 1:
+                rank.barrier("narrow", team=team)
+        for handle in handles:
+            rank.finish(handle)
+
+    with recorded_stderr() as written:
+        run_ranks(body, [3], stall_warning_ms=100)
+    assert sorted(seen) == [0, 1]
+
+
 @on_ranks([2], stall_warning_ms=50, stall_shutdown_ms=200)
 def test_a_stall_ends_the_job_if_so_configured(rank: Rank) -> None:
     if rank.rank == 1:

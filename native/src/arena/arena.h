@@ -65,8 +65,6 @@ struct hr_arena_header {
     _Atomic uint32_t blocked_question;
     /* 1 + the place where the LEAVE record begins, see hr_lane_place; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at;
-    /* ranks here that wait have called the leaders of their teams, which drive so long for them; 0: none has */
-    _Atomic int64_t called_until_ns;
     /* when ranks of the team last said here that they have no answer from its leader */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];
     /* ranks here that have joined the team and have not left its partition */
@@ -87,6 +85,8 @@ struct hr_arena_block {
     /* likewise: the oldest call that waits behind a refusal: since when, times HR_TEAMS_MAX, and its team; 0: none */
     _Atomic uint64_t behind;
     _Atomic uint32_t pending; /* requests submitted there and not done */
+    /* ranks here that wait have called this one, a leader of theirs, which drives so long for them; 0: none has */
+    _Atomic int64_t called_until_ns;
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
     _Alignas(HR_LINE) _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */

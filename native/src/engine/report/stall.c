@@ -51,7 +51,7 @@ static int64_t leader_looks_until_ns(const struct hr_lane *lane) {
 
 /* Nothing moves here: the leader is to collect what its ranks have announced, and to look at that for a while. */
 static void call_leader(const struct hr_lane *lane, int64_t now_ns) {
-    _Atomic int64_t *called_until_ns = &lane->node->arena.header->called_until_ns; /* partner: needs */
+    _Atomic int64_t *called_until_ns = &block_of(lane, 0)->called_until_ns; /* partner: needs */
     const int64_t warning_ns = lane->node->stall_warning_ns;
     if (atomic_load(called_until_ns) < now_ns + 2 * warning_ns / STEPS) {
         atomic_store(called_until_ns, now_ns + warning_ns / 2);
@@ -400,11 +400,12 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     return answers_ns < next_ns ? answers_ns : next_ns;
 }
 
-/* Whether ranks here have called their leaders, and this is one, which has something that not all have announced. */
+/* Whether ranks here have called this one, which leads a team and has something there that not all have announced. */
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
+    const struct hr_node *node = engine->node;
     /* partner: call_leader */
-    const int64_t called_until_ns = atomic_load(&engine->node->arena.header->called_until_ns);
+    const int64_t called_until_ns = atomic_load(&node->arena.blocks[node->local_rank].called_until_ns);
     if (called_until_ns == 0 || hr_now_ns() >= called_until_ns || engine->drive.stage != HR_STAGE_RUNNING) {
         return 0;
     }
