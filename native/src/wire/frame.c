@@ -21,7 +21,7 @@ hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *mess
     return HORO_OK;
 }
 
-int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes) {
+int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes) {
     const size_t available = hr_buffer_size(in);
     const uint8_t *front = hr_buffer_front(in);
     if (available < 4) {
@@ -34,7 +34,6 @@ int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *byte
     if (available - 4 < length) {
         return HORO_IN_PROGRESS;
     }
-    *data = front + 4;
-    *bytes = length;
-    return HORO_OK;
+    *bytes = 4 + (size_t)length;
+    return hr_wire_decode(front + 4, length, message);
 }

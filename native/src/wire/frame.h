@@ -13,9 +13,10 @@ hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *mess
 hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);
 /*
- * The first whole frame at the front of `in`: HORO_OK with *data and *bytes (consume 4 + *bytes afterwards),
- * HORO_IN_PROGRESS if it is not all there, HORO_ERR_INTERNAL if its length is past HR_WIRE_MESSAGE_MAX.
+ * The message in the first frame at the front of `in`, which it points into: HORO_OK with the *bytes of the frame, to
+ * be consumed afterwards, HORO_IN_PROGRESS if it is not all there, HORO_ERR_INTERNAL if its length is past
+ * HR_WIRE_MESSAGE_MAX or it is no message.
  */
-int hr_frame_peek(const struct hr_buffer *in, const uint8_t **data, size_t *bytes);
+int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes);
 
 #endif

@@ -303,17 +303,15 @@ int hr_lane_execute(struct hr_lane *lane) {
         return change(lane);
     }
     HR_TRY(take_log(lane));
-    const uint8_t *data;
+    struct hr_wire_message record;
     size_t bytes;
-    const int whole = hr_frame_peek(&lane->executor.log_in, &data, &bytes);
+    const int whole = hr_frame_peek(&lane->executor.log_in, &record, &bytes);
     if (whole != HORO_OK) {
         return whole < 0 ? whole : HR_STILL;
     }
-    struct hr_wire_message record;
-    HR_TRY(hr_wire_decode(data, bytes, &record));
-    lane->executor.record_bytes = 4 + bytes;
+    lane->executor.record_bytes = bytes;
     HR_TRY(execute_record(lane, &record));
-    hr_buffer_consume(&lane->executor.log_in, 4 + bytes); /* the batch has its own copy */
+    hr_buffer_consume(&lane->executor.log_in, bytes); /* the batch has its own copy */
     lane->executor.moves++;
     return HR_MOVED;
 }

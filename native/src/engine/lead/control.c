@@ -87,15 +87,13 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
 
 static int handle_frames(struct hr_leader *leader, int link_index, int64_t now_ns) {
     struct hr_buffer *in = &leader->links[link_index].in;
-    const uint8_t *data;
+    struct hr_wire_message message;
     size_t bytes;
     int status;
-    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
-        struct hr_wire_message message;
-        HR_TRY(hr_wire_decode(data, bytes, &message));
+    while ((status = hr_frame_peek(in, &message, &bytes)) == HORO_OK) {
         leader->has_news = 1;
-        HR_TRY(handle_message(leader, link_index, &message, data - 4, bytes + 4, now_ns));
-        hr_buffer_consume(in, 4 + bytes);
+        HR_TRY(handle_message(leader, link_index, &message, hr_buffer_front(in), bytes, now_ns));
+        hr_buffer_consume(in, bytes);
     }
     return status < 0 ? status : HORO_OK;
 }

@@ -113,14 +113,12 @@ void hr_leader_fini(struct hr_leader *leader) {
 /* ---- What comes in ---- */
 
 static int announce_frames(struct hr_leader *leader, struct hr_buffer *in, int member, int64_t now_ns) {
-    const uint8_t *data;
+    struct hr_wire_message message;
     size_t bytes;
     int status;
-    while ((status = hr_frame_peek(in, &data, &bytes)) == HORO_OK) {
-        struct hr_wire_message message;
-        HR_TRY(hr_wire_decode(data, bytes, &message));
+    while ((status = hr_frame_peek(in, &message, &bytes)) == HORO_OK) {
         HR_TRY(hr_leader_announce(leader, member, &message, now_ns));
-        hr_buffer_consume(in, 4 + bytes);
+        hr_buffer_consume(in, bytes);
     }
     return status < 0 ? status : HORO_OK;
 }
