@@ -7,6 +7,7 @@ seats from the job's store.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -192,6 +193,10 @@ class WorkerMembership:
             self._reported_s = now_s
             self._reporter.elastic(commit=number, **({"kept": True} if is_kept else {}))
 
+    def forked(self) -> None:
+        """Closes the parent's connection in a forked child, which may live for longer than the generation."""
+        self._disconnect()
+
     def _next_seat(self) -> Seat:
         self._seats_taken += 1
         key = seat_key(self._job_id, self.worker, self._seats_taken)
@@ -217,4 +222,8 @@ class WorkerMembership:
 def membership() -> WorkerMembership | None:
     """This process as a worker of an elastic job; None: hororun has not started it as one."""
     own = read_variables(LaunchVariables, environment())
-    return None if own.worker is None else WorkerMembership(own)
+    if own.worker is None:
+        return None
+    member = WorkerMembership(own)
+    os.register_at_fork(after_in_child=member.forked)
+    return member
