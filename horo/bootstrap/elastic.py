@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from horo.bootstrap.ending import EndReporter, culprit_of_chain
-from horo.bootstrap.generations import Change, Seat, change_key, seat_key
+from horo.bootstrap.generations import Change, Seat, change_key, members_key, seat_key
 from horo.bootstrap.launchers.variables import Launch
 from horo.bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo.bootstrap.store.client import StoreClient
@@ -200,9 +200,13 @@ class WorkerMembership:
     def _next_seat(self) -> Seat:
         self._seats_taken += 1
         key = seat_key(self._job_id, self.worker, self._seats_taken)
+
+        def members_of(generation: int) -> bytes:
+            return self._connected().get(members_key(self._job_id, generation), _LOOK_S)
+
         while True:
             try:
-                return Seat.decode(self._connected().get(key, _LOOK_S))
+                return Seat.decode(self._connected().get(key, _LOOK_S), members_of)
             except StoreTimeoutError:  # hororun is there, and has no seat for it
                 self.ready()
 
