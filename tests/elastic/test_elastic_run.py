@@ -107,9 +107,9 @@ class Opened(torch.utils.data.Dataset[tuple[int, list[str]]]):
 
 def opened() -> list[str]:
     found = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one of the listing
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+            found.append(str(fd.readlink()))
     return found
 
 
@@ -118,7 +118,8 @@ def load(folder: str) -> None:
     hvd.init()
     member = membership()
     assert member is not None
-    loader = torch.utils.data.DataLoader(Opened(), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = torch.utils.data.DataLoader(Opened(), batch_size=None, num_workers=1, **options)
     before = [each for each in opened() if "socket:" in each]
     seen = []
 
@@ -133,7 +134,6 @@ def load(folder: str) -> None:
     train(hvd.elastic.TorchState(epoch=0))
     Path(folder, "seen").write_text(json.dumps([before, seen]))
     hvd.shutdown()
-    del loader
 
 
 def test_processes_of_a_data_loader_go_on_and_hold_nothing_of_the_old_generation(tmp_path: Path) -> None:
