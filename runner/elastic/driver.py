@@ -312,7 +312,7 @@ class _Turn(HostTurn):
             self._finish("", 0)
 
     def _newcomers(self) -> list[Worker]:
-        """Those that wait for a seat while the others train."""
+        """Workers that wait for a seat while the others train."""
         return [worker for worker in self._standing(Standing.READY) if self._stays(worker)]
 
     def _awaited(self) -> list[Worker]:
