@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
-from horo.elastic import commits
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.rank_reports import NoteReader
-from horo.runner.agent.ranks import HostRanks, Noted
+from horo.runner.agent.ranks import Noted
+from horo.runner.agent.workers import HostWorkers
 from horo.runner.config import EXIT_USAGE, JobError
 from horo.runner.elastic import driver
 from horo.runner.elastic.state import (
@@ -31,7 +31,6 @@ from horo.runner.elastic.state import (
     Phase,
     Ready,
     Report,
-    Slot,
     StartWorker,
     Tick,
     Waits,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticSupervisor"]
 
-_WORKER = "HORO_WORKER"
 _STORE_S = 10.0
 
 
@@ -58,12 +56,11 @@ class ElasticSupervisor(Supervisor):
     process_word = "worker"
     _state: DriverState
     _client: StoreClient
-    _host_ranks: HostRanks
+    _host_ranks: HostWorkers
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._seats_given: dict[int, int] = {}
-        self._memories: dict[Slot, int] = {}  # they outlive the workers of the slots
         self._came: list[int] = []
         self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
         self._timer: Timer | None = None
@@ -90,8 +87,8 @@ class ElasticSupervisor(Supervisor):
             raise JobError("the store is not open")
         first, *others = self._store.endpoints
         self._client = StoreClient(*first, self._secret, _STORE_S, others)
-        self._host_ranks = self._local = HostRanks(
-            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event, each_has=_WORKER
+        self._host_ranks = self._local = HostWorkers(
+            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event
         )
         self._state, actions = driver.begin(limits, [FoundHost(host.name, slots)], self._loop.now_s)
         self._do(actions)
@@ -125,16 +122,17 @@ class ElasticSupervisor(Supervisor):
             self._timer = self._loop.call_later(due_s - self._loop.now_s, lambda: self._take(Tick()))
 
     def _do_one(self, action: Action) -> None:
-        from horo.bootstrap.generations import Change, change_key, seat_key, seats_of  # noqa: PLC0415
+        from horo.bootstrap.generations import Change, change_key, seat_entries  # noqa: PLC0415
         from horo.bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415
 
         if isinstance(action, StartWorker):
             self._start_worker(action)
         elif isinstance(action, WriteSeats):
-            hosts = [0] * len(action.workers)
-            for worker, seat in zip(action.workers, seats_of(action.generation, action.workers, hosts), strict=True):
-                self._seats_given[worker] = self._seats_given.get(worker, 0) + 1
-                self._client.set(seat_key(self._id, worker, self._seats_given[worker]), seat.encode())
+            self._seats_given |= {worker: self._seats_given.get(worker, 0) + 1 for worker in action.workers}
+            hosts = [self._host_of_rank[worker] for worker in action.workers]
+            numbers = [self._seats_given[worker] for worker in action.workers]
+            for key, value in seat_entries(self._id, action.generation, action.workers, hosts, numbers):
+                self._client.set(key, value)
         elif isinstance(action, Fail):
             self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
         elif isinstance(action, Announce):
@@ -159,16 +157,12 @@ class ElasticSupervisor(Supervisor):
         local_rank = action.slot.number
         local_size = max(action.size, local_rank + 1)
         placement = Placement(action.rank, action.size, local_rank, local_size, 0, 1, 0)
-        own = {_WORKER: str(action.worker), "HORO_GENERATION": str(action.generation)}
-        memory = self._memories.get(action.slot)
-        if memory is None:
-            memory = self._memories[action.slot] = commits.create()
-        own["HORO_COMMIT_FD"] = commits.words_of(memory)
+        own = {"HORO_GENERATION": str(action.generation)}
         environment = {**self._environment, **self._variables_of(placement), **own}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
         try:
-            self._host_ranks.start(command, {action.worker: environment}, cwd, name, pass_fds=[memory])
+            self._host_ranks.start_worker(command, action.worker, local_rank, environment, cwd=cwd, host=name)
         except StartError as error:
             if self._state.generation == 0:
                 raise
