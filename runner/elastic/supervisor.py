@@ -17,12 +17,16 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Connect,
+    Dismiss,
     Done,
     DriverState,
     ElasticEvent,
     Ended,
     Fail,
     Finish,
+    FoundHost,
+    HostUp,
     Kill,
     Phase,
     Ready,
@@ -70,7 +74,9 @@ class ElasticSupervisor(Supervisor):
             raise JobError("an elastic job has limits", EXIT_USAGE)
         (host,) = self._hosts
         slots = self._slots_of(0, host)
-        if limits.max_size > slots and not self._job.oversubscribe:
+        if self._job.oversubscribe:
+            slots = max(slots, limits.max_size)
+        elif limits.max_size > slots:
             raise PlacementError(
                 f"up to {limits.max_size} ranks (--max-np, or else -np) need as many slots, and there "
                 f"{'is 1' if slots == 1 else f'are {slots}'}: name more with -H localhost:N, or allow it with "
@@ -84,7 +90,7 @@ class ElasticSupervisor(Supervisor):
         self._host_ranks = self._local = HostWorkers(
             self._loop, self._guard, self._tree, self._job.grace_s, self._on_event
         )
-        self._state, actions = driver.begin(limits, self._loop.now_s)
+        self._state, actions = driver.begin(limits, [FoundHost(host.name, slots)], self._loop.now_s)
         self._do(actions)
 
     # Events
@@ -107,6 +113,8 @@ class ElasticSupervisor(Supervisor):
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             self._do_one(action)
+            if isinstance(action, Connect):  # this host has an agent from the start
+                self._take(HostUp(action.host, 0))
         if self._timer is not None:
             self._timer.cancel()
         due_s = driver.deadline_s(self._state)
@@ -129,14 +137,14 @@ class ElasticSupervisor(Supervisor):
             self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
         elif isinstance(action, Announce):
             key = change_key(self._id, action.generation, action.number)
-            self._client.set(key, Change(added=action.added).encode())
-        elif isinstance(action, Kill):
-            if self._state.phase is Phase.FINISHING:
+            self._client.set(key, Change(added=action.added, removed=action.removed).encode())
+        elif isinstance(action, (Kill, Dismiss)):
+            if isinstance(action, Dismiss):
                 self._dismissed.add(action.worker)
             self._host_ranks.kill_rank(action.worker)
         elif isinstance(action, Report):
             self._console.say(action.text)
-        else:
+        elif isinstance(action, Finish):
             self._end_all(action)
 
     def _start_worker(self, action: StartWorker) -> None:
@@ -146,14 +154,15 @@ class ElasticSupervisor(Supervisor):
         self._host_of_rank[action.worker] = 0
         self._console.place([name] * len(self._came))
         self._running.add(action.worker)
-        local_size = max(action.size, action.slot + 1)
-        placement = Placement(action.rank, action.size, action.slot, local_size, 0, 1, 0)
+        local_rank = action.slot.number
+        local_size = max(action.size, local_rank + 1)
+        placement = Placement(action.rank, action.size, local_rank, local_size, 0, 1, 0)
         own = {"HORO_GENERATION": str(action.generation)}
         environment = {**self._environment, **self._variables_of(placement), **own}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
         try:
-            self._host_ranks.start_worker(command, action.worker, action.slot, environment, cwd=cwd, host=name)
+            self._host_ranks.start_worker(command, action.worker, local_rank, environment, cwd=cwd, host=name)
         except StartError as error:
             if self._state.generation == 0:
                 raise
