@@ -137,11 +137,8 @@ static int read_at(const struct hr_recorder *recorder, const struct hr_record *r
     return 1;
 }
 
-/*
- * The event at a place: 1, or 0 if it cannot be had (any more). A record that was written before the ring changed its
- * size is where that size puts it.
- */
-static int look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event) {
+/* A record that was written before the ring changed its size is where that size puts it. */
+int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event) {
     const struct hr_record *records = recorder->records;
     return read_at(recorder, &records[place % HR_RECORDER_RECORDS], now, place, event) ||
            read_at(recorder, &records[place % HR_RECORDER_TRACED_RECORDS], now, place, event);
@@ -165,7 +162,7 @@ int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail
             *lost += end - records - tail->place;
             tail->place = end - records;
         }
-        if (look(recorder, tail->now, tail->place, event)) {
+        if (hr_recorder_look(recorder, tail->now, tail->place, event)) {
             tail->place++;
             return 1;
         }
@@ -185,7 +182,7 @@ size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, 
     const size_t most = capacity < HR_RECORDER_RECORDS ? capacity : HR_RECORDER_RECORDS;
     size_t count = 0;
     for (uint64_t place = end > most ? end - most : 0; place < end; place++) {
-        count += look(recorder, now, place, &events[count]) && events[count].event <= HORO_EVENT_LOST;
+        count += hr_recorder_look(recorder, now, place, &events[count]) && events[count].event <= HORO_EVENT_LOST;
     }
     return count;
 }
@@ -208,7 +205,7 @@ static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now
     int count = 0;
     for (uint64_t place = end; place > begin; place--) {
         horo_event event;
-        if (!look(recorder, now, place - 1, &event) || event.event == HORO_EVENT_AGREED ||
+        if (!hr_recorder_look(recorder, now, place - 1, &event) || event.event == HORO_EVENT_AGREED ||
             event.event > HORO_EVENT_LOST) {
             continue;
         }
