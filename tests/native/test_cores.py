@@ -32,33 +32,29 @@ def sleeping_until(
     return list(until)
 
 
-def test_yields_to_ranks_that_wait_change_nothing(native: ModuleType) -> None:
-    assert sleeping_until(native, [(SHORT, i * MS) for i in range(1, 100)]) == [0] * 99
-
-
-def test_a_slice_now_and_then_changes_nothing(native: ModuleType) -> None:
-    """A rank has something to compute, or the machine had."""
-    assert sleeping_until(native, [(SLICE, i * 30 * MS) for i in range(1, 100)]) == [0] * 99
-
-
-def test_slices_that_follow_one_another_add_up(native: ModuleType) -> None:
-    yields = [(SLICE, 1000 * MS), (SHORT, 1001 * MS), (SLICE, 1010 * MS), (SLICE, 1020 * MS), (SLICE, 1030 * MS)]
-    assert sleeping_until(native, yields) == [0, 0, 0, 0, 1130 * MS]
-
-
-def test_what_is_lost_lets_waits_sleep_each_time_longer(native: ModuleType) -> None:
-    now, yields, expected = MS, [], []
-    for while_ms in (100, 200, 400, 800, 1000, 1000):
-        yields.append((LONG, now))
-        now += while_ms * MS
-        expected.append(now)
+@pytest.mark.parametrize(
+    ("yields", "expected"),
+    [
+        pytest.param([(SHORT, i * MS) for i in range(1, 100)], [0] * 99, id="to ranks that wait"),
+        pytest.param([(SLICE, i * 30 * MS) for i in range(1, 100)], [0] * 99, id="a slice now and then"),
+        pytest.param(
+            [(SLICE, 1000 * MS), (SHORT, 1001 * MS), *((SLICE, at * MS) for at in (1010, 1020, 1030))],
+            [0, 0, 0, 0, 1130 * MS],
+            id="slices that follow one another",
+        ),
+        pytest.param(
+            [(LONG, MS), *((LONG, at * MS) for at in (101, 301, 701, 1501, 2501))],
+            [at * MS for at in (101, 301, 701, 1501, 2501, 3501)],
+            id="each time longer",
+        ),
+        pytest.param([(LONG, MS), (SHORT, 200 * MS), (LONG, 201 * MS)], [101 * MS, 101 * MS, 401 * MS], id="still"),
+        pytest.param([(LONG, MS), (SHORT, 201 * MS), (LONG, 202 * MS)], [101 * MS, 101 * MS, 302 * MS], id="forgotten"),
+    ],
+)
+def test_waits_sleep_while_others_take_the_cores(
+    native: ModuleType, yields: list[tuple[int, int]], expected: list[int]
+) -> None:
     assert sleeping_until(native, yields) == expected
-
-
-def test_what_was_long_ago_is_forgotten(native: ModuleType) -> None:
-    begin, still, again = (LONG, MS), (SHORT, 200 * MS), (LONG, 201 * MS)
-    assert sleeping_until(native, [begin, still, again])[-1] == (201 + 200) * MS
-    assert sleeping_until(native, [begin, (SHORT, 201 * MS), (LONG, 202 * MS)])[-1] == (202 + 100) * MS
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

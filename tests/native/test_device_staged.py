@@ -112,10 +112,10 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(rank: Rank, gp
     own = OnGpu(rank, gpu)
     with pytest.raises(UsageError, match="there is no device 8; this process sees 8"):
         own.submit("allreduce", "x", array, device=9)
-    gpu.fail(host_bytes=0)
+    gpu.limit_pinned(0)
     with pytest.raises(ResourceError, match=r"'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2"):
         own.submit("allreduce", "x", array)
-    gpu.fail()
+    gpu.limit_pinned()
     handle, _, _ = own.submit("allreduce", "x", array, reduce_op=1)
     own.context.wait(handle)
     copy_back(own.context, handle, own.stream)
@@ -195,10 +195,10 @@ def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
         own = OnGpu(rank, gpu)
         array = np.ones(4, np.float32)
         if rank.rank == 0:
-            gpu.fail(host_bytes=0)
+            gpu.limit_pinned(0)
             with pytest.raises(ResourceError, match=reason):
                 own.submit("allreduce", "x", array, reduce_op=1)
-            gpu.fail()
+            gpu.limit_pinned()
             has_memory.set()
         else:
             with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):

@@ -94,39 +94,6 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
     end_join(rank, handle)
 
 
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@on_ranks([2], [3], [1, 1], [2, 2])
-def test_neutral_values_are_so_in_the_form_in_which_they_travel(rank: Rank, wire: str) -> None:
-    handle = joins_first(rank, 1)
-    for op in ("sum", "min", "max", "product") if handle is None else ():
-        array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
-        rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
-        left = rank.size - 1
-        assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
-    end_join(rank, handle)
-
-
-@on_ranks(*SEVERAL)
-def test_average_divides_by_all_ranks(rank: Rank) -> None:
-    """As Horovod does: those that have joined count as zeros."""
-    handle = joins_first(rank, 1)
-    if handle is None:
-        result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
-        assert np.all(result == 8.0 * (rank.size - 1))
-    end_join(rank, handle)
-
-
-@on_ranks([2], [3], [4], [1, 1], [2, 1])
-def test_adasum_of_one_rank_that_is_left_is_its_own_vector(rank: Rank) -> None:
-    handle = joins_first(rank, rank.size - 1)
-    if handle is None:
-        for count in (1, 1000):
-            own = np.arange(count, dtype=np.float64) + 1
-            for _ in range(2):
-                assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
-    end_join(rank, handle)
-
-
 # ---- What nobody can do for another rank ----
 
 

@@ -82,37 +82,6 @@ def test_members_do_all_operations_among_themselves(rank: Rank, ranks: list[int]
     rank.context.remove_team(team)
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
-    """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
-    done = threading.Event()
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team([1, 2])
-        other = rank.add_team([2, 3])
-        array = np.ones(20_000, np.float32)
-        if rank.rank == 0:
-            assert done.wait(30)
-        handle = rank.submit("allreduce", "all", [array], reduce_op=_core.REDUCE_OPS["sum"])
-        if rank.rank in (1, 2):
-            waiting = rank.submit("barrier", "later", [], team=other) if rank.rank == 2 else 0
-            for step in range(20):
-                check_all(rank, team, [1, 2], step)
-            assert not rank.context.poll(handle)
-            rank.barrier(team=team)  # rank 1 has looked, too, before rank 0 may go on
-            if rank.rank == 2:
-                assert not rank.context.poll(waiting)
-                done.set()
-                rank.finish(waiting)
-        if rank.rank == 3:
-            assert done.wait(30)
-            rank.barrier("later", team=other)
-        rank.finish(handle)
-        assert (array == 4).all()
-
-    run_ranks(body, hosts)
-
-
 @on_ranks([3])
 def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
     team = rank.context.add_team([1, 2])
@@ -181,22 +150,6 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> Non
     rank.context.remove_team(first)
     with pytest.raises(UsageError, match="process set 1 has been removed"):
         rank.allreduce(np.ones(5, np.float32), team=first)
-
-
-@on_ranks([2])
-def test_a_rank_that_removes_a_team_at_work_is_told(rank: Rank) -> None:
-    team = rank.context.add_team([0, 1])
-    array = np.ones(3, np.float32)
-    if rank.rank == 0:
-        handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-        with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
-            rank.context.remove_team(team)
-        rank.barrier()
-        rank.finish(handle)
-    else:
-        rank.barrier()
-        rank.allreduce(array, team=team)
-    rank.context.remove_team(team)
 
 
 BAD = {
@@ -335,24 +288,6 @@ def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_h
         begun[rank.rank].set()
         rank.finish(handle)
         assert (array == 3).all()
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hosts: list[int]) -> None:
-    is_over = threading.Event()
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team([1, 2])
-        if rank.rank == 0:
-            rank.context.destroy()
-        elif rank.rank == 2:
-            assert is_over.wait(60)
-        else:
-            with pytest.raises(AbortedError, match=r"^rank 0 \("):
-                rank.barrier(team=team)
-            is_over.set()
 
     run_ranks(body, hosts)
 

@@ -350,19 +350,6 @@ def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> 
     assert wire.status(data) == OK
 
 
-@given(
-    op=st.sampled_from([*range(4), oracle.REDUCESCATTER, oracle.ALLTOALL]),
-    tensor=st.builds(Tensor, dtype=st.integers(0, 9), shape=st.lists(extents | st.just(-1), max_size=5).map(tuple)),
-)
-def test_the_bytes_of_a_shape_are_exact_or_refused(wire: Wire, op: int, tensor: Tensor) -> None:
-    out = wire.ffi.new("int64_t *")
-    status = wire.lib.shim_wire_tensor_bytes(op, list(tensor.shape), len(tensor.shape), tensor.dtype, out)
-    if -1 in tensor.shape or not fits(tensor, op):
-        assert status == INTERNAL
-    else:
-        assert (status, out[0]) == (OK, math.prod(tensor.shape, start=oracle.ITEM_BYTES[tensor.dtype]))
-
-
 @pytest.mark.parametrize(
     ("tensor", "room", "expected"),
     [
