@@ -17,8 +17,6 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
-
 SUM = _core.REDUCE_OPS["sum"]
 
 

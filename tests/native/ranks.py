@@ -30,20 +30,6 @@ from horo.core import context as _core
 from horo.core.context import Context, Tensor
 from horo.core.setup import Setup
 
-__all__ = [
-    "Group",
-    "Links",
-    "Rank",
-    "context_of",
-    "hosts_of",
-    "on_ranks",
-    "recorded_stderr",
-    "run_ranks",
-    "run_script",
-    "sockets_of",
-    "wait_for",
-]
-
 T = TypeVar("T")
 
 _DESCRIPTORS = Path("/proc/self/fd")

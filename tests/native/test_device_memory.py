@@ -8,8 +8,7 @@ import threading
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu
-from ranks import Group, Rank, describe, on_ranks, recorded_stderr, run_ranks, wait_for
-from test_teams import Links, hosts_of
+from ranks import Group, Links, Rank, describe, hosts_of, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back

@@ -12,7 +12,6 @@ from functools import partial
 import native_build
 import numpy as np
 import pytest
-from fabric import make_team_links
 from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
@@ -303,21 +302,14 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def work(rank: Rank, how: str, team: int) -> list[float]:
-    """What ranks that have not joined do for longer than ``SHUTDOWN_MS``; when they have gone on."""
-    moments = [time.monotonic()]
+def work(rank: Rank, how: str, team: int) -> None:
+    """What ranks that have not joined do for longer than ``SHUTDOWN_MS``."""
+    end = time.monotonic() + SHUTDOWN_MS / 1000 + 1
     if how == "nothing":
-        pause(SHUTDOWN_MS / 1000 + 1)
-        return moments
-    end = moments[0] + SHUTDOWN_MS / 1000 + 1
-    is_over = False
-    while not is_over:  # all of them stop after the same step
-        mine = [np.array([time.monotonic() > end], np.int32)]
-        rank.finish(rank.submit("allreduce", "x", mine, reduce_op=SUM, team=team))
-        is_over = bool(mine[0][0])
-        moments.append(time.monotonic())
+        pause(end - time.monotonic())
+        return
+    while rank.allreduce(np.array([time.monotonic() > end], np.int32), team=team)[0] == 0:  # the same step for all
         pause(0.02)
-    return moments
 
 
 @pytest.mark.parametrize(
@@ -378,9 +370,6 @@ def test_it_is_the_last_one(
     ranks = members or list(range(sum(hosts)))
     called = {(turn, place): threading.Event() for turn in range(len(orders)) for place in range(len(ranks))}
 
-    host_of_rank = [host for host, size in enumerate(hosts) for _ in range(size)]
-    links = make_team_links(host_of_rank, members) if members and len(hosts) > 1 else {}
-
     with Group(hosts) as group:
         root = group.contexts[ranks[0]]
 
@@ -400,13 +389,10 @@ def test_it_is_the_last_one(
             for handle in handles:
                 rank.finish(handle)
                 assert np.all(array == len(ranks))
-            rank.context.wait(joined)
-            last = rank.context.joined_last(joined)
-            rank.context.release(joined)
-            return last
+            return finish_join(rank, joined)
 
         def body(rank: Rank) -> list[int]:
-            team = rank.context.add_team(members, **links.get(rank.rank, {})) if members else 0
+            team = rank.add_team(members) if members else 0
             lasts = []
             for turn, order in enumerate(orders):
                 rank.barrier(f"turn {turn}")

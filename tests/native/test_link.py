@@ -133,9 +133,6 @@ def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int
         assert linked == peers(host, count)
 
 
-# With contexts, which have no other connections.
-
-
 @pytest.mark.parametrize("sockets", [1, 2])
 @pytest.mark.parametrize(
     ("channel", "rank", "host", "told"),
@@ -181,9 +178,6 @@ def test_what_the_rule_does_not_ask_for_is_not_missed() -> None:
     contexts = [Context(setup) for setup in setups]
     for context in contexts[::-1]:
         context.destroy()
-
-
-# Posting where there is no link.
 
 
 @on_ranks([1, 1, 1], data_links=False)

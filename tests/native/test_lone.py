@@ -250,35 +250,6 @@ def test_teams_count_by_themselves() -> None:
     assert middle >= max(low, high)
 
 
-def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
-    with Group((2,), **PATIENT) as group:
-        late = threading.Event()
-
-        def body(rank: Rank) -> None:
-            for step in range(10):
-                allreduce(rank, step, 4)
-            array = np.ones(4, np.float32)
-            if rank.rank == 1:
-                assert late.wait(20)
-                rank.run("allreduce", "s", [array], reduce_op=SUM)
-            else:
-                request = context.RequestBuffer.of(
-                    context.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
-                )
-                handle = rank.context.submit(request)
-                assert (
-                    context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
-                    == context.lib.HORO_IN_PROGRESS
-                )
-                late.set()
-                rank.context.wait(handle)
-                rank.context.release(handle)
-            assert (array == 2).all()
-            allreduce(rank, 3, 4)
-
-        group.run(body)
-
-
 @pytest.mark.parametrize(
     ("how", "error"), [("leave", AbortedError), ("kill", PeerLostError), ("end", PeerLostError)], ids=str
 )

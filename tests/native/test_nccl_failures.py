@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
-from test_teams import Links, hosts_of
 
 from horo.bootstrap.nccl import choose_device
 from horo.errors import (

@@ -10,8 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
-from test_teams import Links, hosts_of
+from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import GroupError, StalledError

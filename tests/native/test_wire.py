@@ -353,16 +353,12 @@ def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> 
 @pytest.mark.parametrize(
     ("tensor", "room", "expected"),
     [
-        (Tensor(7, (64, 128)), 100, b"float32 [64, 128]"),
-        (Tensor(6, ()), 100, b"bfloat16 []"),
         (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"),
         (Tensor(8, (), 5), 17, b"float64 [] as fl"),
         (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"),
         (Tensor(99, (1,)), 100, b"unknown [1]"),
         (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"),
-        (Tensor(7, (64, 128)), 17, b"float32 [64, 128"),
         (Tensor(7, (64, 128)), 12, b"float32 [64"),
-        (Tensor(7, (64, 128)), 4, b"flo"),
         (Tensor(7, (64, 128)), 1, b""),
     ],
 )

@@ -18,8 +18,6 @@ from pathlib import Path
 import tidy_graph
 from tidy_files import ROOT
 
-__all__ = ["DECLARATIONS_MAX", "FILE", "Number", "compare", "numbers", "read_ceilings"]
-
 FILE = Path(__file__).with_name("ceilings.json")
 
 DECLARATIONS_MAX = 24

@@ -17,11 +17,6 @@ from pathlib import Path
 
 from tidy_c import COMMENT, LITERAL, code_only, is_static, items
 
-__all__ = [
-    "TEMPLATE", "Graph", "declarations", "functions", "native_graph", "python_graph", "read_native", "read_python",
-    "without_comments",
-]  # fmt: skip
-
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
 TEMPLATE = "_template.h"
