@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import psutil
 import pytest
-from descriptors import open_descriptors
 from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
@@ -335,16 +333,3 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
     with Group(hosts, segment_bytes=1 << 12) as group:
         group.run(lambda rank: expect_death(group, rank, victim, reduce_and_die))
         assert all((array == -1).all() for array in data)
-
-
-def test_contexts_come_and_go() -> None:
-    def count(folder: str) -> int:
-        return len(list(Path("/proc/self", folder).iterdir()))
-
-    run_ranks(lambda rank: rank.barrier(), [2])  # what the first one leaves is there for all
-    descriptors, threads, mappings = open_descriptors(), count("task"), count("map_files")
-    for _ in range(20):
-        run_ranks(lambda rank: rank.barrier(), [2])
-    assert open_descriptors() <= descriptors
-    wait_for(lambda: count("task") <= threads)  # one that has ended is listed a moment longer
-    assert count("map_files") <= mappings + 10  # stacks that libc keeps for threads to come; each context has several
