@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "base/thread.h"
+#include "base/system.h"
 
 #ifndef HR_IDLE_BYTES_MAX /* which is less in tests */
 #define HR_IDLE_BYTES_MAX (256 << 20)
