@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
 from horo.runner.agent.command import StartError
 from horo.runner.agent.ranks import Event, HostRanks
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree
+from horo.runner.processes import Guard, Tree, send_signal
 
 __all__ = ["WORKER_NAME", "HostWorkers"]
 
 WORKER_NAME = "HORO_WORKER"
 """The variable that has the number of a worker."""
+
+_STACK_S = 0.2
+"""From the request for a stack to SIGKILL."""
 
 
 class HostWorkers(HostRanks):
@@ -44,6 +49,14 @@ class HostWorkers(HostRanks):
         memory = self._memory_of(slot, host)
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
+
+    def kill_rank(self, rank: int) -> None:
+        """Asks a worker for its stack, which it writes if it was ever seated; soon after, SIGKILL to it and its group.
+
+        A worker that was not, or has no Python, ends by that signal.
+        """
+        send_signal([pid for pid, record in self._ranks.items() if record.rank == rank], STACKS_SIGNAL)
+        self._loop.call_later(_STACK_S, partial(super().kill_rank, rank))
 
     def _memory_of(self, slot: int, host: str) -> int:
         if slot not in self._memories:
