@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
@@ -51,12 +52,13 @@ class HostWorkers(HostRanks):
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
 
     def kill_rank(self, rank: int) -> None:
-        """Asks a worker for its stack, which it writes if it was ever seated; soon after, SIGKILL to it and its group.
-
-        A worker that was not, or has no Python, ends by that signal.
-        """
-        send_signal([pid for pid, record in self._ranks.items() if record.rank == rank], STACKS_SIGNAL)
-        self._loop.call_later(_STACK_S, partial(super().kill_rank, rank))
+        """SIGKILL to a worker and its process group, soon after a request for its stack if it shows that."""
+        asked = [pid for pid, record in self._ranks.items() if record.rank == rank and _shows_stack(pid)]
+        send_signal(asked, STACKS_SIGNAL)
+        if asked:
+            self._loop.call_later(_STACK_S, partial(super().kill_rank, rank))
+        else:
+            super().kill_rank(rank)
 
     def _memory_of(self, slot: int, host: str) -> int:
         if slot not in self._memories:
@@ -74,3 +76,13 @@ class HostWorkers(HostRanks):
         for memory in self._memories.values():
             os.close(memory)
         self._memories.clear()
+
+
+def _shows_stack(pid: int) -> bool:
+    """Whether a process has a handler for the request; else that would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
