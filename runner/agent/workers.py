@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,17 @@ class HostWorkers(HostRanks):
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
         super().__init__(loop, guard, tree, grace_s, emit, each_has=WORKER_NAME)
-        self._memories: dict[int, int] = {}  # by slot
+        self._memories: dict[Hashable, int] = {}  # by slot
 
     def start_worker(
-        self, command: Sequence[str], worker: int, slot: int, environment: Mapping[str, str], *, cwd: str, host: str
+        self,
+        command: Sequence[str],
+        worker: int,
+        slot: Hashable,
+        environment: Mapping[str, str],
+        *,
+        cwd: str,
+        host: str,
     ) -> None:
         """Starts a worker.
 
@@ -60,7 +67,7 @@ class HostWorkers(HostRanks):
         else:
             super().kill_rank(rank)
 
-    def _memory_of(self, slot: int, host: str) -> int:
+    def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:
             try:
                 self._memories[slot] = commits.create()
