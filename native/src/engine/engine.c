@@ -24,15 +24,7 @@ static const struct hr_executor_ops EXECUTOR_OPS = {
                  [HR_WIRE_TUNE] = hr_tuning_execute},
     .change = hr_membership_change,
     .absent = hr_stand_in_for,
-    .backend_on_gpu = hr_gpu_backend,
-    .end_on_gpu = hr_gpu_end_batch,
-    .bury = hr_gpu_bury,
 };
-
-static const struct hr_membership_ops MEMBERSHIP_OPS = {
-    .added = hr_gpu_attach, .going = hr_gpu_detach, .is_quiet = hr_gpu_is_quiet};
-
-static const struct hr_report_ops REPORT_OPS = {.awaits = hr_gpu_awaits};
 
 static void free_parts(struct hr_engine *engine) {
     hr_requests_fini(&engine->requests);
@@ -75,8 +67,6 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .membership = &MEMBERSHIP_OPS,
-        .report = &REPORT_OPS,
         .lane_setup =
             {
                 .leader.drive = &engine->drive,

@@ -86,14 +86,9 @@ struct hr_tuned {
     int is_final;                      /* likewise */
 };
 
-struct hr_membership_ops;
-struct hr_report_ops;
-
 struct hr_engine {
     struct hr_node *node;
     struct hr_lane_setup lane_setup;
-    const struct hr_membership_ops *membership;
-    const struct hr_report_ops *report;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
     int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_drive drive;

@@ -153,7 +153,7 @@ static void attach(struct hr_on_gpu *gpu, struct hr_lane *lane) {
         (void)hr_team_name(lane->team, team->name);
     }
     atomic_store(&gpu->teams, team);
-    atomic_store(&lane->on_gpu, team);
+    atomic_store(&lane->on_gpu, &team->base);
 }
 
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error) {
@@ -189,7 +189,7 @@ void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane) {
 }
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_gpu_team *team = atomic_load(&lane->on_gpu);
+    struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
     if (team != NULL) {
         team->lane = NULL;
         team->is_gone = 1;

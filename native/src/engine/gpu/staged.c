@@ -122,7 +122,11 @@ static void drop_staging(void *engine, void *staging) {
     hr_engine_trim_pinned(engine);
 }
 
-static const struct hr_hooks staged_hooks = {.freed = drop_staging};
+static void bury_staging(void *staging) {
+    hr_staging_drop(staging);
+}
+
+static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = bury_staging};
 
 /* NULL: its tensors are in host memory, or stay on the GPU. */
 static struct hr_staging *staging_of(const struct hr_request *request) {
@@ -177,19 +181,6 @@ void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int6
         fail_locked(engine, refused, error.code, error.text);
     }
     hr_drive_unlock(&engine->drive);
-}
-
-static void drop(void *staging) {
-    hr_staging_drop(staging);
-}
-
-void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (staging_of(requests[i]) != NULL) {
-            hr_node_bury(((struct hr_lane *)lane)->node, staging_of(requests[i]), drop);
-            requests[i]->cargo = (struct hr_cargo){0};
-        }
-    }
 }
 
 /* The parts that a call needs of a request that another thread may release meanwhile. */

@@ -4,7 +4,6 @@
 
 #include "backend/carried.h"
 #include "base/op.h"
-#include "engine/execute/batch.h"
 
 static void free_parts(struct hr_lane *lane) {
     hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
@@ -13,8 +12,7 @@ static void free_parts(struct hr_lane *lane) {
     }
     hr_announcer_fini(&lane->announcer);
     hr_round_fini(&lane->round);
-    hr_lane_free_batch(lane);
-    hr_buffer_fini(&lane->executor.log_in);
+    hr_executor_fini(&lane->executor);
     hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
@@ -119,9 +117,9 @@ static int prepare(struct hr_lane *lane, struct hr_request *request) {
     return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
 }
 
-static void take_back(struct hr_lane *lane, struct hr_request *request) {
+static void take_back(const struct hr_lane *lane, const struct hr_request *request) {
     if (hr_batch_is_begun_ahead(request->call.op)) {
-        hr_batch_take_back(lane, request);
+        hr_batch_take_back(lane);
     }
 }
 
@@ -240,7 +238,10 @@ static void note_quiet(struct hr_lane *lane) {
 
 /* The bytes of the record whose batch has posted all that it sends to other hosts; 0: there is none. */
 static uint64_t ending_bytes(const struct hr_lane *lane) {
-    return lane->team->host_count > 1 && hr_lane_is_ending_batch(lane) ? lane->executor.record_bytes : 0;
+    const struct hr_executor *executor = &lane->executor;
+    const int is_ending = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                          executor->backend->ops->is_ending(executor->backend);
+    return is_ending ? executor->record_bytes : 0;
 }
 
 /*

@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
 enum {
@@ -222,7 +222,7 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet = !has_failed(engine) || engine->membership->is_quiet(engine);
+    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->leaving.flush_ns) {
         return HR_STILL;
     }

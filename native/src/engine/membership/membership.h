@@ -7,15 +7,6 @@
 
 #include "engine/engine.h"
 
-/* Set by the composition. */
-struct hr_membership_ops {
-    /* Driver: a lane has been opened, or is about to go. */
-    void (*added)(struct hr_engine *engine, struct hr_lane *lane);
-    void (*going)(struct hr_engine *engine, const struct hr_lane *lane);
-    /* Driver: the group has failed: whether nothing touches the memory of requests any more. */
-    int (*is_quiet)(struct hr_engine *engine);
-};
-
 /* ---- sets.c ---- */
 
 /* Whether there can be a team of these ranks. */
@@ -32,8 +23,7 @@ int hr_sets_added(struct hr_engine *engine, int64_t handle);
 /* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
 const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
-int hr_membership_change(void *lane, struct hr_request *request, int64_t row, int *outcome, char *text,
-                         size_t text_bytes);
+int hr_membership_change(void *lane, struct hr_request *request, int64_t row, struct hr_error *error);
 
 /* ---- join.c ---- */
 

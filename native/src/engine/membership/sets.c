@@ -3,11 +3,10 @@
  * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
  * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/op.h"
-#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
 /* ---- The callers' side ---- */
@@ -194,7 +193,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         return error.code;
     }
     if (lane != NULL) {
-        engine->membership->added(engine, lane);
+        hr_gpu_attach(engine, lane);
     }
     hr_drive_lock(&engine->drive);
     request->cargo.data = NULL;
@@ -238,7 +237,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
     hr_drive_unlock(&engine->drive);
     if (lane != NULL) {
-        engine->membership->going(engine, lane);
+        hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
         hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
         hr_membership_forget(lane);
@@ -246,12 +245,10 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text,
-                         size_t text_bytes) {
+int hr_membership_change(void *owner, struct hr_request *request, int64_t row, struct hr_error *error) {
     struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
-    *outcome = HORO_OK;
     if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
         request->answer = (int)row;
         return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
@@ -264,16 +261,14 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, i
         if (team < HR_TEAMS_MAX) {
             return add(engine, request, team, has_local_member(engine, &decoded));
         }
-        (void)snprintf(text, text_bytes,
-                       "there are %d process sets already, and no more are possible: remove one that is not needed",
-                       team);
-        *outcome = HORO_ERR_RESOURCE;
+        (void)hr_fail(error, HORO_ERR_RESOURCE,
+                      "there are %d process sets already, and no more are possible: remove one that is not needed",
+                      team);
         return HR_DONE;
     }
-    struct hr_error error = {0};
     const int32_t id = (int)hr_wire_u32(decoded.values, 0);
     struct hr_port *port;
-    if (id == 0 || hr_port_find(&engine->requests, id, NULL, &port, &error) != HORO_OK) { /* it was there before */
+    if (id == 0 || hr_port_find(&engine->requests, id, NULL, &port, error) != HORO_OK) { /* it was there before */
         return HORO_ERR_INTERNAL;
     }
     remove_team(engine, hr_team_number(id));

@@ -4,17 +4,6 @@
 
 #include "engine/engine.h"
 
-/*
- * The cause for which the batch of a lane waits. GPU: that of this rank, which shows on no other. BESIDE: it is not
- * NCCL's, and kernels of NCCL run here, which another rank may wait for.
- */
-enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
-
-/* Set by the composition. */
-struct hr_report_ops {
-    enum hr_gpu_wait (*awaits)(const struct hr_lane *lane);
-};
-
 /* ---- blocked.c: threads that wait, and whether all ranks wait for one another ---- */
 
 /* As horo_report_blocked and horo_blocked_question. */

@@ -9,6 +9,7 @@
 #include "arena/question.h"
 #include "base/clock.h"
 #include "base/op.h"
+#include "engine/gpu/gpu.h"
 #include "engine/report/report.h"
 #include "engine/report/stall.h"
 #include "wire/frame.h"
@@ -259,7 +260,7 @@ static int find_only_other(const struct hr_team *team) {
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const enum hr_gpu_wait on_gpu = lane->engine->report->awaits(lane);
+    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
     const int silent = find_silent(lane, now_ns);
     const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
@@ -330,7 +331,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
     if (moves != stall->moves || (is_executing && was_stopped) ||
-        lane->engine->report->awaits(lane) == HR_GPU_OTHER_LANES) {
+        hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
         return 1;

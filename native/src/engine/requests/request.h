@@ -40,6 +40,8 @@ struct hr_hooks {
     void (*ended)(void *owner, struct hr_request *request, int status);
     /* Without the lock: it goes, and its cargo with it. */
     void (*freed)(void *owner, void *data);
+    /* The same for cargo that its batch, which was cut off, may still work on: see hr_node_bury. NULL: it stays. */
+    void (*buried)(void *data);
 };
 
 /* The luggage of a request: a group that is not there yet, a staging, a mark, the memory of a stand-in. */
