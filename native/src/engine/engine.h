@@ -90,7 +90,6 @@ struct hr_engine {
     struct hr_node *node;
     struct hr_lane_setup lane_setup;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
-    int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_drive drive;
     struct hr_requests requests;
     struct hr_blocked blocked;
@@ -143,8 +142,6 @@ extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
 
-/* Before the announcement of one that removes a team, which from then on may end on other ranks. */
-void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
 /* tuning.c */
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);

@@ -1,5 +1,4 @@
 /* The part that takes what callers have submitted, and their reports, to the lanes. */
-#include "engine/membership/membership.h"
 #include "engine/report/report.h"
 
 /* All of the queue is announced, or fails with the group, since it is no longer there. */
@@ -10,10 +9,11 @@ static int announce(struct hr_engine *engine) {
         struct hr_lane *lane = request->port->lane;
         next = request->next;
         lane->part.is_quiet = 0;
-        hr_engine_expect_removal(engine, request);
         if (status == HORO_OK) {
-            const int joins = request->call.op == HORO_JOIN;
-            status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
+            const struct hr_cargo *cargo = &request->cargo;
+            status = cargo->hooks != NULL && cargo->hooks->announce != NULL
+                         ? cargo->hooks->announce(cargo->owner, request)
+                         : hr_lane_announce(lane, request);
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
@@ -34,11 +34,6 @@ static int turn(struct hr_part *part) {
     if (has_queue) {
         HR_TRY(announce(engine));
         moved = HR_MOVED;
-    }
-    for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
-        const int joined = hr_join_go_on(engine->lanes[i]);
-        HR_TRY(joined);
-        moved |= joined;
     }
     return moved;
 }

@@ -19,4 +19,11 @@ void hr_frame_end(struct hr_buffer *out, size_t mark);
  */
 int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes);
 
+/* Whether a message that comes down the tree is a record of the log. */
+static inline int hr_wire_is_record(enum hr_wire_type type) {
+    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
+                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
+    return (records >> type & 1) != 0;
+}
+
 #endif

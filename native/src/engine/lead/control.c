@@ -49,13 +49,6 @@ static int take_record(struct hr_leader *leader, const struct hr_wire_message *r
     return hr_leader_hand_down(leader, mark);
 }
 
-/* Whether a message of the parent is a record of the log. */
-static int is_record(enum hr_wire_type type) {
-    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
-                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
-    return (records >> type & 1) != 0;
-}
-
 static int handle_message(struct hr_leader *leader, int link_index, const struct hr_wire_message *message,
                           const uint8_t *frame, size_t frame_bytes, int64_t now_ns) {
     struct hr_node *node = leader->team->node;
@@ -76,7 +69,7 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
         return HORO_OK;
     default: break;
     }
-    if (from_parent && is_record(message->type)) {
+    if (from_parent && hr_wire_is_record(message->type)) {
         return take_record(leader, message, frame, frame_bytes);
     }
     const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;

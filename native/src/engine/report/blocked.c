@@ -129,10 +129,10 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = hr_lane_place(lane),
-        .count = count + (lane->port.state == HR_PORT_JOINING),
+        .count = count + (lane->port.state == HR_PORT_PAUSED),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
-    HR_TRY(lane->port.state == HR_PORT_JOINING ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
+    HR_TRY(lane->port.state == HR_PORT_PAUSED ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
     while ((request = next_announced(lane, request)) != NULL) {
         HR_TRY(hr_wire_put_hash(out, request->pending_hash));
