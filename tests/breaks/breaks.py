@@ -185,7 +185,7 @@ BREAKS = (
     ),
     Break(
         "lead-silent-news",
-        "native/src/engine/lead/members.c",
+        "native/src/engine/lead/control.c",
         "    leader->has_news = 1;\n    switch (message->type) {",
         "    switch (message->type) {",
         "What another rank announces is agreed on when the leader goes to sleep, a millisecond late.",

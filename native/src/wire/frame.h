@@ -7,7 +7,7 @@
 
 #include "wire/wire.h"
 
-/* Appends one message, whole. HORO_OK or a status. */
+/* Appends one message: HORO_OK, or a status and nothing of it. */
 hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
 /* begin gives the position that end takes; what is appended in between is the message. */
 hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);

@@ -62,10 +62,14 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
 
 /* ---- Callers: connecting ---- */
 
-static int open_device(struct hr_engine *engine, struct hr_on_gpu *made, int number, horo_gpu *found,
-                       struct hr_error *error) {
+/* The library, the device and a stream there. */
+static int open_nccl(struct hr_engine *engine, struct hr_on_gpu *made, const char *const *paths, size_t path_count,
+                     int device, horo_gpu *found, struct hr_error *error) {
+    horo_library library = {0};
     struct hr_device_visit visit;
-    HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &made->device, error));
+    HR_TRY(hr_library_load(&hr_nccl_library, paths, path_count, &made->nccl, &library, error));
+    found->nccl_version = library.version;
+    HR_TRY(hr_stager_device(atomic_load(&engine->stager), device, &made->device, error));
     const struct hr_cuda *cuda = made->device->cuda;
     HR_TRY(hr_cuda_check(cuda, cuda->device_get_uuid((char *)found->uuid, made->device->handle), "cuDeviceGetUuid",
                          error));
@@ -75,31 +79,22 @@ static int open_device(struct hr_engine *engine, struct hr_on_gpu *made, int num
     return status;
 }
 
-static int use(struct hr_engine *engine, const char *const *paths, size_t path_count, int device, horo_gpu *found,
-               struct hr_error *error) {
-    horo_library library = {0};
-    if (atomic_load(&engine->stager) == NULL || atomic_load(&engine->on_gpu) != NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
-    }
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
+                       horo_gpu *found, struct hr_error *error) {
     struct hr_on_gpu *made = calloc(1, sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
-    int status = hr_library_load(&hr_nccl_library, paths, path_count, &made->nccl, &library, error);
-    found->nccl_version = library.version;
-    status = status == HORO_OK ? open_device(engine, made, device, found, error) : status;
-    if (status != HORO_OK) {
-        free(made);
-        return status;
-    }
-    atomic_store(&engine->on_gpu, made);
-    return HORO_OK;
-}
-
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
-                       horo_gpu *found, struct hr_error *error) {
     (void)pthread_mutex_lock(&engine->staging_lock);
-    const int status = use(engine, paths, path_count, device, found, error);
+    const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
+    const int status =
+        may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
+                : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
+    if (status == HORO_OK) {
+        atomic_store(&engine->on_gpu, made);
+    } else {
+        free(made);
+    }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }
@@ -403,15 +398,6 @@ static void await_ends(struct hr_engine *engine, struct hr_on_gpu *gpu) {
     }
 }
 
-static void destroy_stream(const struct hr_on_gpu *gpu) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (hr_device_enter(gpu->device, &visit, &ignored) == HORO_OK) {
-        (void)gpu->device->cuda->stream_destroy(gpu->stream);
-        hr_device_leave(gpu->device, &visit);
-    }
-}
-
 void hr_gpu_end(struct hr_engine *engine) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     if (gpu == NULL) {
@@ -435,7 +421,12 @@ void hr_gpu_end(struct hr_engine *engine) {
         drop(engine, team);
     }
     drop(engine, gpu->connecting);
-    destroy_stream(gpu);
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (hr_device_enter(gpu->device, &visit, &ignored) == HORO_OK) {
+        (void)gpu->device->cuda->stream_destroy(gpu->stream);
+        hr_device_leave(gpu->device, &visit);
+    }
     atomic_store(&engine->on_gpu, NULL);
     free(gpu);
 }

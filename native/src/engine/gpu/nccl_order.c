@@ -124,14 +124,6 @@ static int has_room(struct hr_gpu_team *team) {
 
 /* ---- The work ---- */
 
-static int await_marks(const struct hr_nccl_batch *batch, struct hr_nccl_comm *comm) {
-    for (size_t i = 0; i < batch->count; i++) {
-        const struct hr_mark *mark = hr_nccl_mark(batch->requests[i]);
-        HR_TRY(hr_mark_is_reached(mark) ? HORO_OK : hr_mark_await(mark, comm->stream, &comm->failure));
-    }
-    return HORO_OK;
-}
-
 /* Puts the batch on the stream, if there is room. What fails there is the communicator's, which ends the group. */
 static int go_out(struct hr_gpu_team *team) {
     struct hr_nccl_comm *comm = &team->comm;
@@ -147,9 +139,12 @@ static int go_out(struct hr_gpu_team *team) {
     if (comm->state != HR_NCCL_IDLE) {
         return HR_MOVED;
     }
-    if (await_marks(&team->batch, comm) != HORO_OK) {
-        comm->state = HR_NCCL_BROKEN;
-        return HR_MOVED;
+    for (size_t i = 0; i < team->batch.count; i++) {
+        const struct hr_mark *mark = hr_nccl_mark(team->batch.requests[i]);
+        if (!hr_mark_is_reached(mark) && hr_mark_await(mark, comm->stream, &comm->failure) != HORO_OK) {
+            comm->state = HR_NCCL_BROKEN;
+            return HR_MOVED;
+        }
     }
     const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
     return status == HORO_OK ? HR_MOVED : status;

@@ -26,15 +26,6 @@ static void on_ready(void *owner, void *launched) {
     hr_drive_unlock(&engine->drive);
 }
 
-static void end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
-    char words[HORO_MESSAGE_MAX];
-    const int length = snprintf(words, sizeof words,
-                                "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
-                                "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
-                                call->device - 1, hr_op_name(call->op), call->name, text);
-    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
-}
-
 /* A request whose values do not come; with the lock held. The other ranks wait for it, and are told. */
 static void fail_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
@@ -45,7 +36,12 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     const horo_request *call = &request->call;
     const int is_told = hr_requests_refuse(&engine->requests, call->team, call->name, status, text) == 1;
     if (!is_told && !atomic_load(&engine->drive.stop)) {
-        end_for_copy(engine, &request->call, text);
+        char words[HORO_MESSAGE_MAX];
+        const int length = snprintf(words, sizeof words,
+                                    "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
+                                    "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
+                                    call->device - 1, hr_op_name(call->op), call->name, text);
+        hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
     }
     hr_drive_kick(&engine->drive); /* a caller that waits for it may drive meanwhile */
     hr_drive_wake_waiters(&engine->drive);
@@ -81,11 +77,6 @@ void hr_engine_end_cuda(struct hr_engine *engine) {
     }
 }
 
-/* Whether the collective needs the values of this rank. */
-static int counts_here(const struct hr_engine *engine, const horo_request *call) {
-    return call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
-}
-
 static int refuse(const horo_request *call, struct hr_error *error) {
     if (call->op == HORO_BARRIER) {
         return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
@@ -102,6 +93,7 @@ static int refuse(const horo_request *call, struct hr_error *error) {
 static void describe(const struct hr_engine *engine, const struct hr_request *request,
                      struct hr_staged_tensor *staged) {
     const horo_request *call = &request->call;
+    const int counts_here = call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
     for (int i = 0; i < call->tensor_count; i++) {
         const horo_tensor *tensor = &call->tensors[i];
         int64_t bytes = 0; /* it has been checked */
@@ -110,7 +102,7 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
         staged[i] = (struct hr_staged_tensor){
             .source = (uint64_t)(uintptr_t)tensor->input,
             .target = (uint64_t)(uintptr_t)tensor->output,
-            .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
+            .source_bytes = counts_here ? (size_t)bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
         };
@@ -131,16 +123,6 @@ static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = bu
 /* NULL: its tensors are in host memory, or stay on the GPU. */
 static struct hr_staging *staging_of(const struct hr_request *request) {
     return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
-}
-
-static void substitute(struct hr_request *request) {
-    const struct hr_staging *staging = staging_of(request);
-    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
-    for (int i = 0; i < request->call.tensor_count; i++) {
-        char *host = hr_staging_host(staging, (size_t)i);
-        tensors[i].input = host;
-        tensors[i].output = host + staging->tensors[i].result_at;
-    }
 }
 
 int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
@@ -166,7 +148,12 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
     request->state = HR_REQUEST_STAGING;
-    substitute(request);
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
+    for (int i = 0; i < call->tensor_count; i++) {
+        char *host = hr_staging_host(staging, (size_t)i);
+        tensors[i].input = host;
+        tensors[i].output = host + staging->tensors[i].result_at;
+    }
     return HORO_OK;
 }
 
@@ -235,40 +222,29 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
     return HORO_OK;
 }
 
-/* The results are not on their way after all: another call may begin that. */
-static void take_back_return(struct hr_engine *engine, int64_t handle) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    if (request != NULL) {
-        request->is_returned = 0;
-    }
-    hr_drive_unlock(&engine->drive);
-}
-
-/* With staging_lock held. */
-static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
+    void *to = (void *)(uintptr_t)stream;
     struct returning returning = {0};
+    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
     hr_drive_lock(&engine->drive);
     int status = begin_return(hr_requests_find(&engine->requests, handle), handle, &returning, error);
     hr_drive_unlock(&engine->drive);
-    HR_TRY(status);
     if (returning.mark != NULL) {
-        status = hr_mark_await(returning.mark, stream, error);
+        status = hr_mark_await(returning.mark, to, error);
         hr_mark_drop(returning.mark);
-        return status;
+    } else if (returning.staging != NULL) {
+        status = hr_staging_copy_back(returning.staging, returning.bytes, to, error);
+        if (status != HORO_OK && returning.bytes != NULL) { /* another call may begin that */
+            hr_drive_lock(&engine->drive);
+            struct hr_request *request = hr_requests_find(&engine->requests, handle);
+            if (request != NULL) {
+                request->is_returned = 0;
+            }
+            hr_drive_unlock(&engine->drive);
+        }
+        free(returning.bytes);
+        hr_staging_drop(returning.staging);
     }
-    status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
-    if (status != HORO_OK && returning.bytes != NULL) {
-        take_back_return(engine, handle);
-    }
-    free(returning.bytes);
-    hr_staging_drop(returning.staging);
-    return status;
-}
-
-int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
-    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
-    const int status = return_results(engine, handle, (void *)(uintptr_t)stream, error);
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }

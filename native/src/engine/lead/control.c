@@ -1,4 +1,11 @@
-/* The talk between leaders: the links along the tree of hosts, the messages on them, and the end of both. */
+/*
+ * The members of a leader's agreement, what they announce and what becomes of it once all have; and the talk between
+ * leaders along the tree of hosts.
+ *
+ * A control link: whatever has gathered while the last bytes were on their way goes next, in one piece, and a receive
+ * takes whatever has come, so the messages of a small operation are one send and one receive. A receive is always
+ * posted, so a broken link is noticed while a leader waits for anything.
+ */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,6 +13,21 @@
 #include "engine/lead/private.h"
 #include "node/linked.h"
 #include "wire/frame.h"
+
+enum { RECEIVE_BYTES = 1 << 16 };
+
+/* ---- Links ---- */
+
+static int post_receive(const struct hr_leader *leader, struct hr_link *link) {
+    return hr_post_recv_some(leader->team->transport, link->host, link->received, RECEIVE_BYTES, &link->recv);
+}
+
+static int open_link(const struct hr_leader *leader, struct hr_link *link, int host) {
+    *link = (struct hr_link){
+        .host = host, .leader_rank = leader->team->job_rank[leader->team->leader_of_host[host]], .open = 1};
+    link->received = malloc(RECEIVE_BYTES);
+    return link->received == NULL ? HORO_ERR_RESOURCE : post_receive(leader, link);
+}
 
 int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
     const struct hr_team *team = leader->team;
@@ -18,7 +40,7 @@ int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
             continue;
         }
         leader->has_parent |= host < team->host;
-        const int status = hr_link_open(leader, &leader->links[leader->link_count++], host);
+        const int status = open_link(leader, &leader->links[leader->link_count++], host);
         if (status == HORO_ERR_RESOURCE) {
             return hr_fail(error, status, "no memory for the link to host %d", host);
         }
@@ -29,6 +51,180 @@ int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
     }
     return HORO_OK;
 }
+
+void hr_leader_close_links(struct hr_leader *leader) {
+    for (int i = 0; i < leader->link_count; i++) {
+        struct hr_link *link = &leader->links[i];
+        hr_buffer_fini(&link->in);
+        hr_buffer_fini(&link->out);
+        hr_buffer_fini(&link->sending);
+        free(link->received);
+    }
+    free(leader->links);
+}
+
+static int send_next(const struct hr_leader *leader, struct hr_link *link) {
+    if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
+        return HR_STILL;
+    }
+    struct hr_buffer sent = link->sending;
+    hr_buffer_consume(&sent, hr_buffer_size(&sent));
+    link->sending = link->out;
+    link->out = sent;
+    struct hr_transport *transport = leader->team->transport;
+    HR_TRY(transport->ops->post(transport, HR_SEND, link->host, HR_CHANNEL_CONTROL,
+                                (char *)link->sending.data + link->sending.begin, hr_buffer_size(&link->sending),
+                                &link->send));
+    atomic_fetch_add_explicit(&leader->team->node->counts.messages_sent, 1, memory_order_relaxed);
+    return HR_MOVED;
+}
+
+static int receive_next(const struct hr_leader *leader, struct hr_link *link) {
+    if (link->recv.state == HR_IO_FAILED) {
+        return HORO_ERR_PEER_LOST;
+    }
+    if (link->recv.state != HR_IO_DONE) {
+        return HR_STILL;
+    }
+    HR_TRY(hr_buffer_append(&link->in, link->received, link->recv.done_bytes));
+    HR_TRY(post_receive(leader, link));
+    return HR_MOVED;
+}
+
+/* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
+static int progress_link(const struct hr_leader *leader, struct hr_link *link) {
+    if (!link->open) {
+        return HR_STILL;
+    }
+    const int received = link->has_no_memory ? HR_STILL : receive_next(leader, link);
+    if (received < 0) {
+        link->has_no_memory = received != HORO_ERR_PEER_LOST;
+        return received;
+    }
+    const int sent = send_next(leader, link);
+    return sent < 0 ? sent : received | sent;
+}
+
+struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
+    const int local_size = leader->team->local_size;
+    return member < local_size ? NULL : &leader->links[leader->has_parent + member - local_size];
+}
+
+int hr_leader_sends_left(const struct hr_leader *leader) {
+    for (int i = 0; i < leader->link_count; i++) {
+        const struct hr_link *link = &leader->links[i];
+        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* ---- Members ---- */
+
+int hr_leader_send_down(struct hr_leader *leader, const void *frames, size_t bytes) {
+    for (int i = leader->has_parent; i < leader->link_count; i++) {
+        if (leader->links[i].open) {
+            HR_TRY(hr_buffer_append(&leader->links[i].out, frames, bytes));
+        }
+    }
+    return HORO_OK;
+}
+
+int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
+    const uint8_t *front = hr_buffer_front(&leader->log_out);
+    const size_t bytes = hr_buffer_size(&leader->log_out) - mark;
+    if (bytes == 0) {
+        return HORO_OK;
+    }
+    hr_carry_clear(&leader->carry);
+    return hr_leader_send_down(leader, front + mark, bytes);
+}
+
+int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
+    struct hr_carry *carry = &leader->carry;
+    const uint32_t id = hr_carry_whole(carry);
+    const int is_whole = id != 0 && hr_agree_lone(&leader->agree) == id;
+    /* this rank is a member, too, but has none any more where its requests have failed at the end of the group */
+    const struct hr_request *request = is_whole ? hr_announcer_pending(leader->announcer, id) : NULL;
+    *is_put = request != NULL;
+    if (!*is_put) {
+        return HORO_OK;
+    }
+    HR_TRY(hr_carry_reduce(carry, leader->team, request));
+    hr_agree_take_lone(&leader->agree);
+    return hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
+                                                       .id = id,
+                                                       .data = carry->data,
+                                                       .data_bytes = carry->bytes});
+}
+
+int hr_leader_report(struct hr_leader *leader) {
+    if (!hr_agree_is_complete(&leader->agree) || leader->log_closed) {
+        return HR_STILL; /* behind the LEAVE record nothing is agreed on */
+    }
+    struct hr_buffer *out = leader->is_root ? &leader->log_out : &leader->links[0].out;
+    const size_t mark = hr_buffer_size(out);
+    uint32_t frames = 0;
+    int is_put = 0;
+    HR_TRY(leader->is_root ? HORO_OK : hr_leader_put_carried(leader, out, &is_put));
+    HR_TRY(is_put ? HORO_OK : hr_agree_collect(&leader->agree, out, &frames));
+    HR_TRY(leader->is_root ? hr_leader_hand_down(leader, mark) : HORO_OK);
+    return HR_MOVED;
+}
+
+/* A rank of this subtree wants to leave; one LEAVE record closes the log for all. */
+static int note_leaver(struct hr_leader *leader, const struct hr_wire_message *message) {
+    if (message->rank >= leader->team->node->size || leader->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (leader->leaver != 0) {
+        return HORO_OK;
+    }
+    leader->leaver = message->rank + 1;
+    if (leader->is_root) {
+        return hr_frame_put(&leader->leave_record, message); /* see form_batches */
+    }
+    const int reported = hr_leader_report(leader); /* earlier announcements travel first */
+    return reported < 0 ? reported : hr_frame_put(&leader->links[0].out, message);
+}
+
+/* A message for somebody above this room. */
+static int handle(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    hr_leader_handler *handler = leader->handlers[message->type];
+    return handler == NULL || message->rank >= leader->team->node->size
+               ? HORO_ERR_INTERNAL
+               : handler(leader->owner, member, message, now_ns);
+}
+
+int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_agree *agree = &leader->agree;
+    leader->has_news = 1;
+    switch (message->type) {
+    case HR_WIRE_IDS:
+        for (uint32_t i = 0; i < message->count; i++) {
+            HR_TRY(hr_agree_announce_id(agree, member, hr_wire_u32(message->items, i), message->rows, now_ns));
+        }
+        return HORO_OK;
+    case HR_WIRE_DATA:
+        hr_carry_add(&leader->carry, member, message->id, message->data, message->data_bytes);
+        return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
+    case HR_WIRE_ROWS: return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
+    case HR_WIRE_REQUEST: return hr_agree_announce_request(agree, member, message, now_ns);
+    case HR_WIRE_LEAVE: return note_leaver(leader, message);
+    default: return handle(leader, member, message, now_ns);
+    }
+}
+
+void hr_leader_close_log(struct hr_leader *leader) {
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
+    atomic_store(&leader->team->node->arena.header->leave_at,
+                 written + hr_buffer_size(&leader->log_out) + leader->round->rounds + 1);
+    leader->log_closed = 1;
+}
+
+/* ---- Messages of other leaders ---- */
 
 /* Not the root: the next record of the log. */
 static int take_record(struct hr_leader *leader, const struct hr_wire_message *record, const uint8_t *frame,
@@ -74,7 +270,7 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
     }
     const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
     const int member = leader->team->local_size + link_index - leader->has_parent;
-    return from_parent ? hr_leader_handle(leader, -1, message, at_ns)
+    return from_parent ? handle(leader, -1, message, at_ns)
                        : hr_leader_announce(leader, member, message, at_ns);
 }
 
@@ -91,20 +287,12 @@ static int handle_frames(struct hr_leader *leader, int link_index, int64_t now_n
     return status < 0 ? status : HORO_OK;
 }
 
-static void link_broke(struct hr_leader *leader, struct hr_link *link) {
-    link->open = 0;
-    if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(leader->team)) {
-        const enum hr_loss how = leader->team->transport->ops->loss(leader->team->transport, link->host);
-        hr_node_abort(leader->team->node, HORO_ERR_PEER_LOST, link->leader_rank,
-                      how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
-    }
-}
-
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
+    const struct hr_team *team = leader->team;
     int moved = HR_STILL;
     for (int i = 0; i < leader->link_count; i++) {
         struct hr_link *link = &leader->links[i];
-        const int status = hr_link_progress(leader, link);
+        const int status = progress_link(leader, link);
         if (status == HR_STILL) {
             continue;
         }
@@ -113,22 +301,25 @@ int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
         }
         HR_TRY(handle_frames(leader, i, now_ns)); /* also what came before the link broke: the LEAVE record perhaps */
         if (status == HORO_ERR_PEER_LOST) {
-            link_broke(leader, link);
+            link->open = 0;
+            if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(team)) {
+                const enum hr_loss how = team->transport->ops->loss(team->transport, link->host);
+                hr_node_abort(team->node, HORO_ERR_PEER_LOST, link->leader_rank,
+                              how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
+            }
         }
         moved = HR_MOVED;
     }
     return moved;
 }
 
-/* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
-static int has_local_done(const struct hr_arena *arena, int local_rank) {
-    return hr_arena_has_closed(arena, local_rank) ||
-           atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
-}
+/* ---- The end ---- */
 
 int hr_leader_is_done(const struct hr_leader *world) {
+    const struct hr_arena *arena = &world->team->node->arena;
     for (int i = 1; i < world->team->local_size; i++) {
-        if (!has_local_done(&world->team->node->arena, i)) {
+        /* one that has nothing pending has executed all that stands in the log: no record comes about without it */
+        if (!hr_arena_has_closed(arena, i) && atomic_load(&arena->blocks[i].state) != HR_MEMBER_LEFT) {
             return 0;
         }
     }
@@ -174,26 +365,11 @@ static int tell_abort(struct hr_leader *leader) {
     return tell(leader, &message);
 }
 
-struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
-    const int local_size = leader->team->local_size;
-    return member < local_size ? NULL : &leader->links[leader->has_parent + member - local_size];
-}
-
-int hr_leader_sends_left(const struct hr_leader *leader) {
-    for (int i = 0; i < leader->link_count; i++) {
-        const struct hr_link *link = &leader->links[i];
-        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 int hr_leader_flush_links(struct hr_leader *leader) {
     HR_TRY(tell_abort(leader));
     (void)hr_node_progress(leader->team->node);
     for (int i = 0; i < leader->link_count; i++) {
-        if (hr_link_progress(leader, &leader->links[i]) < 0) {
+        if (progress_link(leader, &leader->links[i]) < 0) {
             leader->links[i].open = 0; /* later messages change nothing */
         }
     }

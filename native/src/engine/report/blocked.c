@@ -20,14 +20,6 @@ static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, i
     return 1;
 }
 
-/* Of a change of teams, the function that was called: it may begin by an allgather. */
-static const char *told_name(const struct hr_request *request) {
-    if (strcmp(request->call.name, HR_CHANGE_NAME) != 0) {
-        return request->call.name;
-    }
-    return hr_op_name(request->call.op == HORO_REMOVE_TEAM ? HORO_REMOVE_TEAM : HORO_ADD_TEAM);
-}
-
 /* "'a' (train.py:12) and 'b' (train.py:40)". */
 static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
                      size_t text_bytes) {
@@ -36,7 +28,9 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
     text[0] = '\0';
     for (int32_t i = 0; i < count && used < text_bytes; i++) {
         const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        const char *told = told_name(request);
+        const int op = request->call.op;
+        const int is_change = strcmp(request->call.name, HR_CHANGE_NAME) == 0; /* it may begin by an allgather */
+        const char *told = is_change ? hr_op_name(op == HORO_REMOVE_TEAM ? op : HORO_ADD_TEAM) : request->call.name;
         const size_t bytes = strlen(told);
         const size_t excess = bytes < HR_BLOCKED_NAME_MAX ? 0 : bytes - HR_BLOCKED_NAME_MAX;
         used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
@@ -160,10 +154,6 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     return HORO_OK;
 }
 
-static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
-    return hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED, .rank = engine->node->rank});
-}
-
 static int still_waits(const struct hr_engine *engine) {
     const struct hr_blocked *blocked = &engine->blocked;
     int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
@@ -185,7 +175,8 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
     atomic_store(&blocked->is_new, 0);
     blocked->is_told = still_waits(engine);
     blocked->count = blocked->is_told ? blocked->count : 0;
-    const int status = blocked->is_told ? put_report(engine, &announcer->out) : put_none(engine, &announcer->out);
+    const struct hr_wire_message none = {.type = HR_WIRE_BLOCKED, .rank = engine->node->rank};
+    const int status = blocked->is_told ? put_report(engine, &announcer->out) : hr_wire_put(&announcer->out, &none);
     hr_drive_unlock(&engine->drive);
     HR_TRY(status);
     hr_frame_end(&announcer->out, mark);

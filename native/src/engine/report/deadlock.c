@@ -25,14 +25,6 @@ static int says_the_same(const struct hr_buffer *before, const struct hr_wire_me
                   message->byte_count - HEAD_BYTES) == 0;
 }
 
-static void note_answer(struct hr_deadlock *deadlock, struct hr_report *report, uint32_t question) {
-    if (question != 0 && question == deadlock->question && question != report->answered) {
-        report->answered = question;
-        deadlock->answers++;
-        deadlock->is_judged = deadlock->answers < deadlock->size;
-    }
-}
-
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns) {
     if (deadlock->reports == NULL) {
         deadlock->reports = calloc((size_t)size, sizeof *deadlock->reports);
@@ -44,9 +36,15 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     if (message->rank >= deadlock->size) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_buffer *last = &deadlock->reports[message->rank].message;
+    struct hr_report *report = &deadlock->reports[message->rank];
+    struct hr_buffer *last = &report->message;
+    const uint32_t question = message->question;
     if (says_the_same(last, message)) {
-        note_answer(deadlock, &deadlock->reports[message->rank], message->question);
+        if (question != 0 && question == deadlock->question && question != report->answered) {
+            report->answered = question;
+            deadlock->answers++;
+            deadlock->is_judged = deadlock->answers < deadlock->size;
+        }
         return HORO_OK;
     }
     deadlock->count -= hr_buffer_size(last) > 0;
@@ -155,17 +153,6 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
     return 1;
 }
 
-static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    while (next_lane(&walk, &lane)) {
-        const int all_names = has_all(&lane);
-        for (uint32_t k = 0; k < lane.count; k++) {
-            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
-        }
-    }
-}
-
 /* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
 static int any_is_complete(struct submitted *all, size_t count, const struct team *teams) {
     uint32_t others = 0; /* that have submitted this name, and not all */
@@ -190,7 +177,14 @@ static int can_finish(const struct hr_deadlock *deadlock) {
     if (all == NULL) {
         return 1; /* nothing is said that is not known */
     }
-    list(deadlock, all);
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    for (struct submitted *next = all; next_lane(&walk, &lane);) {
+        const int all_names = has_all(&lane);
+        for (uint32_t k = 0; k < lane.count; k++) {
+            *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
+        }
+    }
     const int is_complete = any_is_complete(all, count, teams);
     free(all);
     return is_complete;
@@ -202,15 +196,6 @@ static int waits_alike(const struct hr_deadlock *deadlock, int a, int b) {
     const struct hr_wire_text one = report_of(deadlock, a).text;
     const struct hr_wire_text two = report_of(deadlock, b).text;
     return one.bytes == two.bytes && (one.bytes == 0 || memcmp(one.data, two.data, one.bytes) == 0);
-}
-
-static int is_first_of_its_kind(const struct hr_deadlock *deadlock, int rank) {
-    for (int before = 0; before < rank; before++) {
-        if (waits_alike(deadlock, before, rank)) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 /* "rank 1" or "ranks 1, 3-7": all that wait as `first` does. */
@@ -255,8 +240,12 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     size_t used = 0;
     for (int rank = 0; rank < deadlock->size; rank++) {
         const struct hr_wire_text waits = report_of(deadlock, rank).text;
-        if (!is_first_of_its_kind(deadlock, rank)) {
-            continue;
+        int before = 0;
+        while (!waits_alike(deadlock, before, rank)) {
+            before++;
+        }
+        if (before < rank) {
+            continue; /* it has been named with that one */
         }
         const size_t bytes = waits.bytes < WAITS_MAX ? waits.bytes : WAITS_MAX;
         if (used + bytes + TAIL_BYTES + 280 > text_bytes && used > 0) {

@@ -28,18 +28,18 @@ static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
 /* ---- Waiting for those that lead ---- */
 
 /*
- * Since when a request waits in vain: to join while something moves, in whatever team, is to wait for what the others
- * have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends the job.
+ * Since when a request waits in vain, 0 if none does. To join while something moves, in whatever team, is to wait for
+ * what the others have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends
+ * the job.
  */
-static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *request) {
-    const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
-    return is_excused ? lane->stall.all_moved_ns : request->submit_ns;
-}
-
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
+    int64_t oldest = 0;
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = hr_port_next(&lane->port, NULL);
-    const int64_t oldest = request == NULL ? 0 : waits_since(lane, request);
+    if (request != NULL) {
+        const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
+        oldest = is_excused ? lane->stall.all_moved_ns : request->submit_ns;
+    }
     hr_drive_unlock(&lane->engine->drive);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
@@ -111,19 +111,6 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
 
 /* ---- Questions to those that are late ---- */
 
-static void ask_below(struct hr_lane *lane, int link_index, int asker) {
-    size_t mark;
-    struct hr_buffer *out = &lane->leader.links[link_index].out;
-    if (!lane->leader.links[link_index].open || hr_frame_begin(out, &mark) != HORO_OK) {
-        return; /* a question is not worth the end of the job */
-    }
-    if (hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ASK, .rank = asker}) == HORO_OK) {
-        hr_frame_end(out, mark);
-    } else {
-        out->end = out->begin + mark - 4; /* without its length */
-    }
-}
-
 /* Of a report: asks those that it is about. NULL: a leader above asks all that wait for nothing. */
 static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int asker, int64_t now_ns) {
     const struct hr_team *team = lane->team;
@@ -133,9 +120,11 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
             hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
         }
     }
+    const struct hr_wire_message question = {.type = HR_WIRE_ASK, .rank = asker};
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i)) {
-            ask_below(lane, i, asker);
+        struct hr_link *link = &lane->leader.links[i];
+        if (link->open && (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i))) {
+            (void)hr_frame_put(&link->out, &question); /* a question is not worth the end of the job */
         }
     }
     lane->stall.answers_ns = now_ns + ANSWER_NS;
