@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "arena/last_words.h"
+#include "arena/arena.h"
 #include "backend/carried.h"
-#include "base/dtype.h"
+#include "base/traits.h"
 #include "engine/group/lane.h"
 #include "engine/requests/requests.h"
 #include "node/end.h"

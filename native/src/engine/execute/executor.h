@@ -7,7 +7,7 @@
 
 #include "backend/backend.h"
 #include "base/buffer.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "wire/wire.h"
 
 struct hr_lane;

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "base/cut.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "device/mark.h"
 #include "device/staging.h"
 #include "engine/engine.h"
@@ -148,7 +148,7 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
     request->state = HR_REQUEST_STAGING;
-    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
     for (int i = 0; i < call->tensor_count; i++) {
         char *host = hr_staging_host(staging, (size_t)i);
         tensors[i].input = host;

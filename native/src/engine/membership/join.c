@@ -21,8 +21,7 @@
 #include <string.h>
 
 #include "base/cut.h"
-#include "base/dtype.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/membership/membership.h"
 #include "wire/frame.h"
 

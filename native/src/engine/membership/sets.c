@@ -5,7 +5,7 @@
  */
 #include <stdlib.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
