@@ -266,7 +266,7 @@ BREAKS = (
     Break(
         "membership-neutral",
         "native/src/engine/membership/join.c",
-        "infinity_of(dtype) | (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1);",
+        "infinity_of(dtype) | sign;",
         "infinity_of(dtype);",
         "Max over ranks of which one has joined is infinite.",
         "tests/native/test_join.py -k 'neutral or change_no_reduction'",

@@ -1,10 +1,11 @@
 /*
  * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
- * (agree/join.c), and it takes part in what they do by stand-ins, requests of its own that are made of the bytes that they
- * have agreed on: with values that change no result, which are zeros, and for min, max and product what leaves the others' values as they are. An average is over all ranks.
- * An allgather has no rows of it; of a broadcast it drops what comes. What no rank can do for another fails on all that
- * have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank that has joined, reducescatter, alltoall, changes
- * of teams, and min, max and product with a prescale. What a rank has submitted before it joined goes on.
+ * (agree/join.c), and it takes part in what they do by stand-ins: requests of its own, made of the bytes that they have
+ * agreed on, with values that change no result. These are zeros, and for min, max and product what leaves the others'
+ * values as they are. An average is over all ranks. An allgather has no rows of it; of a broadcast it drops what comes.
+ * What no rank can do for another fails on all that have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank
+ * that has joined, reducescatter, alltoall, changes of teams, and min, max and product with a prescale. What a rank has
+ * submitted before it joined goes on.
  *
  *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
  *                       id, and evicts no id
@@ -215,9 +216,10 @@ static uint64_t neutral_element(int dtype, int reduce_op) {
         return 0; /* it is refused before it is run */
     }
     const int is_integer = hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
+    const uint64_t sign = (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1) % 64; /* of a float */
     switch (reduce_op) {
     case HORO_MIN: return is_integer ? (dtype == HORO_BOOL ? 1 : ~lowest_integer(dtype)) : infinity_of(dtype);
-    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1);
+    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | sign;
     case HORO_PRODUCT: return one_of(dtype);
     default: return 0;
     }

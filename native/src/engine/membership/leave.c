@@ -146,7 +146,7 @@ static int turn_running(struct hr_engine *engine) {
     if (engine->leaving.grace_ns == 0) {
         begin_grace(engine, hr_now_ns());
     }
-    int may_close = 1; /* what other teams have begun is over, or is not waited for any longer */
+    int may_close = 1; /* operations of other teams are over, or not waited for any longer */
     for (int i = 1; i < engine->lane_count; i++) {
         may_close &= engine->leaving.is_late || has_run_out(engine->lanes[i]);
     }
