@@ -267,33 +267,6 @@ void hr_engine_fini(struct hr_engine *engine) {
     free_parts(engine);
 }
 
-/* Its tensors stay on the GPU, or are on their way to the host; none of what is refused. */
-static hr_status submit_on_gpu(struct hr_engine *engine, const horo_request *call, int64_t *handle,
-                               struct hr_error *error) {
-    struct hr_request *request = NULL;
-    HR_TRY(hr_requests_create(&engine->requests, call, &request, error));
-    hr_drive_lock(&engine->drive);
-    hr_status status = hr_requests_check(&engine->requests, request, error);
-    const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
-    hr_drive_unlock(&engine->drive);
-    if (status == HORO_OK) {
-        status = stays ? hr_gpu_place(engine, request, error) : HORO_OK;
-    }
-    if (status == HORO_OK && request->cargo.data == NULL) {
-        status = hr_engine_stage(engine, request, error);
-    }
-    if (status != HORO_OK) {
-        hr_request_destroy(request);
-        return status;
-    }
-    const int is_staged = request->state == HR_REQUEST_STAGING;
-    HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
-    if (is_staged) {
-        hr_engine_launch(engine, request, *handle);
-    }
-    return HORO_OK;
-}
-
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
                            struct hr_error *error) {
     if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
@@ -307,7 +280,7 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
                        call->name == NULL ? "" : call->name);
     }
     return call->device != 0
-               ? submit_on_gpu(engine, call, handle, error)
+               ? hr_gpu_submit(engine, call, handle, error)
                : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
 }
 

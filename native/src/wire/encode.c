@@ -306,6 +306,13 @@ hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *mess
     return status;
 }
 
+hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message) {
+    uint8_t length[4];
+    (void)hr_store_u32(length, (uint32_t)message->byte_count);
+    HR_TRY(hr_buffer_append(out, length, sizeof length));
+    return hr_buffer_append(out, message->bytes, message->byte_count);
+}
+
 int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes) {
     const size_t available = hr_buffer_size(in);
     const uint8_t *front = hr_buffer_front(in);

@@ -13,6 +13,11 @@
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
 
+/* The growth of the place at the end of what is executed. */
+static uint64_t step(const struct hr_executor *executor) {
+    return executor->record_bytes == 0 ? 1 : executor->record_bytes;
+}
+
 /* For a timeline: the record that is executed, and how its data moves; and for the flight recorder its requests. */
 static void note_begun(const struct hr_lane *lane, struct hr_request *const *requests, size_t count, uint64_t bytes,
                        int moves_data) {
@@ -28,7 +33,7 @@ static void note_begun(const struct hr_lane *lane, struct hr_request *const *req
                                                    .op = -1,
                                                    .team = lane->team->number,
                                                    .number = via,
-                                                   .bytes = (int64_t)(hr_lane_place(lane) + hr_lane_step(lane)),
+                                                   .bytes = (int64_t)(lane->executor.place + step(&lane->executor)),
                                                });
     }
     hr_requests_note_batch(lane->port.requests, requests, count, bytes);
@@ -42,7 +47,7 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
     executor->log_executed += executor->record_bytes;
-    executor->place += hr_lane_step(lane);
+    executor->place += step(executor);
     /* partner: hr_arena_has_closed */
     atomic_store(&arena->blocks[arena->local_rank].log_executed[number], executor->place);
     if (number == 0 && atomic_load(&arena->header->leave_at) != 0) {

@@ -12,22 +12,6 @@
 
 enum { TENSOR_TEXT_BYTES = 48 };
 
-/* gathered[i].first_dims point into one allocation, that of the first tensor. */
-static int allocate_rows(struct hr_request *request, size_t size) {
-    const size_t count = (size_t)request->call.tensor_count;
-    int64_t *first_dims = calloc(count * size, sizeof *first_dims);
-    if (first_dims == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    if (request->call.op == HORO_ALLTOALL) {
-        request->splits = calloc(count * size * size, sizeof *request->splits);
-    }
-    for (size_t i = 0; i < count; i++) {
-        request->gathered[i].first_dims = first_dims + i * size;
-    }
-    return request->call.op == HORO_ALLTOALL && request->splits == NULL ? HORO_ERR_RESOURCE : HORO_OK;
-}
-
 /* The rows of a tensor that a rank has for each, of an alltoall. */
 static int64_t *splits_of(const struct hr_request *request, int size, int rank, int i) {
     return request->splits + ((size_t)rank * (size_t)request->call.tensor_count + (size_t)i) * (size_t)size;
@@ -121,12 +105,21 @@ static int place(struct hr_request *request, int i) {
 int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,
                       struct hr_error *error) {
     const int count = request->call.tensor_count;
-    const uint64_t told = request->call.op == HORO_ALLTOALL ? (uint64_t)team->size : 1;
+    const int is_alltoall = request->call.op == HORO_ALLTOALL;
+    const size_t all = (size_t)count * (size_t)team->size; /* first extents */
+    const size_t splits = is_alltoall ? all * (size_t)team->size : 0;
     int64_t total = 0;
-    if (rows.count != (uint64_t)team->size * (uint64_t)count * told) {
+    if (rows.count != (is_alltoall ? splits : all)) {
         return HORO_ERR_INTERNAL;
     }
-    HR_TRY(allocate_rows(request, (size_t)team->size));
+    int64_t *first_dims = calloc(all, sizeof *first_dims); /* of the first tensor; the others' point into it */
+    HR_TRY(first_dims == NULL ? HORO_ERR_RESOURCE : HORO_OK);
+    for (int i = 0; i < count; i++) {
+        request->gathered[i].first_dims = first_dims + (size_t)i * (size_t)team->size;
+    }
+    if (is_alltoall && (request->splits = calloc(splits, sizeof *request->splits)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
     HR_TRY(read_rows(request, team, rows));
     for (int i = 0; i < count; i++) {
         if (!measure(request, i, team->size, &total)) {

@@ -139,18 +139,6 @@ int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, i
     return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, &ranks, error);
 }
 
-static void attach(struct hr_on_gpu *gpu, struct hr_lane *lane) {
-    struct hr_gpu_team *team = gpu->connecting;
-    gpu->connecting = NULL;
-    team->lane = lane;
-    team->next = atomic_load(&gpu->teams);
-    if (lane->team->number != 0) {
-        (void)hr_team_name(lane->team, team->name);
-    }
-    atomic_store(&gpu->teams, team);
-    atomic_store(&lane->on_gpu, &team->base);
-}
-
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error) {
     const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     struct hr_on_gpu *gpu;
@@ -169,7 +157,7 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
         return hr_fail(error, HORO_ERR_RESOURCE, "%s", comm->failure.text);
     }
     if (is_world) {
-        attach(gpu, hr_engine_world(engine));
+        hr_gpu_attach(engine, hr_engine_world(engine));
     }
     return HORO_OK;
 }
@@ -178,16 +166,24 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
 
 void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
-    if (gpu != NULL && gpu->connecting != NULL) {
-        attach(gpu, lane);
+    struct hr_gpu_team *team = gpu == NULL ? NULL : gpu->connecting;
+    if (team == NULL) {
+        return;
     }
+    gpu->connecting = NULL;
+    team->lane = lane;
+    team->next = atomic_load(&gpu->teams);
+    if (lane->team->number != 0) {
+        (void)hr_team_name(lane->team, team->name);
+    }
+    atomic_store(&gpu->teams, team);
+    atomic_store(&lane->on_gpu, &team->base);
 }
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
     if (team != NULL) {
         team->lane = NULL;
-        team->is_gone = 1;
         atomic_store(&atomic_load(&engine->on_gpu)->is_busy, 1);
     }
 }
@@ -202,7 +198,7 @@ static int wind_up(struct hr_nccl_comm *comm) {
 }
 
 static int is_over(const struct hr_gpu_team *team) {
-    return team->is_gone && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
+    return team->lane == NULL && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
 }
 
 /* Takes teams out of the list that are gone and at their end. */
@@ -228,18 +224,13 @@ static int64_t look_within(const struct hr_gpu_team *team) {
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
         return team->batch.phase == HR_NCCL_HELD ? HR_NCCL_LOOK_SOON_NS
-               : team->is_gone                   ? GONE_LOOK_NS
+               : team->lane == NULL                   ? GONE_LOOK_NS
                : team->comm.is_in_flight         ? HR_NCCL_LOOK_NS
                                                  : 0;
     case HR_NCCL_ENDING: return GONE_LOOK_NS;
     case HR_NCCL_BROKEN: return HR_NCCL_LOOK_NS;
     default: return 0;
     }
-}
-
-static int is_busy(const struct hr_gpu_team *team) {
-    return team->batch.phase != HR_NCCL_NO_BATCH || team->comm.is_in_flight || team->is_gone ||
-           (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
 /*
@@ -256,7 +247,7 @@ static int look(struct hr_gpu_team *team) {
         return 0;
     }
     team->look_ns = now_ns + within_ns;
-    return team->is_gone ? wind_up(&team->comm) : hr_nccl_poll(&team->comm);
+    return team->lane == NULL ? wind_up(&team->comm) : hr_nccl_poll(&team->comm);
 }
 
 /* NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. */
@@ -292,7 +283,8 @@ static int turn(struct hr_part *part) {
         moved |= look(team) | team->has_moved | turn_broken(team);
         team->has_moved = 0;
         any_over |= is_over(team);
-        any_busy |= is_busy(team);
+        any_busy |= team->batch.phase != HR_NCCL_NO_BATCH || team->comm.is_in_flight || team->lane == NULL ||
+                    (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
         const int64_t within_ns = look_within(team);
         soonest_ns = within_ns > 0 && (soonest_ns == 0 || within_ns < soonest_ns) ? within_ns : soonest_ns;
     }

@@ -42,7 +42,6 @@ struct hr_gpu_team {
     struct hr_nccl_calls calls;
     struct hr_nccl_batch batch;
     char name[HR_TEAM_NAME_BYTES]; /* for messages; empty: the world */
-    int is_gone;
     int has_moved;   /* a batch has changed the communicator */
     int is_told;     /* the group has been told that it is BROKEN */
     int64_t look_ns; /* when to look again at what runs on the GPU */

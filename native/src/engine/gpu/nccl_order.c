@@ -34,19 +34,6 @@ static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
 
 /* ---- The order ---- */
 
-/*
- * Of a batch of the world: whether there is no other team. All ranks answer alike, for the world's log says which teams
- * there are at this record. What was launched without a number comes before the first record that adds a team.
- */
-static int is_alone(const struct hr_gpu_team *team) {
-    for (int i = 1; i < HR_TEAMS_MAX; i++) {
-        if (team->engine->requests.places[i].is_used) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* Equal numbers go by the number of the team. */
 static int is_first(const struct hr_gpu_team *team) {
     const int64_t mine = team->batch.number;
@@ -155,44 +142,46 @@ static int begin(struct hr_backend *backend, const struct hr_work *work) {
     const struct hr_batch *batch = &team->lane->executor.batch;
     atomic_store(&gpu_of(team)->is_busy, 1); /* in front of all that it puts on the stream */
     team->batch = (struct hr_nccl_batch){.requests = batch->requests, .count = batch->request_count, .work = *work};
-    if (team->lane->team->number == 0 && is_alone(team)) {
+    /*
+     * All ranks answer alike whether there is another team, for the world's log says which there are at this record.
+     * What was launched without a number comes before the first record that adds a team.
+     */
+    int is_alone = team->lane->team->number == 0;
+    for (int i = 1; i < HR_TEAMS_MAX; i++) {
+        is_alone &= !team->engine->requests.places[i].is_used;
+    }
+    if (is_alone) {
         const int moved = go_out(team);
         return moved < 0 ? moved : HORO_OK;
     }
     return propose(team);
 }
 
-/* One mark serves all requests of the batch: thousands of events, one for each, would fill the stream. */
-static int move_marks(struct hr_gpu_team *team) {
+/* It is all on the stream: one mark is behind it, for all its requests. One event for each would fill the stream. */
+static int end_batch(struct hr_gpu_team *team) {
     const struct hr_nccl_batch *batch = &team->batch;
     struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
     struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
-    HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
-    for (size_t i = 1; i < batch->count; i++) {
-        hr_mark_keep(mark);
-        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
-        batch->requests[i]->cargo.data = mark;
+    struct hr_device_visit visit;
+    atomic_store(&gpu_of(team)->is_busy, 1);
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
+    if (status == HORO_OK) {
+        status = hr_mark_move(mark, team->comm.stream, &team->comm.failure);
+        hr_device_leave(team->comm.device, &visit);
+    }
+    if (status != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
+        return HR_STILL;
     }
     hr_mark_keep(mark);
     const unsigned last = (in_flight->first + in_flight->count++) % HR_NCCL_BATCHES_MAX;
     in_flight->marks[last] = mark;
     in_flight->weights[last] = batch->weight;
     in_flight->weight += batch->weight;
-    return HORO_OK;
-}
-
-/* It is all on the stream: the marks are behind it now. */
-static int end_batch(struct hr_gpu_team *team) {
-    struct hr_device_visit visit;
-    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
-    if (status == HORO_OK) {
-        status = move_marks(team);
-        hr_device_leave(team->comm.device, &visit);
-    }
-    atomic_store(&gpu_of(team)->is_busy, 1);
-    if (status != HORO_OK) {
-        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
-        return HR_STILL;
+    for (size_t i = 1; i < batch->count; i++) {
+        hr_mark_keep(mark);
+        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
+        batch->requests[i]->cargo.data = mark;
     }
     team->batch.phase = HR_NCCL_NO_BATCH;
     return HR_DONE;

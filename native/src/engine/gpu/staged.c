@@ -77,18 +77,6 @@ void hr_engine_end_cuda(struct hr_engine *engine) {
     }
 }
 
-static int refuse(const horo_request *call, struct hr_error *error) {
-    if (call->op == HORO_BARRIER) {
-        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
-    }
-    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
-                       hr_op_name(call->op), call->name);
-    }
-    return HORO_OK;
-}
-
 /* One piece of host memory for values and result, but for a reduce-scatter, whose result lies behind the values. */
 static void describe(const struct hr_engine *engine, const struct hr_request *request,
                      struct hr_staged_tensor *staged) {
@@ -125,10 +113,18 @@ static struct hr_staging *staging_of(const struct hr_request *request) {
     return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
 }
 
-int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+/* Begins to copy the values to the host, where the request has them then. */
+static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     struct hr_stager *stager = atomic_load(&engine->stager);
-    HR_TRY(refuse(call, error));
+    if (call->op == HORO_BARRIER) {
+        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+    }
+    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
+                       hr_op_name(call->op), call->name);
+    }
     if (stager == NULL) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
                        hr_op_name(call->op), call->name);
@@ -157,17 +153,36 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     return HORO_OK;
 }
 
-void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
-    struct hr_error error = {0};
-    if (hr_staging_launch(staging_of(request), request, &error) == HORO_OK) {
-        return;
-    }
-    hr_drive_lock(&engine->drive);
-    struct hr_request *refused = hr_requests_find(&engine->requests, handle); /* it may have been released meanwhile */
-    if (refused != NULL) {
-        fail_locked(engine, refused, error.code, error.text);
-    }
+hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
+    struct hr_request *request = NULL;
+    struct hr_error failure = {0};
+    HR_TRY(hr_requests_create(&engine->requests, call, &request, error));
+    hr_drive_lock(&engine->drive); /* nothing is done on the GPU for one that is refused */
+    hr_status status = hr_requests_check(&engine->requests, request, error);
+    const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
     hr_drive_unlock(&engine->drive);
+    if (stays) {
+        status = hr_gpu_place(engine, request, error);
+    }
+    if (status == HORO_OK && request->cargo.data == NULL) {
+        status = stage(engine, request, error);
+    }
+    if (status != HORO_OK) {
+        hr_request_destroy(request);
+        return status;
+    }
+    struct hr_staging *staging = staging_of(request);
+    HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
+    /* one that is staged gets into the queue when its values are there */
+    if (staging != NULL && hr_staging_launch(staging, request, &failure) != HORO_OK) {
+        hr_drive_lock(&engine->drive);
+        struct hr_request *refused = hr_requests_find(&engine->requests, *handle); /* it may have been released */
+        if (refused != NULL) {
+            fail_locked(engine, refused, failure.code, failure.text);
+        }
+        hr_drive_unlock(&engine->drive);
+    }
+    return HORO_OK;
 }
 
 /* The parts that a call needs of a request that another thread may release meanwhile. */

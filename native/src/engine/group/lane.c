@@ -298,7 +298,7 @@ static int lead(struct hr_lane *lane) {
         }
         hr_round_close(&lane->round);
     }
-    const int agreed = hr_leader_agree(leader, hr_lane_place(lane), ending_bytes(lane));
+    const int agreed = hr_leader_agree(leader, lane->executor.place, ending_bytes(lane));
     HR_TRY(agreed);
     if (leader->batch_due_ns != HR_NEVER) {
         hr_part_expect(&lane->part, leader->batch_due_ns);

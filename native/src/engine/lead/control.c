@@ -22,13 +22,6 @@ static int post_receive(const struct hr_leader *leader, struct hr_link *link) {
     return hr_post_recv_some(leader->team->transport, link->host, link->received, RECEIVE_BYTES, &link->recv);
 }
 
-static int open_link(const struct hr_leader *leader, struct hr_link *link, int host) {
-    *link = (struct hr_link){
-        .host = host, .leader_rank = leader->team->job_rank[leader->team->leader_of_host[host]], .open = 1};
-    link->received = malloc(RECEIVE_BYTES);
-    return link->received == NULL ? HORO_ERR_RESOURCE : post_receive(leader, link);
-}
-
 int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
     const struct hr_team *team = leader->team;
     leader->links = calloc((size_t)team->host_count, sizeof *leader->links);
@@ -40,13 +33,16 @@ int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
             continue;
         }
         leader->has_parent |= host < team->host;
-        const int status = open_link(leader, &leader->links[leader->link_count++], host);
+        const int rank = team->job_rank[team->leader_of_host[host]];
+        struct hr_link *link = &leader->links[leader->link_count++];
+        *link = (struct hr_link){.host = host, .leader_rank = rank, .open = 1, .received = malloc(RECEIVE_BYTES)};
+        const int status = link->received == NULL ? HORO_ERR_RESOURCE : post_receive(leader, link);
         if (status == HORO_ERR_RESOURCE) {
             return hr_fail(error, status, "no memory for the link to host %d", host);
         }
         if (status != HORO_OK) {
             return hr_fail(error, status, "host %d has no connection for agreement to host %d (%s)", team->host, host,
-                           leader->team->node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
+                           team->node->host_name_of_rank[rank]);
         }
     }
     return HORO_OK;
@@ -63,51 +59,37 @@ void hr_leader_close_links(struct hr_leader *leader) {
     free(leader->links);
 }
 
-static int send_next(const struct hr_leader *leader, struct hr_link *link) {
-    if (link->send.state == HR_IO_POSTED || hr_buffer_size(&link->out) == 0) {
-        return HR_STILL;
-    }
-    struct hr_buffer sent = link->sending;
-    hr_buffer_consume(&sent, hr_buffer_size(&sent));
-    link->sending = link->out;
-    link->out = sent;
-    struct hr_transport *transport = leader->team->transport;
-    HR_TRY(transport->ops->post(transport, HR_SEND, link->host, HR_CHANNEL_CONTROL,
-                                (char *)link->sending.data + link->sending.begin, hr_buffer_size(&link->sending),
-                                &link->send));
-    atomic_fetch_add_explicit(&leader->team->node->counts.messages_sent, 1, memory_order_relaxed);
-    return HR_MOVED;
-}
-
-static int receive_next(const struct hr_leader *leader, struct hr_link *link) {
-    if (link->recv.state == HR_IO_FAILED) {
-        return HORO_ERR_PEER_LOST;
-    }
-    if (link->recv.state != HR_IO_DONE) {
-        return HR_STILL;
-    }
-    HR_TRY(hr_buffer_append(&link->in, link->received, link->recv.done_bytes));
-    HR_TRY(post_receive(leader, link));
-    return HR_MOVED;
-}
-
 /* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
 static int progress_link(const struct hr_leader *leader, struct hr_link *link) {
+    struct hr_transport *transport = leader->team->transport;
+    int moved = HR_STILL;
     if (!link->open) {
         return HR_STILL;
     }
-    const int received = link->has_no_memory ? HR_STILL : receive_next(leader, link);
-    if (received < 0) {
-        link->has_no_memory = received != HORO_ERR_PEER_LOST;
-        return received;
+    if (!link->has_no_memory && link->recv.state == HR_IO_FAILED) {
+        return HORO_ERR_PEER_LOST;
     }
-    const int sent = send_next(leader, link);
-    return sent < 0 ? sent : received | sent;
-}
-
-struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
-    const int local_size = leader->team->local_size;
-    return member < local_size ? NULL : &leader->links[leader->has_parent + member - local_size];
+    if (!link->has_no_memory && link->recv.state == HR_IO_DONE) {
+        int status = hr_buffer_append(&link->in, link->received, link->recv.done_bytes);
+        status = status == HORO_OK ? post_receive(leader, link) : status;
+        if (status != HORO_OK) {
+            link->has_no_memory = status != HORO_ERR_PEER_LOST;
+            return status;
+        }
+        moved = HR_MOVED;
+    }
+    if (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0) {
+        struct hr_buffer sent = link->sending;
+        hr_buffer_consume(&sent, hr_buffer_size(&sent));
+        link->sending = link->out;
+        link->out = sent;
+        HR_TRY(transport->ops->post(transport, HR_SEND, link->host, HR_CHANNEL_CONTROL,
+                                    (char *)link->sending.data + link->sending.begin, hr_buffer_size(&link->sending),
+                                    &link->send));
+        atomic_fetch_add_explicit(&leader->team->node->counts.messages_sent, 1, memory_order_relaxed);
+        moved = HR_MOVED;
+    }
+    return moved;
 }
 
 int hr_leader_sends_left(const struct hr_leader *leader) {
@@ -122,15 +104,6 @@ int hr_leader_sends_left(const struct hr_leader *leader) {
 
 /* ---- Members ---- */
 
-int hr_leader_send_down(struct hr_leader *leader, const void *frames, size_t bytes) {
-    for (int i = leader->has_parent; i < leader->link_count; i++) {
-        if (leader->links[i].open) {
-            HR_TRY(hr_buffer_append(&leader->links[i].out, frames, bytes));
-        }
-    }
-    return HORO_OK;
-}
-
 int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
     const uint8_t *front = hr_buffer_front(&leader->log_out);
     const size_t bytes = hr_buffer_size(&leader->log_out) - mark;
@@ -138,7 +111,11 @@ int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
         return HORO_OK;
     }
     hr_carry_clear(&leader->carry);
-    return hr_leader_send_down(leader, front + mark, bytes);
+    for (int i = leader->has_parent; i < leader->link_count; i++) {
+        struct hr_link *link = &leader->links[i];
+        HR_TRY(link->open ? hr_buffer_append(&link->out, front + mark, bytes) : HORO_OK);
+    }
+    return HORO_OK;
 }
 
 int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
@@ -227,8 +204,7 @@ void hr_leader_close_log(struct hr_leader *leader) {
 /* ---- Messages of other leaders ---- */
 
 /* Not the root: the next record of the log. */
-static int take_record(struct hr_leader *leader, const struct hr_wire_message *record, const uint8_t *frame,
-                       size_t frame_bytes) {
+static int take_record(struct hr_leader *leader, const struct hr_wire_message *record) {
     const int moved = hr_leader_report(leader); /* before apply, see agree.h */
     HR_TRY(moved);
     if (leader->log_closed || (record->type == HR_WIRE_LEAVE && leader->team->number != 0)) {
@@ -241,12 +217,12 @@ static int take_record(struct hr_leader *leader, const struct hr_wire_message *r
         HR_TRY(hr_agree_apply(&leader->agree, record));
     }
     const size_t mark = hr_buffer_size(&leader->log_out);
-    HR_TRY(hr_buffer_append(&leader->log_out, frame, frame_bytes));
+    HR_TRY(hr_frame_pass(&leader->log_out, record));
     return hr_leader_hand_down(leader, mark);
 }
 
 static int handle_message(struct hr_leader *leader, int link_index, const struct hr_wire_message *message,
-                          const uint8_t *frame, size_t frame_bytes, int64_t now_ns) {
+                          int64_t now_ns) {
     struct hr_node *node = leader->team->node;
     const int from_parent = leader->has_parent && link_index == 0;
     if (message->rank >= node->size || message->by >= node->size) {
@@ -266,25 +242,12 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
     default: break;
     }
     if (from_parent && hr_wire_is_record(message->type)) {
-        return take_record(leader, message, frame, frame_bytes);
+        return take_record(leader, message);
     }
     const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
     const int member = leader->team->local_size + link_index - leader->has_parent;
     return from_parent ? handle(leader, -1, message, at_ns)
                        : hr_leader_announce(leader, member, message, at_ns);
-}
-
-static int handle_frames(struct hr_leader *leader, int link_index, int64_t now_ns) {
-    struct hr_buffer *in = &leader->links[link_index].in;
-    struct hr_wire_message message;
-    size_t bytes;
-    int status;
-    while ((status = hr_frame_peek(in, &message, &bytes)) == HORO_OK) {
-        leader->has_news = 1;
-        HR_TRY(handle_message(leader, link_index, &message, hr_buffer_front(in), bytes, now_ns));
-        hr_buffer_consume(in, bytes);
-    }
-    return status < 0 ? status : HORO_OK;
 }
 
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
@@ -299,7 +262,15 @@ int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
         if (status < 0 && status != HORO_ERR_PEER_LOST) {
             return status;
         }
-        HR_TRY(handle_frames(leader, i, now_ns)); /* also what came before the link broke: the LEAVE record perhaps */
+        struct hr_wire_message message; /* also one from before the link broke: the LEAVE record perhaps */
+        size_t bytes;
+        int peeked;
+        while ((peeked = hr_frame_peek(&link->in, &message, &bytes)) == HORO_OK) {
+            leader->has_news = 1;
+            HR_TRY(handle_message(leader, i, &message, now_ns));
+            hr_buffer_consume(&link->in, bytes);
+        }
+        HR_TRY(peeked);
         if (status == HORO_ERR_PEER_LOST) {
             link->open = 0;
             if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(team)) {
@@ -338,35 +309,30 @@ static int tell(struct hr_leader *leader, const struct hr_wire_message *message)
     return HORO_OK;
 }
 
-int hr_leader_tell_done(struct hr_leader *leader) {
-    const int is_told = leader->told_done;
-    leader->told_done = 1;
-    return is_told ? HORO_OK : tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE,
-                                                                      .rank = leader->team->node->rank});
-}
-
-/* Each leader passes an abort on once, to all its neighbours. */
-static int tell_abort(struct hr_leader *leader) {
+/* Tells the neighbours, once of each: that all here is done, or of an abort. */
+static int tell_end(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
-    if (end.code == 0 || leader->told_abort) {
+    if (end.code == 0 ? leader->told_done : leader->told_abort) {
         return HORO_OK;
+    }
+    if (end.code == 0) {
+        leader->told_done = 1;
+        return tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = leader->team->node->rank});
     }
     leader->told_abort = 1;
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
-    struct hr_wire_message message = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
-                                      .rank = end.rank,
-                                      .status = end.code,
-                                      .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
-                                      .by = end.by};
-    if (words != NULL) {
-        message.text = (struct hr_wire_text){words, strlen(words)};
-    }
-    return tell(leader, &message);
+    return tell(leader, &(struct hr_wire_message){
+                            .type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
+                            .rank = end.rank,
+                            .status = end.code,
+                            .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
+                            .by = end.by,
+                            .text = {words, words == NULL ? 0 : strlen(words)}});
 }
 
 int hr_leader_flush_links(struct hr_leader *leader) {
-    HR_TRY(tell_abort(leader));
+    HR_TRY(tell_end(leader));
     (void)hr_node_progress(leader->team->node);
     for (int i = 0; i < leader->link_count; i++) {
         if (progress_link(leader, &leader->links[i]) < 0) {

@@ -239,14 +239,6 @@ static int write_records(struct hr_leader *leader, struct hr_buffer *records) {
     return HR_MOVED;
 }
 
-static int write_tuning(struct hr_leader *leader) {
-    hr_drive_lock(leader->drive);
-    const int written = write_records(leader, &leader->tuning);
-    atomic_store(&leader->is_tuning_due, 0);
-    hr_drive_unlock(leader->drive);
-    return written;
-}
-
 static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     if (hr_buffer_size(&leader->at_once) > 0 && !leader->log_closed) {
         return write_records(leader, &leader->at_once);
@@ -260,8 +252,13 @@ static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t endin
     if (!may_form_batch(leader, place, ending)) {
         return HR_STILL;
     }
-    const int tuned = leader->is_tuning_due ? write_tuning(leader) : HR_STILL;
-    HR_TRY(tuned);
+    if (leader->is_tuning_due) {
+        hr_drive_lock(leader->drive);
+        const int written = write_records(leader, &leader->tuning);
+        atomic_store(&leader->is_tuning_due, 0);
+        hr_drive_unlock(leader->drive);
+        HR_TRY(written);
+    }
     HR_TRY(write_batches(leader, leader->team->host_count > 1)); /* between hosts what is ready goes at once */
     return HR_MOVED;
 }

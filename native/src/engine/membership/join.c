@@ -150,30 +150,28 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
 
 /* ---- Leaders ---- */
 
-/* At a time of this host's: when the rank called, or when the message of another host came. */
-static int note_joined(struct hr_leader *leader, int rank, uint64_t at) {
-    const struct hr_wire_message joined = {
-        .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}; /* a record has none */
-    hr_agree_note_absence(&leader->agree, rank, at);
-    return hr_frame_put(hr_leader_up(leader), &joined);
-}
-
 int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_lane *lane = owner;
     struct hr_leader *leader = &lane->leader;
-    struct hr_link *link = hr_leader_link_of(leader, member);
+    const int below = leader->team->local_size - leader->has_parent; /* the member of a link, less its index */
+    uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
     if (member == 0 && leader->link_count > 0) {
         /* a leader that joins after others has heard of those: it reads what its links have for it first */
         (void)hr_node_progress(lane->node);
         const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
         HR_TRY(heard);
     }
-    if (link == NULL) {
-        return note_joined(leader, message->rank, message->at);
+    if (member >= leader->team->local_size) {
+        struct hr_link *link = &leader->links[member - below];
+        const int is_later = message->at > link->told_at;
+        link->told_at = is_later ? message->at : link->told_at;
+        at = is_later ? (uint64_t)now_ns : 0;
     }
-    const int is_later = message->at > link->told_at;
-    link->told_at = is_later ? message->at : link->told_at;
-    return note_joined(leader, message->rank, is_later ? (uint64_t)now_ns : 0);
+    hr_agree_note_absence(&leader->agree, message->rank, at);
+    return hr_frame_put(hr_leader_up(leader),
+                        &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                  .rank = message->rank,
+                                                  .at = leader->is_root ? 0 : at}); /* a record has none */
 }
 
 /* ---- Stand-ins: neutral elements ---- */

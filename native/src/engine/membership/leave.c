@@ -123,16 +123,6 @@ static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
 }
 
-/* Operations of other teams that are not done by now end here. */
-static int begin_closing(struct hr_engine *engine) {
-    for (int i = 1; i < engine->lane_count; i++) {
-        hr_lane_cancel(engine->lanes[i]);
-    }
-    begin_stage(engine, HR_STAGE_CLOSING);
-    begin_grace(engine, hr_now_ns());
-    return HR_MOVED;
-}
-
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = hr_engine_world(engine);
     /* requests from before the call are announced before, by a part behind this one */
@@ -150,7 +140,15 @@ static int turn_running(struct hr_engine *engine) {
     for (int i = 1; i < engine->lane_count; i++) {
         may_close &= engine->leaving.is_late || has_run_out(engine->lanes[i]);
     }
-    return may_close ? begin_closing(engine) : HR_STILL;
+    if (!may_close) {
+        return HR_STILL;
+    }
+    for (int i = 1; i < engine->lane_count; i++) {
+        hr_lane_cancel(engine->lanes[i]); /* what is not done by now ends here */
+    }
+    begin_stage(engine, HR_STAGE_CLOSING);
+    begin_grace(engine, hr_now_ns());
+    return HR_MOVED;
 }
 
 /* ---- CLOSING, ENDING and ENDED ---- */
@@ -194,7 +192,6 @@ static int turn_ending(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->drive.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
-            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(&lane->leader));
             const int all = hr_leader_flush_links(&lane->leader);
             flushed = all < 0 ? flushed : flushed && all;
         }

@@ -122,7 +122,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
     const struct hr_wire_lane head = {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
-        .executed = hr_lane_place(lane),
+        .executed = lane->executor.place,
         .count = count + (lane->port.state == HR_PORT_PAUSED),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
@@ -154,17 +154,6 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     return HORO_OK;
 }
 
-static int still_waits(const struct hr_engine *engine) {
-    const struct hr_blocked *blocked = &engine->blocked;
-    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
-                blocked->passed == engine->requests.passed;
-    for (int i = 0; i < blocked->count && waits; i++) {
-        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
-        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
-    }
-    return waits;
-}
-
 int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->blocked;
     struct hr_announcer *announcer = &hr_engine_world(engine)->announcer;
@@ -173,7 +162,13 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
     HR_TRY(hr_frame_begin(&announcer->out, &mark));
     hr_drive_lock(&engine->drive);
     atomic_store(&blocked->is_new, 0);
-    blocked->is_told = still_waits(engine);
+    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
+                blocked->passed == engine->requests.passed;
+    for (int i = 0; i < blocked->count && waits; i++) {
+        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
+        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
+    }
+    blocked->is_told = waits;
     blocked->count = blocked->is_told ? blocked->count : 0;
     const struct hr_wire_message none = {.type = HR_WIRE_BLOCKED, .rank = engine->node->rank};
     const int status = blocked->is_told ? put_report(engine, &announcer->out) : hr_wire_put(&announcer->out, &none);
@@ -194,25 +189,18 @@ int hr_blocked_handle(void *owner, int member, const struct hr_wire_message *mes
         hr_part_expect(&lane->engine->deadlock, 0); /* it may be judged */
         return hr_deadlock_note(&lane->engine->judge, lane->node->size, message, now_ns);
     }
-    size_t mark;
-    struct hr_buffer *out = hr_leader_up(&lane->leader);
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_buffer_append(out, message->bytes, message->byte_count));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_frame_pass(hr_leader_up(&lane->leader), message);
 }
 
 /* Asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
 static int ask(struct hr_lane *lane, const struct hr_wire_message *query) {
     /* partner: hr_engine_blocked_question. Who waits looks there from time to time, so nobody is called. */
     atomic_store(&lane->node->arena.header->blocked_question, query->question);
-    struct hr_buffer frame = {0};
-    int status = hr_frame_put(&frame, query);
-    if (status == HORO_OK) {
-        status = hr_leader_send_down(&lane->leader, hr_buffer_front(&frame), hr_buffer_size(&frame));
+    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
+        HR_TRY(link->open ? hr_frame_put(&link->out, query) : HORO_OK);
     }
-    hr_buffer_fini(&frame);
-    return status;
+    return HORO_OK;
 }
 
 int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {

@@ -154,19 +154,6 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
 }
 
 /* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
-static int any_is_complete(struct submitted *all, size_t count, const struct team *teams) {
-    uint32_t others = 0; /* that have submitted this name, and not all */
-    qsort(all, count, sizeof *all, compare);
-    for (size_t i = 0; i < count; i++) {
-        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
-        others += all[i].has_all == 0;
-        if (all[i].hash != HR_WIRE_ALL_NAMES && others + teams[all[i].team].with_all >= teams[all[i].team].members) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int can_finish(const struct hr_deadlock *deadlock) {
     struct team teams[HORO_TEAMS_MAX] = {{0}};
     size_t count;
@@ -185,7 +172,15 @@ static int can_finish(const struct hr_deadlock *deadlock) {
             *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
         }
     }
-    const int is_complete = any_is_complete(all, count, teams);
+    qsort(all, count, sizeof *all, compare);
+    int is_complete = 0;
+    uint32_t others = 0; /* that have submitted this name, and not all */
+    for (size_t i = 0; i < count; i++) {
+        const struct team *team = &teams[all[i].team];
+        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
+        others += all[i].has_all == 0;
+        is_complete |= all[i].hash != HR_WIRE_ALL_NAMES && others + team->with_all >= team->members;
+    }
     free(all);
     return is_complete;
 }
@@ -226,16 +221,6 @@ static size_t name_ranks(const struct hr_deadlock *deadlock, int first, char *te
     return (size_t)snprintf(text, text_bytes, "rank%s %s", count == 1 ? "" : "s", numbers);
 }
 
-/* The first rank that may go on by another thread, -1 if there is none. */
-static int find_open(const struct hr_deadlock *deadlock) {
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        if (report_of(deadlock, rank).others.bytes > 0) {
-            return rank;
-        }
-    }
-    return -1;
-}
-
 static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     size_t used = 0;
     for (int rank = 0; rank < deadlock->size; rank++) {
@@ -261,37 +246,35 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     return used;
 }
 
-/* All ranks are to be asked, unless they have been. */
-static enum hr_verdict confirm(struct hr_deadlock *deadlock) {
-    if (deadlock->question != 0) {
-        return deadlock->answers == deadlock->size ? HR_VERDICT_DEADLOCK : HR_VERDICT_NONE;
-    }
-    deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
-    deadlock->question = deadlock->last_question;
-    deadlock->answers = 0;
-    return HR_VERDICT_ASK;
-}
-
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
+    int open = 0; /* the first rank that may go on by another thread */
     deadlock->is_judged = 1;
     if (can_finish(deadlock)) {
         return HR_VERDICT_NONE;
     }
-    const int open = find_open(deadlock);
-    const enum hr_verdict verdict = open < 0 ? confirm(deadlock) : HR_VERDICT_OPEN;
-    if (verdict == HR_VERDICT_NONE || verdict == HR_VERDICT_ASK) {
-        return verdict;
+    while (open < deadlock->size && report_of(deadlock, open).others.bytes == 0) {
+        open++;
+    }
+    if (open < deadlock->size) {
+        const struct hr_wire_text others = report_of(deadlock, open).others;
+        const size_t used = describe_waits(deadlock, text, text_bytes);
+        (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
+                       (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
+        deadlock->is_judged = deadlock->is_open;
+        deadlock->is_open = 1;
+        return HR_VERDICT_OPEN;
+    }
+    if (deadlock->question == 0) { /* all ranks are to be asked */
+        deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
+        deadlock->question = deadlock->last_question;
+        deadlock->answers = 0;
+        return HR_VERDICT_ASK;
+    }
+    if (deadlock->answers < deadlock->size) {
+        return HR_VERDICT_NONE;
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
-    if (verdict == HR_VERDICT_DEADLOCK) {
-        (void)snprintf(text + used, text_bytes - used,
-                       "; has a rank fewer batches, or has it skipped a backward() or step()?");
-        return verdict;
-    }
-    const struct hr_wire_text others = report_of(deadlock, open).others;
-    (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
-                   (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
-    deadlock->is_judged = deadlock->is_open;
-    deadlock->is_open = 1;
-    return HR_VERDICT_OPEN;
+    (void)snprintf(text + used, text_bytes - used,
+                   "; has a rank fewer batches, or has it skipped a backward() or step()?");
+    return HR_VERDICT_DEADLOCK;
 }

@@ -11,7 +11,6 @@
 #include "base/traits.h"
 #include "engine/gpu/gpu.h"
 #include "engine/report/report.h"
-#include "engine/report/stall.h"
 #include "wire/frame.h"
 
 /* While others are waited for, a rank looks STEPS times per period; it is silent once it has missed half of them. */
@@ -229,7 +228,7 @@ static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
         const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
         if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
             atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
-                hr_lane_place(lane)) {
+                lane->executor.place) {
             return team->job_rank[team->rank_of_local[i]];
         }
     }
@@ -279,31 +278,6 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
 }
 
 /* ---- Looks ---- */
-
-/* Shows the ranks here that this one is alive; whether it was stopped for a while. */
-static int show_alive(struct hr_engine *engine, int64_t now_ns) {
-    const struct hr_node *node = engine->node;
-    _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
-    const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (engine->drive.expects_others && node->stall_warning_ns > 0) {
-        atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
-    }
-    return was_stopped;
-}
-
-/* Shows the leaders here the oldest call that waits behind a refusal. */
-static void show_behind(struct hr_engine *engine) {
-    uint64_t behind = 0;
-    hr_drive_lock(&engine->drive);
-    for (const struct hr_request *request = engine->requests.oldest; request != NULL; request = request->newer) {
-        if (request->is_behind && request->refused == 0) {
-            behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->lane->team->number;
-            break;
-        }
-    }
-    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].behind, behind, memory_order_relaxed);
-    hr_drive_unlock(&engine->drive);
-}
 
 /* Notes what has moved since the last look. 0: nothing has. */
 static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
@@ -378,9 +352,25 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (engine->drive.stage != HR_STAGE_RUNNING) {
         return HR_NEVER;
     }
-    int64_t next_ns = engine->drive.expects_others ? next_look_ns(engine->node, now_ns) : HR_NEVER;
-    const int was_stopped = show_alive(engine, now_ns);
-    show_behind(engine);
+    const struct hr_node *node = engine->node;
+    int64_t next_ns = engine->drive.expects_others ? next_look_ns(node, now_ns) : HR_NEVER;
+    /* shows the ranks here that this one is alive */
+    _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
+    const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
+    if (engine->drive.expects_others && node->stall_warning_ns > 0) {
+        atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
+    }
+    uint64_t behind = 0; /* shows the leaders here the oldest call that waits behind a refusal */
+    hr_drive_lock(&engine->drive);
+    const struct hr_request *request = engine->requests.oldest;
+    while (request != NULL && (!request->is_behind || request->refused != 0)) {
+        request = request->newer;
+    }
+    if (request != NULL) {
+        behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->team->number;
+    }
+    atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, behind, memory_order_relaxed);
+    hr_drive_unlock(&engine->drive);
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t due_ns = check(engine->lanes[i], now_ns, was_stopped);
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;

@@ -3,8 +3,7 @@
 #include <string.h>
 
 #include "base/traits.h"
-#include "engine/engine.h"
-#include "engine/report/stall.h"
+#include "engine/report/report.h"
 
 static int member_count(const struct hr_lane *lane) {
     return lane->leader.agree.config.member_count;
@@ -26,24 +25,6 @@ static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled 
     }
 }
 
-static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
-    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
-                                            HR_NAMES_IN_TEXT);
-    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
-        const struct hr_agree_waiting *name = &waiting[i];
-        const int is_excused = !name->is_awaited || strcmp(name->name, HR_JOIN_NAME) == 0;
-        stalled->names[stalled->count++] = (struct hr_stalled_name){
-            .name = name->name, .is_excused = is_excused, .announced = name->announced};
-        stalled->oldest_ns = i == 0 || name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
-        if (!is_excused && name->since_ns < stalled->blocked_ns) {
-            stalled->blocked_ns = name->since_ns;
-        }
-    }
-    stalled->total = total;
-    find_behind(lane, now_ns, stalled);
-}
-
 /*
  * Of all that have not submitted something: what is excused, or anything else. Who has not joined may wait itself for a
  * rank that is late with something else.
@@ -62,7 +43,21 @@ static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled 
 
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
-    find_announced(lane, now_ns, stalled);
+    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
+    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
+                                            HR_NAMES_IN_TEXT);
+    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
+        const struct hr_agree_waiting *name = &waiting[i];
+        const int is_excused = !name->is_awaited || strcmp(name->name, HR_JOIN_NAME) == 0;
+        stalled->names[stalled->count++] = (struct hr_stalled_name){
+            .name = name->name, .is_excused = is_excused, .announced = name->announced};
+        stalled->oldest_ns = i == 0 || name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
+        if (!is_excused && name->since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = name->since_ns;
+        }
+    }
+    stalled->total = total;
+    find_behind(lane, now_ns, stalled);
     int missing = first_missing_of(lane, stalled, 0);
     missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
     stalled->is_elsewhere = missing >= lane->team->local_size;
@@ -114,16 +109,6 @@ static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char 
         }
     }
     return used;
-}
-
-/* Local members alike share a line, which the first of them begins. 0: another one has. */
-static int begins_line(const struct hr_lane *lane, const uint32_t *submitted, int member) {
-    for (int before = 0; before < member && member < lane->team->local_size; before++) {
-        if (submitted[before] == submitted[member]) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
@@ -178,9 +163,13 @@ void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stal
         submitted[member] = submitted_by(lane, stalled, member);
     }
     for (int member = 0; member < count && used < text_bytes; member++) {
+        const int is_local = member < lane->team->local_size;
+        int before = is_local ? 0 : member; /* local members alike share a line, which the first of them begins */
+        while (submitted[before] != submitted[member]) {
+            before++;
+        }
         /* of other hosts only those that lack something: there may be many */
-        if ((!is_whole(stalled, submitted[member]) || member < lane->team->local_size) &&
-            begins_line(lane, submitted, member)) {
+        if (before == member && (is_local || !is_whole(stalled, submitted[member]))) {
             used += write_line(lane, stalled, submitted, member, text + used, text_bytes - used);
         }
     }
