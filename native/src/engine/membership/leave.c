@@ -144,7 +144,7 @@ static int turn_running(struct hr_engine *engine) {
         return HR_STILL;
     }
     for (int i = 1; i < engine->lane_count; i++) {
-        hr_lane_cancel(engine->lanes[i]); /* what is not done by now ends here */
+        hr_lane_cancel(engine->lanes[i]); /* ends operations that are not done by now */
     }
     begin_stage(engine, HR_STAGE_CLOSING);
     begin_grace(engine, hr_now_ns());
