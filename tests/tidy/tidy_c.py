@@ -46,9 +46,9 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "lead": ("drive", "agree", "announce", "round"),
         "execute": ("group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute"),
+        "gpu": ("engine.h",),
         "membership": ("engine.h", "gpu"),
         "report": ("engine.h", "gpu"),
-        "gpu": ("engine.h",),
     }
 }
 """Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""

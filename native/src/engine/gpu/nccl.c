@@ -197,26 +197,6 @@ static int wind_up(struct hr_nccl_comm *comm) {
     return hr_nccl_poll(comm);
 }
 
-static int is_over(const struct hr_gpu_team *team) {
-    return team->lane == NULL && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
-}
-
-/* Takes teams out of the list that are gone and at their end. */
-static void drop_gone(struct hr_engine *engine, struct hr_on_gpu *gpu) {
-    struct hr_gpu_team *left = NULL;
-    struct hr_gpu_team *next;
-    for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = next) {
-        next = team->next;
-        if (is_over(team)) {
-            drop(engine, team);
-        } else {
-            team->next = left;
-            left = team;
-        }
-    }
-    atomic_store(&gpu->teams, left);
-}
-
 /* ---- The driver: looking after them ---- */
 
 static int64_t look_within(const struct hr_gpu_team *team) {
@@ -272,6 +252,10 @@ static int turn_broken(struct hr_gpu_team *team) {
     return 1;
 }
 
+static int is_over(const struct hr_gpu_team *team) {
+    return team->lane == NULL && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
+}
+
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
@@ -288,8 +272,19 @@ static int turn(struct hr_part *part) {
         const int64_t within_ns = look_within(team);
         soonest_ns = within_ns > 0 && (soonest_ns == 0 || within_ns < soonest_ns) ? within_ns : soonest_ns;
     }
-    if (any_over) {
-        drop_gone(engine, gpu);
+    if (any_over) { /* teams that are gone and at their end are taken out of the list */
+        struct hr_gpu_team *left = NULL;
+        struct hr_gpu_team *next;
+        for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = next) {
+            next = team->next;
+            if (is_over(team)) {
+                drop(engine, team);
+            } else {
+                team->next = left;
+                left = team;
+            }
+        }
+        atomic_store(&gpu->teams, left);
     }
     if (gpu != NULL) {
         engine->node->poll_within_ns = soonest_ns;

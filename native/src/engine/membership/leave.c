@@ -102,15 +102,6 @@ static int ask_to_leave(struct hr_engine *engine) {
     return HR_MOVED;
 }
 
-/* Whether this rank has nothing more to do in a batch of the lane that some members may have begun. */
-static int has_run_out(const struct hr_lane *lane) {
-    /* partner: hr_ring_write */
-    const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
-    return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
-           lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
-           written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
-}
-
 /* CLOSING or ENDING: from now on every message counts. */
 static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     for (int i = 0; i < engine->lane_count; i++) {
@@ -137,8 +128,14 @@ static int turn_running(struct hr_engine *engine) {
         begin_grace(engine, hr_now_ns());
     }
     int may_close = 1; /* operations of other teams are over, or not waited for any longer */
-    for (int i = 1; i < engine->lane_count; i++) {
-        may_close &= engine->leaving.is_late || has_run_out(engine->lanes[i]);
+    for (int i = 1; i < engine->lane_count && !engine->leaving.is_late; i++) {
+        const struct hr_lane *lane = engine->lanes[i];
+        const struct hr_executor *executor = &lane->executor;
+        /* partner: hr_ring_write */
+        const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
+        may_close &= (executor->state == HR_EXECUTION_IDLE || executor->state == HR_EXECUTION_LOST) &&
+                     lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+                     written == executor->log_position && hr_buffer_size(&executor->log_in) == 0;
     }
     if (!may_close) {
         return HR_STILL;

@@ -139,26 +139,6 @@ int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op) {
 
 /* ---- The driver's side ---- */
 
-/* The lowest number that is free; HR_TEAMS_MAX: none is. */
-static int free_number(const struct hr_engine *engine) {
-    const struct hr_place *places = engine->requests.places;
-    int team = 1;
-    while (team < HR_TEAMS_MAX && (places[team].is_used || places[team].id < 0)) {
-        team++;
-    }
-    return team;
-}
-
-/* Whether any of the ranks is on this host. */
-static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
-    const struct hr_team *world = hr_engine_world(engine)->team;
-    int has_local = 0;
-    for (uint32_t i = 0; i < ranks->value_count; i++) {
-        has_local |= world->host_of_rank[hr_wire_u32(ranks->values, i)] == world->host;
-    }
-    return has_local;
-}
-
 /* After a change of lanes, with the lock held: whether other hosts need this rank. */
 static void choose_driver(struct hr_engine *engine) {
     int leads = 0;
@@ -241,9 +221,18 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, s
         return HORO_ERR_INTERNAL;
     }
     if (request->call.op == HORO_ADD_TEAM) {
-        const int team = free_number(engine);
+        const struct hr_place *places = engine->requests.places;
+        const struct hr_team *world = hr_engine_world(engine)->team;
+        int has_local = 0; /* there are members on this host */
+        int team = 1;      /* the lowest number that is free */
+        for (uint32_t i = 0; i < decoded.value_count; i++) {
+            has_local |= world->host_of_rank[hr_wire_u32(decoded.values, i)] == world->host;
+        }
+        while (team < HR_TEAMS_MAX && (places[team].is_used || places[team].id < 0)) {
+            team++;
+        }
         if (team < HR_TEAMS_MAX) {
-            return add(engine, request, team, has_local_member(engine, &decoded));
+            return add(engine, request, team, has_local);
         }
         (void)hr_fail(error, HORO_ERR_RESOURCE,
                       "there are %d process sets already, and no more are possible: remove one that is not needed",

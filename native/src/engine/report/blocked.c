@@ -8,18 +8,6 @@
 
 /* ---- Callers, and their last report. Under the lock. ---- */
 
-static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
-    for (int32_t i = 0; i < count; i++) {
-        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        /* one whose values are on their way from a GPU is going to be announced */
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS ||
-            request->state == HR_REQUEST_STAGING) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* "'a' (train.py:12) and 'b' (train.py:40)". */
 static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
                      size_t text_bytes) {
@@ -91,7 +79,14 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     (void)snprintf(known_others, sizeof known_others, "%s", others);
     hr_drive_lock(&engine->drive);
     const int is_news = count > 0 || engine->blocked.count > 0;
-    if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
+    int all_wait = is_news && !is_repeated(engine, waits, count, question, known_others);
+    for (int32_t i = 0; i < count && all_wait; i++) {
+        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
+        /* one whose values are on their way from a GPU is going to be announced */
+        all_wait = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
+                   request->state != HR_REQUEST_STAGING;
+    }
+    if (all_wait) {
         keep(engine, waits, count, question, known_others);
     }
     hr_drive_unlock(&engine->drive);

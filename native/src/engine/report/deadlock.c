@@ -5,6 +5,7 @@
 #include <string.h>
 
 enum {
+    HEAD_BYTES = 1 + 4 + 4, /* of a report: type, rank and question */
     TAIL_BYTES = 160, /* kept free for the end of the sentence */
     WAITS_MAX = 255,  /* bytes shown of what a rank says that it waits for */
 };
@@ -15,14 +16,6 @@ void hr_deadlock_fini(struct hr_deadlock *deadlock) {
     }
     free(deadlock->reports);
     *deadlock = (struct hr_deadlock){0};
-}
-
-/* All but the number of the question, which stands behind type and rank. */
-static int says_the_same(const struct hr_buffer *before, const struct hr_wire_message *message) {
-    enum { HEAD_BYTES = 1 + 4 + 4 };
-    return message->byte_count > HEAD_BYTES && hr_buffer_size(before) == message->byte_count &&
-           memcmp(hr_buffer_front(before) + HEAD_BYTES, message->bytes + HEAD_BYTES,
-                  message->byte_count - HEAD_BYTES) == 0;
 }
 
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns) {
@@ -39,7 +32,10 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     struct hr_report *report = &deadlock->reports[message->rank];
     struct hr_buffer *last = &report->message;
     const uint32_t question = message->question;
-    if (says_the_same(last, message)) {
+    const int says_the_same = message->byte_count > HEAD_BYTES && hr_buffer_size(last) == message->byte_count &&
+                              memcmp(hr_buffer_front(last) + HEAD_BYTES, message->bytes + HEAD_BYTES,
+                                     message->byte_count - HEAD_BYTES) == 0;
+    if (says_the_same) {
         if (question != 0 && question == deadlock->question && question != report->answered) {
             report->answered = question;
             deadlock->answers++;
