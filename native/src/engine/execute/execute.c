@@ -381,7 +381,7 @@ static int take_log(struct hr_lane *lane) {
     HR_TRY(hr_buffer_reserve(in, available));
     in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
                             &lane->executor.log_position, in->data + in->end, available);
-    /* partner: slowest_reader */
+    /* partner: flush_log */
     atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position);
     if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
         hr_team_wake_leader(lane->team);
