@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from horo.elastic import commits
@@ -51,6 +52,14 @@ class HostWorkers(HostRanks):
         memory = self._memory_of(slot, host)
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
+
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """SIGTERM to one worker and its process group, and SIGKILL after the grace time, or at once."""
+        if at_once:
+            self.kill_rank(worker)
+        else:
+            self.kill_rank(worker, signal.SIGTERM)
+            self._loop.call_later(self._grace_s, lambda: self.kill_rank(worker))
 
     def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:

@@ -172,9 +172,9 @@ class RemoteHost:
         for awaited in (self._ranks, self._to_start, self._to_end):
             awaited.update(ranks)
 
-    def kill_rank(self, worker: int) -> None:
-        """Has the agent kill one worker."""
-        self._send(encode(Kind.END, worker))
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """Has the agent end one worker, see ``HostWorkers``."""
+        self._send(encode_json(Kind.END, {"at_once": at_once}, worker))
 
     def release(self) -> None:
         """No worker will start there any more: ends the agent once all have ended."""
