@@ -341,11 +341,11 @@ def _exports(
         exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
-    if given.min_np is not None and given.elastic_dir is not None:
-        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     drop_replaced(given, line.from_file, exports)
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
+    if given.min_np is not None and given.elastic_dir is not None:
+        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     exports = set_all_names(exports, environment)
     check_environment({**environment, **tuning, **exports})
     useless = useless_marks(given, {**environment, **tuning, **exports})
