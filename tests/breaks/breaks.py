@@ -137,7 +137,7 @@ BREAKS = (
     ),
     Break(
         "cross-order",
-        "native/src/cross/doubling.c",
+        "native/src/cross/algorithms.c",
         "partner < host ? HR_ARRIVAL_IS_LEFT : HR_ARRIVAL_IS_RIGHT",
         "HR_ARRIVAL_IS_LEFT",
         "On four hosts, min and max of 0.0 and -0.0, and sums of NaNs, are not the same bits on all ranks.",
@@ -161,9 +161,9 @@ BREAKS = (
     ),
     Break(
         "backend-average-integers",
-        "native/src/backend/operands.h",
-        "hr_dtype_is_integer(dtype) ? (struct hr_scale){work->postscale, size} :",
-        "hr_dtype_is_integer(dtype) && size < 2 ? (struct hr_scale){work->postscale, size} :",
+        "native/src/backend/host.c",
+        "hr_dtype_is_integer(dtype) ? (struct hr_scale){postscale, size} :",
+        "hr_dtype_is_integer(dtype) && size < 2 ? (struct hr_scale){postscale, size} :",
         "The average of large integers is off by one.",
         "tests/native/test_integer_average.py",
     ),

@@ -50,7 +50,6 @@ struct hr_work {
 struct hr_backend;
 
 struct hr_backend_ops {
-    const char *name;
     /*
      * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which
      * ends the team, since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one
@@ -82,7 +81,10 @@ static inline void hr_backend_destroy(struct hr_backend *backend) {
 
 /* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
-/* The same, which does Adasum as well, by the collectives of one of those. */
-struct hr_backend *hr_adasum_create(struct hr_team *team);
+
+/* AVERAGE is a sum and a factor. */
+int hr_operation_of(int reduce_op);
+/* The scale for the sum of `dtype` over `size` ranks, where the user asked for `postscale` besides. */
+struct hr_scale hr_postscale_of(int reduce_op, double postscale, int dtype, int size);
 
 #endif

@@ -1,6 +1,5 @@
 #include "backend/carried.h"
 
-#include "backend/operands.h"
 #include "base/dtype.h"
 #include "collective/collective.h"
 #include "horo_gpu.h"
@@ -39,8 +38,7 @@ size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
 }
 
 static struct hr_scale postscale_of(const struct hr_team *team, const horo_request *call) {
-    const struct hr_work work = {.reduce_op = call->reduce_op, .postscale = call->postscale};
-    return hr_postscale_of(&work, codec_of(call)->wire_dtype, team->size);
+    return hr_postscale_of(call->reduce_op, call->postscale, codec_of(call)->wire_dtype, team->size);
 }
 
 static double partial_scale_of(const struct hr_team *team, const horo_request *call) {

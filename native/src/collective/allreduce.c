@@ -16,7 +16,6 @@
 #include <math.h>
 
 #include "collective/collective.h"
-#include "collective/two_level.h"
 
 static struct hr_range segment_of(const struct hr_allreduce *run, size_t k) {
     return hr_segment(run->segment_bytes, run->fused.bytes, k);
@@ -193,7 +192,7 @@ size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_allreduce *run = (struct hr_allreduce *)segments;
     const struct hr_team *team = run->segments.team;
     const struct hr_range share = own_share(run, k);
@@ -203,7 +202,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     cross_call.reduce_op = run->reduce_op;
     cross_call.scratch =
         team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
-    return hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
+    hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {

@@ -29,7 +29,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     }
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_broadcast *run = (struct hr_broadcast *)segments;
     const struct hr_team *team = segments->team;
     const struct hr_range share = hr_share(HR_LINE, segment_of(run, k).bytes, team->local_rank, run->owners);
@@ -38,7 +38,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     call.count = share.bytes;
     call.root_host = run->root_host;
     const struct hr_cross_ops *ops = run->fused.bytes <= team->tuning.tree ? &hr_cross_tree : &hr_cross_chain;
-    return hr_cross_begin(ops, cross, &call);
+    hr_cross_begin(ops, cross, &call);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {

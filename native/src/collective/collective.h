@@ -36,16 +36,6 @@ struct hr_broadcast {
     enum hr_store result_store;
 };
 
-/*
- * The ranks whose parts pass the slots now, in order of hosts: all, unless there are more than have room there at once.
- * Then one run over the slots follows the other.
- */
-struct hr_members {
-    const int *ranks;
-    int count;
-    int next; /* place in team->rank_by_host of the first rank of the next run */
-};
-
 struct hr_allgather {
     struct hr_segments segments;
     const struct hr_fused *by_rank;
@@ -104,6 +94,37 @@ struct hr_reducescatter {
     size_t share_count;
 };
 
+/* See adasum.c. */
+struct hr_adasum {
+    struct hr_task task;
+    struct hr_team *team;
+    struct hr_fused fused;
+    double prescale;
+    struct hr_scale postscale;
+    enum hr_adasum_phase stage;
+    /* Counts are of values as they travel. */
+    size_t width; /* bytes of a value */
+    size_t count;
+    size_t first, own_count; /* my share */
+    int is_packed;           /* the values to send and the result lie in `packed`; else in the only tensor itself */
+    size_t at;               /* in this stage: bytes that are done; of the current pair, values */
+    int low;                 /* the lower rank of the current pair, whose share becomes what comes of both */
+    int distance;            /* to the upper one */
+    void *memory;            /* of what follows */
+    char *packed;            /* [count] */
+    char *shares;            /* [size][own_count] mine, of the vector of each rank */
+    double *sums;            /* [pairs of a level][tensors][products] */
+    size_t *bytes;           /* [size][size] */
+    struct hr_fused *vectors; /* [2 * size], as the pieces */
+    struct hr_piece *pieces;
+    struct hr_task *inner; /* the collective that runs; NULL: none */
+    union {
+        struct hr_alltoall alltoall;
+        struct hr_allreduce allreduce;
+        struct hr_allgather allgather;
+    } run;
+};
+
 /*
  * outputs = postscale * reduce over ranks of (prescale * inputs). reduce_op is SUM, MIN, MAX or PRODUCT. An input may
  * be its output. fused->codec packs (prescale * inputs) and reduces the blocks, and outputs are what it unpacks; where
@@ -121,6 +142,13 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
  */
 double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale);
 
+/* The algorithm by which a share of so many bytes travels. */
+const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
+
+/* Scratch for any share of any segment of at most `segment_bytes`, in blocks of `block_bytes`, for so many owners. */
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+                                  size_t segment_bytes);
+
 /* outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
@@ -137,8 +165,8 @@ hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, con
  * of the host: one copy in and one out; between hosts each link carries the bytes of each pair of hosts whose way it is
  * on. HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
-                      const struct hr_fused *from, const size_t *bytes);
+hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
+                            const struct hr_fused *from, const size_t *bytes);
 
 /*
  * by_rank[r] describes the values that rank r gets the sum of, the same on all ranks: my inputs, and in
@@ -149,5 +177,11 @@ int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struc
  */
 hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                                  int reduce_op, double prescale, struct hr_scale postscale);
+
+/* outputs = postscale * Adasum of (prescale * inputs), of several ranks. HORO_OK or HORO_ERR_RESOURCE. */
+hr_status hr_adasum_begin(struct hr_adasum *run, struct hr_team *team, const struct hr_fused *fused, double prescale,
+                          double postscale);
+/* Gives its memory back, of one that has neither ended nor been cancelled. */
+void hr_adasum_free(struct hr_adasum *run);
 
 #endif

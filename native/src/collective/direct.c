@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-#include "local/shares.h"
-
 enum {
     READ_AT_ONCE = 1 << 19, /* bytes, before the driver looks at other things */
     SUM_AT_ONCE = 1 << 16,  /* of each: they are read into my slot, and still in the cache when they are added up */

@@ -6,10 +6,9 @@
 #ifndef HR_COLLECTIVE_DIRECT_H
 #define HR_COLLECTIVE_DIRECT_H
 
+#include "collective/fused.h"
 #include "collective/task.h"
-#include "local/fused.h"
 #include "node/peer_memory.h"
-#include "node/team.h"
 
 /* Whether all members can read each other's memory: each tries, tells, and hears of the others. */
 struct hr_probe {

@@ -12,7 +12,6 @@
  * it once.
  */
 #include "collective/collective.h"
-#include "collective/two_level.h"
 
 static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t k) {
     return hr_segments_slot(&run->segments, local_rank, k);
@@ -110,7 +109,7 @@ static void reduce_region(struct hr_segments *segments, size_t k) {
     }
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     const struct hr_team *team = segments->team;
     char *scratch = team->cross_scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
@@ -135,7 +134,7 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     call.parts = has_parts ? parts : NULL;
     call.reduce_op = run->reduce_op;
     call.scratch = scratch;
-    return hr_cross_begin(ops, cross, &call);
+    hr_cross_begin(ops, cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {

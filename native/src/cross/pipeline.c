@@ -1,18 +1,20 @@
-#include "cross/pipeline.h"
-
+/*
+ * The common part of all algorithms between hosts. An algorithm is a list of steps: in each, a member sends one part of
+ * the data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part is
+ * cut into the same number of pieces, so the pieces of all steps form one sequence
+ *
+ *     q = step * piece_count + piece
+ *
+ * and one rule covers the flow of data: a piece may be sent once the same piece of an earlier step, the one before
+ * unless the plan names another, is finished (has come and is reduced). Pieces finish in the order of q, whatever order
+ * they come in, so the order of summation depends on nothing but the call.
+ *
+ * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the
+ * window) has a smaller q at some member, or is the same q on the other side of the link.
+ */
 #include "base/cut.h"
+#include "cross/cross.h"
 #include "horo.h"
-
-size_t hr_pipeline_scratch_bytes(int host_count, size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
-    (void)host_count;
-    size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
-    piece = piece < part_bytes ? piece : part_bytes;
-    return HR_CROSS_WINDOW * hr_round_up(piece, HR_CROSS_ALIGNMENT);
-}
-
-int hr_cross_has_byte_parts(const struct hr_cross_call *call) {
-    return call->parts != NULL && call->codec->block_bytes == 1;
-}
 
 /* In blocks. */
 static size_t longest_part(const struct hr_cross *state) {
@@ -28,17 +30,15 @@ static size_t longest_part(const struct hr_cross *state) {
 
 size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
                               size_t piece_bytes) {
-    return ops->scratch_bytes == NULL ? 0 : ops->scratch_bytes(host_count, block_bytes, bytes, piece_bytes);
+    /* a part of a ring is at most one block longer than the mean */
+    const size_t part = ops == &hr_cross_ring ? bytes / (size_t)host_count + block_bytes : bytes;
+    const size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
+    return ops->reduces ? HR_CROSS_WINDOW * hr_round_up(hr_smaller(piece, part), HR_CROSS_ALIGNMENT) : 0;
 }
 
-hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
+void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
-    if (call->host_count < 2 || call->host < 0 || call->host >= call->host_count || call->codec == NULL ||
-        call->piece_bytes == 0 || call->root_host < 0 || call->root_host >= call->host_count ||
-        ops->plan(call, &state->plan) != HORO_OK) {
-        state->status = HORO_ERR_INTERNAL;
-        return state->status;
-    }
+    ops->plan(call, &state->plan);
     const size_t block_bytes = call->codec->block_bytes;
     const size_t piece_blocks = call->piece_bytes < block_bytes ? 1 : hr_codec_blocks(call->codec, call->piece_bytes);
     const size_t part_blocks = longest_part(state);
@@ -48,7 +48,6 @@ hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state,
             hr_round_up(hr_divide_up(part_blocks, state->piece_count) * block_bytes, HR_CROSS_ALIGNMENT);
     }
     state->total = state->piece_count * (size_t)state->plan.step_count;
-    return HORO_OK;
 }
 
 /* One piece: where it lies in the data. */

@@ -8,7 +8,7 @@
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
-#include "node/node_setup.h"
+#include "node/team.h"
 
 /* The handlers of messages that are none of a leader's own. */
 static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {

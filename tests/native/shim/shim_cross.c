@@ -5,10 +5,8 @@
 
 #include "base/cut.h"
 #include "collective/collective.h"
-#include "local/shares.h"
-#include "collective/two_level.h"
 #include "horo.h"
-#include "node/linked.h"
+#include "node/team.h"
 #include "transport/queue.h"
 
 enum { PARTS_MAX = 32 };
@@ -156,7 +154,6 @@ static void member_abandon(struct hr_transport *transport, enum hr_channel chann
 }
 
 static const struct hr_transport_ops member_ops = {
-    .name = "simulated",
     .post = member_post,
     .abandon = member_abandon,
 };
@@ -200,7 +197,7 @@ static int member_begin(struct member *member, struct simulation *simulation, in
     member->host = host;
     HR_TRY(scratch_create(call, &member->scratch));
     const struct hr_cross_call full = call_of(call, member, host, data, member->scratch, member->parts);
-    HR_TRY(hr_cross_begin(algorithm_of(call), &member->state, &full));
+    hr_cross_begin(algorithm_of(call), &member->state, &full);
     member->status = HORO_IN_PROGRESS;
     return HORO_OK;
 }

@@ -203,7 +203,6 @@ static void destroy(struct hr_backend *backend) {
 }
 
 const struct hr_backend_ops hr_nccl_ops = {
-    .name = "nccl",
     .begin = begin,
     .progress = progress,
     .cancel = cancel,

@@ -4,7 +4,7 @@
 
 #include "arena/last_words.h"
 #include "engine/lead/private.h"
-#include "node/linked.h"
+#include "node/team.h"
 #include "wire/frame.h"
 
 int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
