@@ -15,7 +15,7 @@ from typing import Any
 
 import rank_pool  # noqa: F401  (workers are forked from a process that has imported all that they need)
 
-from horo.bootstrap.generations import Change, change_key, seat_key, seats_of
+from horo.bootstrap.generations import Change, change_key, seat_entries
 from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.server import StoreServer
 from horo.elastic import commits
@@ -162,8 +162,9 @@ class Seats:
                 return  # all have died: each slot gets another one
             self.generations.append(workers)
             self._ready.clear()
-            for worker, seat in zip(workers, seats_of(generation, workers, [0] * len(workers)), strict=True):
-                self._seated[worker] = self._seated.get(worker, 0) + 1
-                self._store.set(seat_key(_JOB, worker, self._seated[worker]), seat.encode())
+            self._seated |= {worker: self._seated.get(worker, 0) + 1 for worker in workers}
+            numbers = [self._seated[worker] for worker in workers]
+            for key, value in seat_entries(_JOB, generation, workers, [0] * len(workers), numbers):
+                self._store.set(key, value)
         elif newcomers and self.generations:
             self._store.set(change_key(_JOB, len(self.generations), 1), Change(added=True).encode())
