@@ -124,7 +124,7 @@ static int has_room(struct hr_gpu_team *team) {
         pop_mark(in_flight);
     }
     const int awaited = count_awaited(batch);
-    const size_t calls = hr_nccl_calls_of(team->lane->team, &batch->work);
+    const size_t calls = batch->work.count * (batch->work.op == HORO_REDUCESCATTER ? (size_t)team->lane->team->size : 1);
     batch->weight = awaited + LAUNCH_WEIGHT + (int)(calls / CALLS_PER_LAUNCH);
     return in_flight->count == 0 ? awaited <= MOST
                                  : in_flight->count < HR_NCCL_BATCHES_MAX && in_flight->weight + batch->weight <= MOST;
@@ -159,8 +159,8 @@ static int go_out(struct hr_gpu_team *team) {
         comm->state = HR_NCCL_BROKEN;
         return HR_MOVED;
     }
-    const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
-    return status == HORO_OK ? HR_MOVED : status;
+    hr_nccl_launch(comm, team->lane->team, &team->batch.work);
+    return HR_MOVED;
 }
 
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
