@@ -130,8 +130,8 @@ BREAKS = (
     Break(
         "local-own-share",
         "native/src/collective/allreduce.c",
-        "return run->prescale != 1.0 || !hr_codec_is_plain(run->fused.codec);",
-        "return !hr_codec_is_plain(run->fused.codec);",
+        "return run->prescale != 1.0 || !run->fused.codec->is_plain;",
+        "return !run->fused.codec->is_plain;",
         "With prescale_factor, each rank's own part of a sum is not scaled.",
         "tests/native/test_engine.py -k scales_before",
     ),

@@ -146,7 +146,7 @@ static int begin_scatter(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int reduce_op = hr_operation_of(work->reduce_op);
     const struct hr_scale postscale = postscale_of(host, by_rank[0].codec);
-    if (work->prescale == 1.0 && hr_codec_is_plain(by_rank[0].codec)) {
+    if (work->prescale == 1.0 && by_rank[0].codec->is_plain) {
         const struct hr_sum sum = {reduce_op, postscale};
         const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
         if (begin_direct(host, &move)) {

@@ -159,8 +159,10 @@ static int write_factors(const struct hr_team *team, const struct hr_work *work,
     memset(factors, 0, HR_NCCL_DTYPES * sizeof *factors);
     memcpy(&factors[HR_NCCL_FLOAT64], &factor, sizeof factor);
     memcpy(&factors[HR_NCCL_FLOAT32], &single, sizeof single);
-    kernel->convert(HORO_FLOAT16, &factors[HR_NCCL_FLOAT16], HORO_FLOAT32, &single, 1, 1.0, HR_STORE_ORDINARY);
-    kernel->convert(HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0, HR_STORE_ORDINARY);
+    hr_kernel_convert(kernel, HORO_FLOAT16, &factors[HR_NCCL_FLOAT16], HORO_FLOAT32, &single, 1, 1.0,
+                      HR_STORE_ORDINARY);
+    hr_kernel_convert(kernel, HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0,
+                      HR_STORE_ORDINARY);
     return hr_op_reduces(work->op) && factor != 1.0;
 }
 

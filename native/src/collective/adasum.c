@@ -149,9 +149,9 @@ static int work_on_pairs(struct hr_adasum *self) {
         const char *b = a + distance * self->own_count * self->width;
         double *sums = self->sums + (low / (2 * distance) * self->fused.count + tensor) * PRODUCTS;
         if (self->stage == HR_ADASUM_MULTIPLY) {
-            kernel->dots(dtype, a, b, step, sums);
+            hr_kernel_dots(kernel, dtype, a, b, step, sums);
         } else {
-            kernel->combine(dtype, a, b, step, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
+            hr_kernel_combine(kernel, dtype, a, b, step, factor_of(sums[0], sums[1]), factor_of(sums[0], sums[2]));
         }
         self->at += step;
         left -= step;
@@ -178,7 +178,8 @@ static int end_level(struct hr_adasum *self) {
     }
     if (hr_scale_changes(self->postscale)) {
         const struct hr_codec *codec = self->fused.codec;
-        codec->scale(codec, self->team->node->kernel, self->shares, self->own_count, self->postscale);
+        hr_kernel_scale(self->team->node->kernel, codec->wire_dtype, self->shares, self->shares, self->own_count,
+                        self->postscale, HR_STORE_ORDINARY);
     }
     return begin_gather(self);
 }
@@ -233,18 +234,15 @@ hr_status hr_adasum_begin(struct hr_adasum *self, struct hr_team *team, const st
                           double postscale) {
     const struct hr_codec *codec = fused->codec;
     const size_t size = (size_t)team->size;
-    if (codec->wire_dtype == HR_CODEC_OPAQUE) {
-        return HORO_ERR_INTERNAL; /* no kernel can multiply its blocks */
-    }
     *self = (struct hr_adasum){
         .task = {.progress = progress, .cancel = cancel, .is_ending = is_ending},
         .team = team,
         .fused = *fused,
         .prescale = prescale,
         .postscale = hr_scale_by(postscale),
-        .width = codec->block_bytes,
-        .count = hr_codec_blocks(codec, fused->bytes),
-        .is_packed = fused->count > 1 || !hr_codec_is_plain(codec) || prescale != 1.0,
+        .width = codec->wire_bytes,
+        .count = fused->bytes / codec->wire_bytes,
+        .is_packed = fused->count > 1 || !codec->is_plain || prescale != 1.0,
         .distance = 1,
     };
     self->own_count = share_of(self, team->rank, &self->first);

@@ -19,8 +19,6 @@ struct hr_allreduce {
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
     struct hr_scale postscale;
     int owners;
-    size_t unit;          /* of shares, see hr_share_unit */
-    size_t segment_bytes; /* of every segment but the last */
     enum hr_store store;
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
@@ -85,7 +83,6 @@ struct hr_reducescatter {
     double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
     enum hr_store store;
-    size_t unit; /* of shares */
     int owners;
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
@@ -145,8 +142,8 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 /* The algorithm by which a share of so many bytes travels. */
 const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
 
-/* Scratch for any share of any segment of at most `segment_bytes`, in blocks of `block_bytes`, for so many owners. */
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+/* Scratch for any share of any segment of at most `segment_bytes`, of values of `value_bytes`, for so many owners. */
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
                                   size_t segment_bytes);
 
 /* outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */

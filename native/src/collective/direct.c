@@ -247,8 +247,9 @@ static int sum_next(struct hr_direct *run) {
                 team->sources[r] = r == team->rank ? addends[i].mine : next;
                 next += r == team->rank ? 0 : room;
             }
-            codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
-                          team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
+            hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->sum.reduce_op, addends[i].output, NULL,
+                             team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->sum.scale,
+                             HR_STORE_ORDINARY);
             read += addends[i].bytes;
         }
     }

@@ -22,7 +22,7 @@ void *hr_allocate_vector(size_t bytes) {
 
 void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count) {
     if (count > 0) {
-        const size_t bytes = hr_codec_bytes(fused->codec, count);
+        const size_t bytes = count * fused->codec->wire_bytes;
         pieces[fused->count++] = (struct hr_piece){input, output, fused->bytes, bytes, count};
         fused->bytes += bytes;
     }
@@ -42,23 +42,6 @@ size_t hr_fused_find(const struct hr_fused *fused, size_t offset) {
     return low;
 }
 
-/* Values of a piece. */
-struct values {
-    size_t first;
-    size_t count;
-};
-
-/* The values that bytes [skip, skip + bytes) of a piece stand for. Its last block need not be full. */
-static struct values values_of(const struct hr_codec *codec, const struct hr_piece *piece, size_t skip, size_t bytes) {
-    if (bytes == piece->bytes) {
-        return (struct values){0, piece->count}; /* a small tensor, mostly: divisions would take as long as the rest */
-    }
-    const size_t first = hr_codec_elements(codec, skip);
-    const size_t most = hr_codec_elements(codec, bytes);
-    const size_t left = piece->count - first;
-    return (struct values){first, most < left ? most : left};
-}
-
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
                    const struct hr_kernel *kernel, double scale, enum hr_store store) {
     const struct hr_codec *codec = fused->codec;
@@ -66,9 +49,11 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        const struct values values = values_of(codec, piece, skip, part);
-        const char *input = piece->input + values.first * codec->element_bytes;
-        codec->pack(codec, kernel, target, input, values.count, scale, store);
+        /* of a small tensor, which is whole, divisions would take as long as the rest */
+        const int is_whole = part == piece->bytes;
+        const size_t at = is_whole ? 0 : skip / codec->wire_bytes * codec->element_bytes;
+        const size_t count = is_whole ? piece->count : part / codec->wire_bytes;
+        hr_codec_pack(codec, kernel, target, piece->input + at, count, scale, store);
         target += part;
         offset += part;
         bytes -= part;
@@ -82,8 +67,10 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
         const struct hr_piece *piece = &fused->pieces[i];
         const size_t skip = offset - piece->offset;
         const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        const struct values values = values_of(codec, piece, skip, part);
-        codec->unpack(codec, kernel, piece->output + values.first * codec->element_bytes, source, values.count);
+        const int is_whole = part == piece->bytes;
+        const size_t at = is_whole ? 0 : skip / codec->wire_bytes * codec->element_bytes;
+        const size_t count = is_whole ? piece->count : part / codec->wire_bytes;
+        hr_codec_unpack(codec, kernel, piece->output + at, source, count);
         source += part;
         offset += part;
         bytes -= part;
@@ -125,10 +112,6 @@ void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t i
         slot += part;
         bytes -= part;
     }
-}
-
-size_t hr_share_unit(size_t block_bytes) {
-    return hr_round_up(HR_LINE, block_bytes);
 }
 
 enum {

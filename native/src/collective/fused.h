@@ -6,7 +6,7 @@
 #define HR_COLLECTIVE_FUSED_H
 
 #include "base/cut.h"
-#include "kernel/codec.h"
+#include "kernel/kernel.h"
 #include "node/team.h"
 
 /* One tensor: bytes [offset, offset + bytes) of the vector, as they travel; bytes > 0. */
@@ -18,7 +18,7 @@ struct hr_piece {
     size_t count; /* of its values */
 };
 
-/* All offsets and bytes are those of what travels, and lie between two blocks of the codec. */
+/* All offsets and bytes are those of what travels, and lie between two values. */
 struct hr_fused {
     const struct hr_piece *pieces; /* in order of offset, without gaps */
     size_t count;
@@ -71,20 +71,14 @@ static inline struct hr_range hr_units(size_t unit, size_t bytes, size_t index, 
     return length == 0 ? (struct hr_range){bytes, 0} : (struct hr_range){offset, (end < bytes ? end : bytes) - offset};
 }
 
-/*
- * Shares are multiples of it: whole blocks, and no less than a cache line, so that two owners meet in one line at most,
- * and in none where lines hold whole blocks, as they do of elements.
- */
-size_t hr_share_unit(size_t block_bytes);
-
-/* The share of owner `index` of `count` in a segment of `bytes`. */
-static inline struct hr_range hr_share(size_t unit, size_t bytes, int index, int count) {
-    return hr_units(unit, bytes, (size_t)index, (size_t)count);
+/* The share of owner `index` of `count` in a segment of `bytes`: whole lines, so that no two owners meet in one. */
+static inline struct hr_range hr_share(size_t bytes, int index, int count) {
+    return hr_units(HR_LINE, bytes, (size_t)index, (size_t)count);
 }
 
 /* No share of a segment of `bytes` or less is longer, whoever owns it: a shorter segment may have a longer share. */
-static inline size_t hr_share_most(size_t unit, size_t bytes, int count) {
-    return hr_divide_up(hr_divide_up(bytes, unit), (size_t)count) * unit;
+static inline size_t hr_share_most(size_t bytes, int count) {
+    return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
 }
 
 /* Segment `index` of `bytes` in segments of `segment_bytes`. */

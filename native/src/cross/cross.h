@@ -22,7 +22,7 @@
 #ifndef HR_CROSS_CROSS_H
 #define HR_CROSS_CROSS_H
 
-#include "kernel/codec.h"
+#include "kernel/kernel.h"
 #include "transport/transport.h"
 
 enum {
@@ -37,7 +37,7 @@ enum {
  */
 struct hr_cross_part {
     char *data;
-    size_t bytes; /* whole blocks; equal on all members; may be 0, and then data NULL */
+    size_t bytes; /* whole values; equal on all members; may be 0, and then data NULL */
 };
 
 struct hr_cross_call {
@@ -45,8 +45,8 @@ struct hr_cross_call {
     int host;       /* my member index = my host index */
     int host_count; /* >= 2 */
     void *data;     /* in place */
-    const struct hr_codec *codec; /* whose blocks the data is; nothing is cut within one */
-    size_t count;   /* blocks; may be 0 */
+    const struct hr_codec *codec; /* of the values; nothing is cut within one */
+    size_t count;   /* values; may be 0 */
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce and reduce-scatter only */
     const struct hr_kernel *kernel; /* allreduce and reduce-scatter only */
     int root_host;    /* broadcast only */
@@ -95,8 +95,8 @@ struct hr_cross_ops {
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
 };
 
-/* For data of `bytes` in all, of a reduce-scatter in one part, in blocks of `block_bytes`. */
-size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
+/* For data of `bytes` in all, of a reduce-scatter in one part, of values of `value_bytes`. */
+size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t value_bytes, size_t bytes,
                               size_t piece_bytes);
 /* Posts nothing. The state is overwritten. */
 void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
