@@ -17,8 +17,8 @@ struct hr_device {
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
 /*
- * Closes it; work that still runs on its streams goes on to its end. A context whose memory something may touch for ever
- * is to be kept.
+ * Closes it; work that still runs on its streams goes on to its end. A context is to be kept whose memory something may
+ * touch for ever.
  */
 void hr_device_close(struct hr_device *device, int is_kept);
 

@@ -244,7 +244,8 @@ static void widen_block(const struct hr_kernel *kernel, int dtype, const uint8_t
     kernel->convert[HORO_FLOAT32][dtype](&span);
 }
 
-void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count, double *sums) {
+void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
+                    double *sums) {
     if (element_bytes(dtype) > 2) {
         kernel->dots[dtype](a, b, count, sums);
         return;

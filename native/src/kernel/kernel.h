@@ -60,7 +60,7 @@ enum hr_kernel_op {
 
 struct hr_span;
 
-/* The loops of one SIMD level; exhaustive over the dtypes that they name. All but copy and exchange are for kernel.c. */
+/* The loops of one SIMD level, exhaustive over the dtypes that they name. Those with dtypes are for kernel.c. */
 struct hr_kernel {
     const char *name;
 

@@ -124,7 +124,8 @@ static int has_room(struct hr_gpu_team *team) {
         pop_mark(in_flight);
     }
     const int awaited = count_awaited(batch);
-    const size_t calls = batch->work.count * (batch->work.op == HORO_REDUCESCATTER ? (size_t)team->lane->team->size : 1);
+    const size_t per_tensor = batch->work.op == HORO_REDUCESCATTER ? (size_t)team->lane->team->size : 1;
+    const size_t calls = batch->work.count * per_tensor;
     batch->weight = awaited + LAUNCH_WEIGHT + (int)(calls / CALLS_PER_LAUNCH);
     return in_flight->count == 0 ? awaited <= MOST
                                  : in_flight->count < HR_NCCL_BATCHES_MAX && in_flight->weight + batch->weight <= MOST;
