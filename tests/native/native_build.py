@@ -97,7 +97,7 @@ def _digest() -> str:
 
 def _compile(folder: Path, flags: list[str]) -> None:
     ffi = FFI()
-    headers = [*native_build.HEADERS, *sorted(SHIM.glob("shim_*.h"))]
+    headers = [*native_build.HEADERS, SHIM / "shim.h"]
     ffi.cdef("\n".join(native_build.declarations(h.read_text(encoding="utf-8")) for h in headers))
     ffi.set_source(
         "_native_test",

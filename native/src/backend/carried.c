@@ -1,6 +1,6 @@
 #include "backend/carried.h"
 
-#include "base/dtype.h"
+#include "base/traits.h"
 #include "collective/collective.h"
 #include "horo_gpu.h"
 #include "kernel/kernel.h"

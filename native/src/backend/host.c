@@ -3,7 +3,7 @@
 
 #include "backend/backend.h"
 #include "base/cut.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "collective/collective.h"
 #include "collective/direct.h"
 

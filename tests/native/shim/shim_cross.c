@@ -1,11 +1,10 @@
-#include "shim_cross.h"
+#include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/cut.h"
 #include "collective/collective.h"
-#include "horo.h"
 #include "node/team.h"
 #include "transport/queue.h"
 

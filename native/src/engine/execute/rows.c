@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "collective/fused.h"
 #include "engine/engine.h"
 
