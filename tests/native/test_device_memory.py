@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu
+from device_group import SUM, Gpu, OnGpu
 from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context

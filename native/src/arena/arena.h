@@ -94,7 +94,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t asked;
     _Atomic uint32_t answered;
     _Atomic uint32_t answers; /* there is somebody who does */
-    /* for those who read its memory, see node/peer_memory.h; process 0: nobody can */
+    /* for those who read its memory, see collective/direct.c; process 0: nobody can */
     _Alignas(HR_LINE) _Atomic int32_t process;
     _Atomic uint64_t proof_at;
     _Atomic uint64_t proof[HR_PROOF_WORDS];

@@ -1,5 +1,5 @@
 /*
- * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides
+ * A backend does whole collectives on buffers, wherever they live, as tasks (collective/segments.h). The engine decides
  * what runs and when; a backend decides how. All ranks of the team begin the same work in the same order, from the
  * driver of the engine, one at a time.
  */
@@ -10,7 +10,6 @@
 #include <stdint.h>
 
 #include "node/team.h"
-#include "collective/task.h"
 
 /* One tensor of a batch. */
 struct hr_operand {

@@ -5,7 +5,6 @@
 #include "base/cut.h"
 #include "base/traits.h"
 #include "collective/collective.h"
-#include "collective/direct.h"
 
 /* Scratch of what has a part for each rank. */
 struct parts {

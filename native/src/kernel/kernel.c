@@ -187,8 +187,8 @@ void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const
 }
 
 /* float64 goes through float32, block by block. */
-static void narrow_doubles(const struct hr_kernel *kernel, int dst_dtype, uint8_t *dst, const uint8_t *src, size_t count,
-                           double scale, enum hr_store store) {
+static void narrow_doubles(const struct hr_kernel *kernel, int dst_dtype, uint8_t *dst, const uint8_t *src,
+                           size_t count, double scale, enum hr_store store) {
     float block[BLOCK_BYTES / sizeof(float)];
     const void *const source = block;
     size_t step;

@@ -42,7 +42,7 @@ struct hr_node {
     int is_core_wanted; /* the last yield of a wait has let somebody else run */
     int sleeps_under_contention; /* see wait.h */
     struct hr_losses losses;
-    uint64_t proof[HR_PROOF_WORDS]; /* see peer_memory.h */
+    uint64_t proof[HR_PROOF_WORDS]; /* see collective/direct.c */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */

@@ -2,9 +2,9 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <unistd.h>
 
-#include "node/peer_memory.h"
 #include "node/team.h"
 
 static hr_status allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
@@ -223,6 +223,22 @@ static int connect_parts(struct hr_node *node, const horo_setup *setup, struct h
     return status;
 }
 
+/*
+ * Shows this rank's process and proof to those who read its memory (collective/direct.c), before it is PRESENT. Without
+ * random numbers it shows none: nobody reads it.
+ */
+static void show_process(struct hr_node *node) {
+    struct hr_arena_block *block = &node->arena.blocks[node->local_rank];
+    if (getrandom(node->proof, sizeof node->proof, GRND_NONBLOCK) != (ssize_t)sizeof node->proof) {
+        return;
+    }
+    for (int i = 0; i < HR_PROOF_WORDS; i++) {
+        atomic_store(&block->proof[i], node->proof[i]);
+    }
+    atomic_store(&block->proof_at, (uint64_t)(uintptr_t)node->proof);
+    atomic_store(&block->process, (int32_t)getpid());
+}
+
 hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
     *node = (struct hr_node){
         .rank = setup->rank,
@@ -258,7 +274,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
     }
     world->tuning.direct = (size_t)setup->direct_bytes;
-    hr_peer_memory_show(node);
+    show_process(node);
     hr_partition_enter(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;
