@@ -22,45 +22,31 @@
  * they are in length.
  */
 
-/* The part that is sent goes down by one each step, from that of the member `behind` places behind this one. */
-static void turn_ring(const struct hr_cross *state, int index, int behind, int reducing_steps, struct hr_step *step) {
+/* The part that is sent goes down by one each step. */
+static void ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
     const int h = state->call.host_count;
-    const int sent = state->call.host - behind - index + 2 * h;
+    const int first = state->call.host - (state->ops == &hr_cross_scatter_ring);
+    const int sent = first - index + 2 * h;
     step->send_peer = (state->call.host + 1) % h;
     step->recv_peer = (state->call.host + h - 1) % h;
     step->send_part = (size_t)(sent % h);
     step->recv_part = (size_t)((sent - 1) % h);
-    step->arrival = index < reducing_steps ? HR_ARRIVAL_IS_LEFT : HR_ARRIVAL_REPLACES;
+    step->arrival = state->ops->reduces && index < h - 1 ? HR_ARRIVAL_IS_LEFT : HR_ARRIVAL_REPLACES;
 }
 
-static void ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
-    turn_ring(state, index, 0, state->call.host_count - 1, step);
+static void parts_plan(const struct hr_cross *state, struct hr_plan *plan) {
+    const int h = state->call.host_count;
+    plan->step_count = h - 1;
+    plan->part_count = (size_t)h;
+    if (state->ops == &hr_cross_ring) {
+        plan->step_count = 2 * (h - 1);
+        plan->reuse_distance = h - 1; /* gathering step t receives the part that reducing step t sent */
+    }
 }
 
-static void ring_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    plan->step_count = 2 * (call->host_count - 1);
-    plan->part_count = (size_t)call->host_count;
-    /* Gathering step t receives the part that reducing step t sent. */
-    plan->reuse_distance = call->host_count - 1;
-}
-
-static void scatter_ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
-    turn_ring(state, index, 1, state->call.host_count - 1, step);
-}
-
-static void gather_ring_step(const struct hr_cross *state, int index, struct hr_step *step) {
-    turn_ring(state, index, 0, 0, step);
-}
-
-/* Of all that pass each member's part to all others, or from all. */
-static void parts_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    plan->step_count = call->host_count - 1;
-    plan->part_count = (size_t)call->host_count;
-}
-
-const struct hr_cross_ops hr_cross_ring = {.reduces = 1, .plan = ring_plan, .step = ring_step};
-const struct hr_cross_ops hr_cross_scatter_ring = {.reduces = 1, .plan = parts_plan, .step = scatter_ring_step};
-const struct hr_cross_ops hr_cross_gather_ring = {.plan = parts_plan, .step = gather_ring_step};
+const struct hr_cross_ops hr_cross_ring = {.reduces = 1, .plan = parts_plan, .step = ring_step};
+const struct hr_cross_ops hr_cross_scatter_ring = {.reduces = 1, .plan = parts_plan, .step = ring_step};
+const struct hr_cross_ops hr_cross_gather_ring = {.plan = parts_plan, .step = ring_step};
 
 /*
  * ---- Allgather by doubling ----
@@ -146,8 +132,8 @@ static void doubling_step(const struct hr_cross *state, int index, struct hr_ste
     }
 }
 
-static void doubling_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    const struct role role = role_of(call->host, call->host_count);
+static void doubling_plan(const struct hr_cross *state, struct hr_plan *plan) {
+    const struct role role = role_of(state->call.host, state->call.host_count);
     plan->step_count = role.sits_out ? 2 : role.rounds + 2 * (role.partner >= 0);
     plan->part_count = 1;
     /* a host that sits out gets the result where its own values were */
@@ -179,56 +165,41 @@ static int place_of(const struct hr_cross_call *call) {
 }
 
 /* The distance to child number `index`, 0 if there are fewer. */
-static int child_distance(int v, int host_count, int index) {
+static int child_distance(const struct hr_cross *state, int v, int index) {
+    const int h = state->call.host_count;
     int distance = 1;
-    while ((v & distance) == 0 && distance < host_count) {
+    if (state->ops == &hr_cross_chain) {
+        return index == 0 && v + 1 < h ? 1 : 0;
+    }
+    while ((v & distance) == 0 && distance < h) {
         distance *= 2;
     }
     do { /* from below the lowest bit of v on, or for the root from the largest power of two below h */
         distance /= 2;
-    } while (distance > 0 && v + distance >= host_count);
+    } while (distance > 0 && v + distance >= h);
     return distance >> index;
 }
 
-static void tree_step(const struct hr_cross *state, int index, struct hr_step *step) {
-    const struct hr_cross_call *call = &state->call;
-    const int v = place_of(call);
+static void broadcast_step(const struct hr_cross *state, int index, struct hr_step *step) {
+    const int v = place_of(&state->call);
     if (v != 0 && index == 0) {
-        step->recv_peer = host_at(call, v & (v - 1));
+        step->recv_peer = host_at(&state->call, state->ops == &hr_cross_chain ? v - 1 : v & (v - 1));
     } else {
-        const int child = v + child_distance(v, call->host_count, v == 0 ? index : index - 1);
-        step->send_peer = host_at(call, child);
+        step->send_peer = host_at(&state->call, v + child_distance(state, v, index - (v != 0)));
     }
 }
 
-static void chain_step(const struct hr_cross *state, int index, struct hr_step *step) {
-    const struct hr_cross_call *call = &state->call;
-    const int v = place_of(call);
-    if (v != 0 && index == 0) {
-        step->recv_peer = host_at(call, v - 1);
-    } else {
-        step->send_peer = host_at(call, v + 1);
+static void broadcast_plan(const struct hr_cross *state, struct hr_plan *plan) {
+    const int v = place_of(&state->call);
+    plan->step_count = v != 0;
+    for (int index = 0; child_distance(state, v, index) > 0; index++) {
+        plan->step_count++;
     }
-}
-
-static void tree_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    const int v = place_of(call);
-    int children = 0;
-    while (child_distance(v, call->host_count, children) > 0) {
-        children++;
-    }
-    plan->step_count = (v != 0) + children;
     plan->part_count = 1;
 }
 
-static void chain_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
-    const int v = place_of(call);
-    plan->step_count = (v != 0) + (v != call->host_count - 1);
-    plan->part_count = 1;
-}
-
-const struct hr_cross_ops hr_cross_tree = {.plan = tree_plan, .step = tree_step};
-const struct hr_cross_ops hr_cross_chain = {.plan = chain_plan, .step = chain_step};
+const struct hr_cross_ops hr_cross_tree = {.plan = broadcast_plan, .step = broadcast_step};
+const struct hr_cross_ops hr_cross_chain = {.plan = broadcast_plan, .step = broadcast_step};
 
 /*
  * ---- All-to-all ----
@@ -298,7 +269,8 @@ size_t hr_cross_exchange_scratch_bytes(int host_count) {
     return (size_t)steps * sizeof(struct hr_step);
 }
 
-static void exchange_plan(const struct hr_cross_call *call, struct hr_plan *plan) {
+static void exchange_plan(const struct hr_cross *state, struct hr_plan *plan) {
+    const struct hr_cross_call *call = &state->call;
     /* all steps, into the scratch of the call: pieces ask for theirs again and again */
     struct hr_step *steps = call->scratch;
     int count = 0;

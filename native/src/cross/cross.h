@@ -90,7 +90,7 @@ struct hr_plan {
 struct hr_cross_ops {
     int reduces; /* it takes scratch, for what comes */
     /* Fills in the plan, zeroed before. */
-    void (*plan)(const struct hr_cross_call *call, struct hr_plan *plan);
+    void (*plan)(const struct hr_cross *state, struct hr_plan *plan);
     /* Fills in the work of this member in step `index`. */
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
 };

@@ -38,7 +38,7 @@ size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, si
 
 void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
-    ops->plan(call, &state->plan);
+    ops->plan(state, &state->plan);
     const size_t value_bytes = call->codec->wire_bytes;
     const size_t piece_values = call->piece_bytes < value_bytes ? 1 : call->piece_bytes / call->codec->wire_bytes;
     const size_t part_values = longest_part(state);
