@@ -87,12 +87,12 @@ int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int num
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
-        hr_device_close(device, 0);
+        hr_device_close(device);
     }
     return status;
 }
 
-void hr_device_close(struct hr_device *device, int is_kept) {
+void hr_device_close(struct hr_device *device) {
     struct hr_device_visit visit;
     if (hr_device_enter(device, &visit, NULL) == HORO_OK) {
         if (device->to_host != NULL) {
@@ -103,7 +103,7 @@ void hr_device_close(struct hr_device *device, int is_kept) {
         }
         hr_device_leave(device, &visit);
     }
-    if (!is_kept) {
+    if (atomic_load(&device->held) == 0) {
         (void)device->cuda->primary_context_release(device->handle);
     }
 }

@@ -12,15 +12,13 @@ struct hr_device {
     int handle; /* the driver's */
     void *context; /* the primary one, which torch uses; retained */
     void *to_host, *to_device; /* streams of highest priority, one for each direction of copies */
+    _Atomic int held; /* pieces of memory in the context, which stays retained with them: something may touch them */
 };
 
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error);
-/*
- * Closes it; work that still runs on its streams goes on to its end. A context is to be kept whose memory something may
- * touch for ever.
- */
-void hr_device_close(struct hr_device *device, int is_kept);
+/* Closes it; work that still runs on its streams goes on to its end. The context is let go unless something is held. */
+void hr_device_close(struct hr_device *device);
 
 /* The state of a thread before it entered a device. */
 struct hr_device_visit {

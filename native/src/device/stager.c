@@ -108,6 +108,7 @@ static hr_status create_block(struct hr_device *device, size_t bytes, struct hr_
         free_block(made);
         return status;
     }
+    atomic_fetch_add(&device->held, 1);
     *block = made;
     return HORO_OK;
 }
@@ -315,11 +316,12 @@ static void free_device(struct hr_stager *stager, struct hr_device *device) {
             } else {
                 *link = block->next;
                 free_block(block);
+                atomic_fetch_sub(&device->held, 1);
             }
         }
         hr_device_leave(device, &visit);
     }
-    hr_device_close(device, !is_quiet);
+    hr_device_close(device);
     free(device);
 }
 

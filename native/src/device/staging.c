@@ -75,9 +75,7 @@ void hr_staging_drop(struct hr_staging *staging) {
     if (staging == NULL || atomic_fetch_sub(&staging->references, 1) > 1) {
         return;
     }
-    if (staging->is_lost) {
-        hr_stager_keep_all(staging->block->stager);
-    } else if (staging->block != NULL) {
+    if (staging->block != NULL && !staging->is_lost) {
         hr_stager_give_block(staging->block->stager, staging->block);
     }
     free(staging);
