@@ -306,9 +306,8 @@ static int await_quiet(const struct hr_stager *stager, const struct hr_device *d
 
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
     struct hr_device_visit visit;
-    int is_quiet = 0;
     if (!atomic_load(&stager->is_kept) && hr_device_enter(device, &visit, NULL) == HORO_OK) {
-        is_quiet = await_quiet(stager, device);
+        const int is_quiet = await_quiet(stager, device);
         for (struct hr_block **link = &stager->idle; is_quiet && *link != NULL;) {
             struct hr_block *block = *link;
             if (block->device != device) {
