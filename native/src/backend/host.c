@@ -127,10 +127,9 @@ static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pi
         size_t begin = 0;
         size_t bytes = operand->bytes;
         if (r >= 0 && bytes > 0) {
-            const size_t row_bytes = host->work.row_bytes[i];
-            hr_part(bytes / row_bytes, (size_t)host->team->size, (size_t)r, &begin, &bytes);
-            begin *= row_bytes;
-            bytes *= row_bytes;
+            hr_part(bytes / operand->row_bytes, (size_t)host->team->size, (size_t)r, &begin, &bytes);
+            begin *= operand->row_bytes;
+            bytes *= operand->row_bytes;
         }
         fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
         hr_fuse_append(&fused, pieces, (const char *)operand->input + begin,
@@ -200,7 +199,7 @@ static int begin_kind(struct host_backend *host) {
 
 static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
     const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
-    return (size_t)work->splits[place] * work->row_bytes[i];
+    return (size_t)work->splits[place] * work->operands[i].row_bytes;
 }
 
 /*
@@ -270,7 +269,7 @@ static hr_status lay_out_move(struct host_backend *host) {
         by_rank[r] = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
-            const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
+            const size_t bytes = (size_t)result->first_dims[r] * work->operands[i].row_bytes;
             hr_fuse_append(&by_rank[r], pieces, work->operands[i].input, (char *)result->data + offsets[i], bytes);
             offsets[i] += bytes;
         }

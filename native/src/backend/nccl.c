@@ -102,8 +102,9 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 /* The rows of each rank where they are equally many; else a reduction for each rank. */
 static hr_status scatter(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_operand *operand,
-                         size_t row_bytes, int dtype, int op) {
+                         int dtype, int op) {
     const struct hr_nccl *nccl = comm->nccl;
+    const size_t row_bytes = operand->row_bytes;
     const size_t row_values = row_bytes / hr_dtype_bytes(operand->dtype);
     const size_t size = (size_t)team->size;
     const size_t all = operand->bytes / row_bytes;
@@ -142,7 +143,7 @@ static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_team *team, 
     }
     const int op = comm->has_scale[dtype] ? comm->scales[dtype] : op_of(work->reduce_op);
     if (work->op == HORO_REDUCESCATTER) {
-        return scatter(comm, team, operand, work->row_bytes[i], dtype, op);
+        return scatter(comm, team, operand, dtype, op);
     }
     return checked(comm,
                    nccl->all_reduce(operand->input, operand->output, operand->bytes / hr_dtype_bytes(operand->dtype),
