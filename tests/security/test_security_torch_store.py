@@ -311,7 +311,7 @@ def test_neither_ports_nor_home_is_said(home: Path, monkeypatch: pytest.MonkeyPa
         open_slurm_store(*step(0, HORO_SECRET=JOB_SECRET.hex()), 1)
 
 
-NAME = "munge.0.0/1"
+NAME = f"munge{os.getpid()}.0.0/1"  # the ports follow from it: other runs of the tests have others
 INFO = _StoreInfo(NAME, [Endpoint("127.0.0.1", 4711)], bytes(32))
 
 
