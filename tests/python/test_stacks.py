@@ -15,7 +15,7 @@ from jobs import as_users_start
 
 import horo
 from horo.diagnostics import deadlock
-from horo.diagnostics.deadlock import OwnThread, describe_stacks
+from horo.diagnostics.deadlock import OwnThread, describe_stacks, innermost_own
 from horo.diagnostics.frames import current_frames
 
 INSIDE = str(Path(horo.__file__).with_name("_somewhere.py"))
@@ -35,6 +35,11 @@ def functions_of_a_thread(code: str, run: Callable[[dict[str, Any]], None]) -> l
         end.set()
         thread.join()
     return [line.rpartition(" in ")[2] for line in said.splitlines() if line.startswith('  File "')]
+
+
+@pytest.mark.parametrize("folder", [".local/lib/python3.11/site-packages", "python3/dist-packages"])
+def test_a_library_outside_of_the_interpreters_folders_is_no_code_of_the_user(folder: str) -> None:
+    assert innermost_own(["/home/u/train.py", f"/home/u/{folder}/torch/autograd/graph.py"]) == 0
 
 
 def test_calls_inside_horo_are_left_out_at_the_end() -> None:
