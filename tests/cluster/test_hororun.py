@@ -29,11 +29,6 @@ trap '' TERM INT HUP; (trap '' TERM; exec setsid sleep 300) & : > {folder}/up.$H
 """
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> Flags:
-    return Flags(tmp_path)
-
-
 def start_stubborn(cluster: Cluster, flags: Flags, *words: str) -> tuple[int, Callable[[], CompletedProcess[str]]]:
     """Two ranks on each host that only SIGKILL ends; returns hororun's pid and what waits for the end of all."""
     script = STUBBORN.format(folder=flags.folder)

@@ -55,16 +55,6 @@ def commands_of(page: Path) -> list[str]:
     return [line.rstrip("\\& ") for line in found if re.match(r"(exec )?hororun\s", line) and "..." not in line]
 
 
-def test_blocks_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# a\n```python\nx = 1\n```\n* b\n\n  ```sh fragment\n  hororun -np 2 x\n  ```\n")
-    assert blocks_of(page) == [
-        Block(page, 3, "python", "", "x = 1\n"),
-        Block(page, 8, "sh", "fragment", "hororun -np 2 x\n"),
-    ]
-    assert commands_of(page) == ["hororun -np 2 x"]
-
-
 def test_python_blocks_run_on_two_ranks() -> None:
     blocks = [block for page in PAGES for block in python_blocks(page)]
     assert {block.mark.partition("=")[0] for block in blocks} <= {"", "script", "fragment"}

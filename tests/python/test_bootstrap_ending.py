@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
 import pytest
+from jobs import run_python
 
 from horo.bootstrap.ending import (
     culprit_of,
@@ -154,7 +153,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.3)
 @pytest.mark.parametrize(("end", "code"), [("raise ValueError('x')", 1), ("sys.exit(7)", 7)])
 def test_ctrl_c_ends_the_wait_behind_the_cause_and_nothing_else(end: str, code: int) -> None:
     program = STAYS.format(end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", program)
     assert done.returncode == code
     assert "KeyboardInterrupt" not in done.stderr
 
@@ -170,7 +169,7 @@ raise ValueError("x")
 
 
 def test_the_hook_that_was_there_is_called_first_and_once() -> None:
-    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", HOOKED)
     assert (done.returncode, done.stdout, done.stderr) == (1, "mine: x\nx <string>, line 7\n", "")
 
 
@@ -210,7 +209,7 @@ raise ValueError("x")
 
 
 def test_what_horo_has_replaced_is_put_back_unless_others_have_replaced_it_since() -> None:
-    done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", PUT_BACK)
     assert done.returncode == 1
     assert done.stdout == """["ZeroDivisionError('division by zero')", "ValueError('x')"]\n"""
 

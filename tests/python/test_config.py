@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import run_python
 
 from horo.bootstrap.tuned_values import tuned_settings
 from horo.config.init_settings import InitSettings
@@ -350,9 +348,7 @@ print(first, hvd.config()["cycle_time_ms"], hvd.config()["cache_capacity"])
 
 
 def test_the_environment_is_read_by_init_and_not_by_import() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", AT_INIT], capture_output=True, text=True, check=False, timeout=90, env={**os.environ}
-    )
+    done = run_python("-c", AT_INIT)
     assert (done.stdout, done.stderr) == ("2.0 3.0 9\n", "")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import as_users_start
+from jobs import as_users_start, run_python
 
 import horo
 from horo.diagnostics import deadlock
@@ -163,13 +163,13 @@ print("looks:", number > 1)
 
 def test_threads_that_look_while_garbage_is_collected_do_not_wait_for_each_other() -> None:
     """In the interpreter before 3.12 they did, within a second, and all others with them."""
-    done = subprocess.run([sys.executable, "-c", MANY_LOOKS], capture_output=True, text=True, timeout=90, check=False)
+    done = run_python("-c", MANY_LOOKS)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_thread_may_go_on_while_another_reads_its_frames() -> None:
     """In Python 3.11 the process ended by a segmentation fault."""
-    done = subprocess.run([sys.executable, "-c", GOES_ON], capture_output=True, text=True, timeout=90, check=False)
+    done = run_python("-c", GOES_ON)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "looks: True\n")
 
 

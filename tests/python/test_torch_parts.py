@@ -22,22 +22,7 @@ import horo.torch as hvd
 from horo.core.signal_safe_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
 from horo.torch.compat import torch_private as private
-from horo.torch.engine.operation import Operation
-from horo.torch.engine.request_cache import RequestCache
 from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
-
-
-@pytest.mark.parametrize("data", [b"", b"\0", b"abc" * 1000])
-def test_bytes_go_into_a_tensor_and_come_back(data: bytes) -> None:
-    assert tensor_of(data).dtype == torch.uint8
-    assert bytes(bytes_of(tensor_of(data))) == data
-
-
-def test_every_dtype_has_bytes() -> None:
-    assert bytes(bytes_of(torch.tensor([1, 2], dtype=torch.int16))) == b"\1\0\2\0"
-    assert bytes(bytes_of(torch.tensor(True))) == b"\1"
-    assert len(bytes_of(torch.ones(3, 5, dtype=torch.bfloat16))) == 30
-    assert bytes(bytes_of(torch.arange(6, dtype=torch.uint8)[2:4])) == b"\2\3"
 
 
 def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
@@ -53,35 +38,6 @@ def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
     del part
     gc.collect()
     assert alive() is None
-
-
-class Owner:
-    """Stands for an optimizer."""
-
-
-def test_another_thread_may_make_room_while_the_rooms_are_added_up() -> None:
-    cache = RequestCache(lambda kind, name, _: f"{kind}.{name}")
-    owners = [Owner() for _ in range(3)]
-
-    class Gradients(int):
-        """A number of gradients; while it is added to others, an optimizer of another thread comes."""
-
-        def __rmul__(self, other: int) -> Gradients:
-            return self
-
-        __mul__ = __rmul__
-
-        def __radd__(self, other: int) -> int:
-            thread = threading.Thread(target=cache.make_room, args=(owners[2], 1))
-            thread.start()
-            thread.join(timeout=30)
-            return other
-
-    gradients: Any = Gradients(1)
-    cache.make_room(owners[0], gradients)
-    cache.make_room(owners[1], 1)
-    cache.take_or_create("key", Operation("allreduce", "a"), sync=True, tensor_count=1).idle.append(None)
-    assert cache.take("key") is not None
 
 
 LIMIT_S = 30.0

@@ -122,22 +122,6 @@ def test_every_call_counts_as_one_change_for_autograd() -> None:
 
 
 @on("ranks2")
-def test_what_is_refused_is_refused_again_and_leaves_the_name_usable() -> None:
-    good = torch.ones(3)
-    for _ in range(2):
-        hvd.allreduce_(good, op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"requires grad"):
-            hvd.allreduce_(torch.ones(3, requires_grad=True) * 2, op=hvd.Max, name="x")
-        with pytest.raises(hvd.HorovodInternalError, match=r"float64"):
-            hvd.allreduce_(torch.ones(3, dtype=torch.float64 if hvd.rank() else torch.float32), op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"not a Tensor|torch.Tensor"):
-            hvd.allreduce_([1.0], op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"name must be a string"):
-            hvd.allreduce_(good, op=hvd.Max, name=["x"])
-    assert good.tolist() == [1.0] * 3
-
-
-@on("ranks2")
 def test_factors_are_those_of_each_call() -> None:
     changing, fixed = torch.tensor(1.0), np.array(2.0)
     for turn in range(3):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import run_python
 from rank_pool import RankPool, on, one_of
 from small_model import (
     assert_close,
@@ -384,8 +383,7 @@ for _ in range(3):
 
 def test_torch_compile_that_is_loaded_after_init_warns_of_nothing() -> None:
     """Without an optimizer, nothing has loaded it before."""
-    command = [sys.executable, "-W", "always", "-c", _LATE]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    ended = run_python("-W", "always", "-c", _LATE, timeout=DEADLINE_S)
     assert ended.returncode == 0, ended.stderr
     assert "Dynamo" not in ended.stderr and "horo" not in ended.stderr, ended.stderr
 

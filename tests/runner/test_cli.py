@@ -8,17 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import run_python
+from parsing import parsed
 
 from horo import __version__
-from horo.runner.cli import check_build, main, parse
-from horo.runner.config import Job
+from horo.runner.cli import check_build, main
 from horo.runner.hosts import HostSpec
-
-
-def parsed(line: str) -> Job:
-    job = parse(line.split())
-    assert job is not None
-    return job
 
 
 def test_the_command_begins_at_the_first_word_that_is_no_option() -> None:
@@ -156,8 +151,7 @@ def test_an_unreadable_line_of_a_host_file_is_named(tmp_path: Path, capfd: pytes
 
 
 def hororun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horo.runner", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_python("-m", "horo.runner", *words)
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
@@ -169,7 +163,7 @@ def test_what_is_asked_most_loads_little(option: str) -> None:
         "heavy = {'torch', 'numpy', 'ctypes', 'asyncio', 'subprocess', 'horo.core.context', 'horo._native'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True, timeout=60)
+    done = run_python("-c", code, option, check=True)
     assert ("usage: hororun" in done.stdout) or done.stdout == f"hororun {__version__}\n"
 
 
@@ -194,8 +188,7 @@ def test_check_build_says_what_is_there_and_where() -> None:
 
 def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_python("-c", code, *words)
 
 
 @pytest.mark.parametrize("option", ["-v", "--version"])

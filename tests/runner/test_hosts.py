@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parsing import parsed
 
-from horo.runner.cli import parse
-from horo.runner.config import Job, JobError
+from horo.runner.config import JobError
 from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
 from horo.runner.job.placement import PlacementError, place
 from horo.runner.start.allocation import Allocation, AllocationError, find_allocation
@@ -387,12 +387,6 @@ def test_a_damaged_allocation_matters_only_where_it_is_needed() -> None:
     assert allocated(environ, named=True) is None
     with pytest.raises(JobError, match="SLURM_JOB_NODELIST='a\\['"):
         allocated(environ, named=False)
-
-
-def parsed(line: str) -> Job:
-    job = parse(line.split())
-    assert job is not None
-    return job
 
 
 def test_options_for_mpirun_become_part_of_the_job() -> None:
