@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import autotune
 import footprint
-import gpu_double
 import idle
 import models
 import pytest
@@ -21,13 +18,8 @@ import torch
 import two_hosts
 import wakes
 from devices import CPU
-from doubles import CUDA, NCCL, build_double
 from example_runs import ROOT, start, whole, why_gloo_cannot
-from rank_pool import RankPool
-from workloads import gradients
 from workloads import training_step as workload
-
-import horo.torch as hvd
 
 FOLDER = ROOT / "benchmarks"
 
@@ -213,54 +205,3 @@ def test_without_a_gpu_a_script_says_so_and_ends_well(tmp_path: Path) -> None:
     done = start([sys.executable, str(FOLDER / f"{script}.py"), "--json", str(file)])
     assert done.stdout == f"{script}.py: skipped: no GPU: torch {torch.__version__} sees none\n"
     assert not file.exists()
-
-
-def put_gradients(gpu: gpu_double.Gpu, number: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Has autograd put gradients on the double, where it would put them on a GPU."""
-
-    def put(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad = gpu.put(parameter.grad, number)
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(put)  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.skipif(
-    NCCL in Path("/proc/self/maps").read_text(),
-    reason="this torch has loaded an NCCL of its own, which goes before the double "
-    "(`make test TORCH=/path/of/a/build/for/CPUs.whl`)",
-)
-@pytest.mark.parametrize("form", ["grouped", "optimizer"])
-def test_gradients_by_doubles_of_a_gpu_and_of_nccl(tmp_path: Path, form: str) -> None:
-    def average(form: str, *paths: str) -> None:
-        gpu, r = gpu_double.load(*paths), hvd.rank()
-
-        class Holder(gradients.Holder):
-            def __init__(self, values: list[torch.Tensor]) -> None:
-                super().__init__(values)
-                put_gradients(gpu, r, self.values)
-
-        place: Any = SimpleNamespace(is_gpu=True, put=lambda tensor: gpu.put(tensor, r))
-        place.finish = lambda: gpu.read(gpu.put(torch.zeros(1), r))
-        library: Any = SimpleNamespace(kind="horo", module=hvd, rank=r, size=hvd.size())
-        gradients.place_of = lambda parameters, rank: place  # type: ignore[assignment]
-        gradients.Holder = Holder  # type: ignore[misc]
-        work = gradients.prepare(library, {"model": "transformer-tiny", "form": form, "device": "cuda"})
-        assert work.check() == ""
-        work.call()
-        assert gpu.launched() == 2 * len(gradients.shapes_of("transformer-tiny"))
-        assert gpu.lib.double_copies() == 0, "some were staged"
-
-    def begin(*paths: str) -> None:
-        gpu_double.load(*paths)
-        hvd.init()
-
-    cuda = build_double(CUDA, tmp_path, DELAYS=20, DEVICES=2)
-    nccl = build_double(NCCL, tmp_path, CUDA_DOUBLE=f'"{cuda}"', DELAYS=5)
-    pool = RankPool(2, init=False, environment={"HORO_GPU_OPERATIONS": "nccl"})
-    try:
-        pool.run(begin, str(cuda), str(nccl))
-        pool.run(average, form, str(cuda), str(nccl))
-    finally:
-        pool.close()

@@ -349,23 +349,6 @@ def samplers(count: int, size: int) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 13])
-def test_an_epoch_has_every_sample_and_as_many_for_each_rank(count: int, size: int) -> None:
-    ranks = samplers(count, size)
-    lists = [list(sampler) for sampler in ranks]
-    assert {len(own) for own in lists} == {len(ranks[0])} == {-(-count // size)}
-    taken = [sample for own in lists for sample in own]
-    assert set(taken) == set(range(count))
-    for sampler in ranks:
-        sampler.set_epoch(1)
-    if count == 13:
-        assert [list(sampler) for sampler in ranks] != lists
-    for sampler in ranks:
-        sampler.set_epoch(0)
-    assert [list(sampler) for sampler in ranks] == lists
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 3)])
 @pytest.mark.parametrize("batches", [0, 2, 7])
 def test_a_resumed_epoch_takes_the_rest_with_any_number_of_ranks(before: int, after: int, batches: int) -> None:

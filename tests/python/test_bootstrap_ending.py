@@ -232,16 +232,6 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     return log
 
 
-def test_a_line_names_the_rank_and_the_level(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = bare_logging(monkeypatch)
-    prepare_log("warning", 3)
-    log.warning("refused %s", "a connection")
-    log.info("not at this level")
-    assert capsys.readouterr().err == "horo [3] warning: refused a connection\n"
-
-
 def test_a_second_start_does_not_say_everything_twice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,19 +271,20 @@ def test_the_level_of_the_program_stays(monkeypatch: pytest.MonkeyPatch, own: in
         ("trace", ["debug", "info", "warning", "error"]),
         ("debug", ["debug", "info", "warning", "error"]),
         ("info", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]),
         ("error", ["error"]),
         ("off", []),
         ("fatal", []),
     ],
 )
-def test_each_level_shows_itself_and_what_is_worse(
+def test_each_level_shows_itself_and_what_is_worse_with_the_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
 ) -> None:
     log = bare_logging(monkeypatch)
-    prepare_log(level, 0)
+    prepare_log(level, 3)
     for name in ("debug", "info", "warning", "error"):
-        getattr(log, name)("text")
-    assert capsys.readouterr().err == "".join(f"horo [0] {name}: text\n" for name in shown)
+        getattr(log, name)("%s", "text")
+    assert capsys.readouterr().err == "".join(f"horo [3] {name}: text\n" for name in shown)
 
 
 def test_messages_of_the_core_of_a_job_are_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

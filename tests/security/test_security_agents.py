@@ -177,11 +177,8 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
 def test_what_ssh_and_agents_say_moves_no_cursor(hororun: Hororun, tmp_path: Path) -> None:
     """Neither ssh's last words nor an agent's version nor its sentence have their control characters in hororun's."""
     evil = "\x1b]0;title\x07\x9b2J\x08\u202e"
-    said = {
-        "ssh": f"printf '%s\\n' 'no route{evil}' >&2; exit 255",
-        "version": "cat said; exec cat",
-        "failed": "cat said; exec cat",
-    }
+    says = "cat said; exec cat"
+    said = {"ssh": f"printf '%s\\n' 'no route{evil}' >&2; exit 255", "version": says, "failed": says}
     messages = {
         "version": MAGIC + encode_json(Kind.HOST_INFO, {**INFO, "version": f"9.9{evil}\ud800\nhororun: all is well"}),
         "failed": GOOD + encode_json(Kind.FAILED, {"message": f"no{evil}\ud800\nhororun: all is well", "code": 70}),
