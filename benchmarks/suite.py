@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("startup", "startup"),
     Benchmark("idle", "idle"),
     Benchmark("footprint", "footprint"),
+    Benchmark("elastic_commit", "elastic_commit"),
     Benchmark("gpu_step", "gpu_step"),
     Benchmark("gpu_gradients", "gpu_gradients"),
     Benchmark("gpu_staging", "gpu_staging"),

@@ -13,6 +13,7 @@ __all__ = [
     "EXIT_ELASTIC_TIMEOUT",
     "EXIT_INTERNAL",
     "EXIT_SETUP",
+    "EXIT_TERMINATED",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
     "GRACE_S",
@@ -42,6 +43,8 @@ EXIT_INTERNAL = 70
 """The agent or hororun itself failed."""
 EXIT_ELASTIC_TIMEOUT = 75
 """An elastic job has not got enough ranks in time."""
+EXIT_TERMINATED = 143
+"""The job was ended by SIGTERM, as a shell would write it."""
 EXIT_SETUP = 78
 """A host was reached but lacks Python, horo, this version of it, or the directory."""
 
@@ -134,6 +137,10 @@ class Elastic:
         elastic_timeout_s: how long to wait for ``min_size`` ranks.
         start_timeout_s: how long a rank may be in ``init()``, and the first ones may take until they call it.
         gather_timeout_s: how long ranks may take to leave a generation after the first one has.
+        is_discovered: other hosts may be found while the job runs.
+        cooldown_s: the shortest and the longest time for which a host is left alone.
+        on_failure: what is left alone if a rank fails: its "slot", or all of its "host".
+        join: whether ranks are interrupted when others are "ready" to join, or "now", when they are started.
     """
 
     size: int
@@ -143,6 +150,10 @@ class Elastic:
     elastic_timeout_s: float = 600.0
     start_timeout_s: float = 60.0
     gather_timeout_s: float = 30.0
+    is_discovered: bool = False
+    cooldown_s: tuple[float, float] = (10.0, 600.0)
+    on_failure: str = "slot"
+    join: str = "ready"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ seats from the job's store.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from horo.bootstrap.ending import EndReporter, culprit_of_chain
-from horo.bootstrap.generations import Change, Seat, change_key, seat_key
+from horo.bootstrap.generations import Change, Seat, change_key, members_key, seat_key
 from horo.bootstrap.launchers.variables import Launch
 from horo.bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo.bootstrap.store.client import StoreClient
@@ -192,12 +193,20 @@ class WorkerMembership:
             self._reported_s = now_s
             self._reporter.elastic(commit=number, **({"kept": True} if is_kept else {}))
 
+    def forked(self) -> None:
+        """Closes the parent's connection in a forked child, which may live for longer than the generation."""
+        self._disconnect()
+
     def _next_seat(self) -> Seat:
         self._seats_taken += 1
         key = seat_key(self._job_id, self.worker, self._seats_taken)
+
+        def members_of(generation: int) -> bytes:
+            return self._connected().get(members_key(self._job_id, generation), _LOOK_S)
+
         while True:
             try:
-                return Seat.decode(self._connected().get(key, _LOOK_S))
+                return Seat.decode(self._connected().get(key, _LOOK_S), members_of)
             except StoreTimeoutError:  # hororun is there, and has no seat for it
                 self.ready()
 
@@ -217,4 +226,8 @@ class WorkerMembership:
 def membership() -> WorkerMembership | None:
     """This process as a worker of an elastic job; None: hororun has not started it as one."""
     own = read_variables(LaunchVariables, environment())
-    return None if own.worker is None else WorkerMembership(own)
+    if own.worker is None:
+        return None
+    member = WorkerMembership(own)
+    os.register_at_fork(after_in_child=member.forked)
+    return member

@@ -3,6 +3,8 @@
 It sends its host info, receives the job, starts its ranks, and sends back their output and how they end. When its stdin
 ends, when it receives nothing for the agreed time (in which it could run itself), or on SIGTERM, it ends all processes
 and exits. If the agent is killed, its guard ends them.
+
+In an elastic job, workers start and end one by one, and the agent stays until it is to end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from horo.runner.agent.command import StartError, with_python, without
 from horo.runner.agent.machine import Binding, host_facts
 from horo.runner.agent.protocol import MAGIC, PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Started, Wrote, reap
+from horo.runner.agent.workers import HostWorkers
 from horo.runner.config import EXIT_SETUP, EXIT_UNREACHABLE
 from horo.runner.loop import Loop, Timer
 from horo.runner.network import (
@@ -64,6 +67,7 @@ class _Agent:
         self._leaving = False
         self._listener: socket.socket | None = None
         self._host = socket.gethostname()
+        self._job: dict[str, Any] = {}
         # Ranks get /dev/null and pipes of their own: 0 and 1 are for nobody but us.
         self._in, self._out = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDWR)
@@ -127,6 +131,10 @@ class _Agent:
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.JOB:
             self._start(message.json())
+        elif message.kind == Kind.START:
+            self._start_worker(message.rank, **message.json())
+        elif message.kind == Kind.END and self._ranks:
+            self._ranks.kill_rank(message.rank)
         elif message.kind == Kind.TERMINATE and self._ranks:
             self._ranks.terminate()
         elif message.kind == Kind.KILL and self._ranks:
@@ -139,7 +147,7 @@ class _Agent:
             self._send(encode_json(Kind.LISTENING, self._listen(**message.json())))
         elif message.kind == Kind.REACH:
             self._send(encode_json(Kind.REACHED, {"failures": unreachable(**message.json())}))
-        elif message.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT):
+        elif message.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT, Kind.END):
             raise MessageError(f"{message.kind.name} is not for agents")
 
     def _listen(self, cwd: str, interfaces: list[str], ports: list[int] | None) -> dict[str, Any]:
@@ -159,31 +167,51 @@ class _Agent:
             raise MessageError("a second job")
         self._silence_s = float(job["silence_s"])
         self._restart_silence_timer()
-        host, cwd, mark = str(job["host"]), str(job["cwd"]), str(job["mark"])
-        self._host = host
-        self._ranks = HostRanks(
-            self._loop,
-            self._guard,
-            Tree(mark, ancestor=os.getpid(), spared={self._guard.pid}),
-            job["grace_s"],
-            self._emit,
-        )
-        common = {**without(os.environ, job["unset"]), **job["environment"]}
-        environments = {int(rank): {**common, **own} for rank, own in job["ranks"].items()}
+        self._job, self._host = job, str(job["host"])
+        environments = {int(rank): self._environment(own) for rank, own in job["ranks"].items()}
+        tree = Tree(str(job["mark"]), ancestor=os.getpid(), spared={self._guard.pid})
+        kind = HostRanks if environments else HostWorkers
+        self._ranks = kind(self._loop, self._guard, tree, job["grace_s"], self._emit)
+        if not environments:
+            return  # they come by START
         try:
-            if not Path(cwd).is_dir():
-                raise StartError(
-                    f"host {host} has no directory {cwd}: ranks start in the directory hororun is called from",
-                    EXIT_SETUP,
-                )
             if job["master_port"]:
                 free_port(int(job["master_port"]))
-            command = with_python(job["command"], cwd, common.get("PATH", os.defpath), host)
-            self._ranks.start(command, environments, cwd, host, binding=Binding(**job["binding"]))
+            self._ranks.start(self._command(), environments, job["cwd"], self._host, binding=Binding(**job["binding"]))
         except NetworkError as error:
-            self._give_up(f"host {host}: {error}", EXIT_SETUP)
+            self._give_up(f"host {self._host}: {error}", EXIT_SETUP)
         except StartError as error:
             self._give_up(str(error), error.code)
+
+    def _start_worker(self, worker: int, slot: int, environment: dict[str, str]) -> None:
+        if not isinstance(self._ranks, HostWorkers):
+            raise MessageError("a worker, and the job is not elastic")
+        if self._leaving:
+            return
+        try:
+            workers = self._ranks
+            workers.start_worker(
+                self._command(),
+                worker,
+                int(slot),
+                self._environment(environment),
+                cwd=self._job["cwd"],
+                host=self._host,
+            )
+        except StartError as error:
+            self._send(encode_json(Kind.NOT_STARTED, {"message": str(error), "code": error.code}, worker))
+
+    def _environment(self, own: dict[str, str]) -> dict[str, str]:
+        return {**without(os.environ, self._job["unset"]), **self._job["environment"], **own}
+
+    def _command(self) -> list[str]:
+        cwd, path = str(self._job["cwd"]), self._environment({}).get("PATH", os.defpath)
+        if not Path(cwd).is_dir():
+            raise StartError(
+                f"host {self._host} has no directory {cwd}: ranks start in the directory hororun is called from",
+                EXIT_SETUP,
+            )
+        return with_python(self._job["command"], cwd, path, self._host)
 
     def _give_up(self, message: str, code: int) -> None:
         self._send(encode_json(Kind.FAILED, {"message": message, "code": code}))
@@ -196,13 +224,15 @@ class _Agent:
         self._leave()
 
     def _leave(self) -> None:
-        """The launcher is gone: ends the ranks with the usual grace time."""
+        """The launcher is gone: ends the ranks with the usual grace time. An elastic job goes on without: at once."""
         self._connected = False
         self._leaving = True
         self._loop.watch(self._in)
         self._loop.watch(self._out)
         self._flow()
-        if self._ranks:
+        if isinstance(self._ranks, HostWorkers):
+            self._ranks.kill()
+        elif self._ranks:
             self._ranks.terminate()
 
     def _on_end(self, number: int) -> None:

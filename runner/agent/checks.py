@@ -8,7 +8,7 @@ from reprlib import repr as repr_shortened
 from typing import Any
 
 from horo.runner.agent.protocol import Message, MessageError
-from horo.runner.agent.ranks import Exited, Started
+from horo.runner.agent.ranks import Exited, NotStarted, Started
 from horo.runner.processes import PASSED_ON_BY_AGENTS
 from horo.runner.text import printable
 
@@ -17,6 +17,7 @@ __all__ = [
     "failure",
     "host_info",
     "listening",
+    "not_started",
     "rank_of",
     "reached",
     "remained",
@@ -98,8 +99,17 @@ def exited(message: Message, ranks: Collection[int]) -> Exited:
     return Exited(rank_of(message, ranks), values["code"], values["signal"], values["asked"], values["overdue"])
 
 
+def not_started(message: Message, workers: Collection[int]) -> NotStarted:
+    """The event of a NOT_STARTED message.
+
+    Raises:
+        MessageError: it has another form, or names none of ``workers``.
+    """
+    return NotStarted(rank_of(message, workers), *failure(message))
+
+
 def failure(message: Message) -> tuple[str, int]:
-    """The sentence and the exit code of a FAILED message.
+    """The sentence and the exit code of a FAILED message, or a NOT_STARTED one.
 
     Raises:
         MessageError: it has none.

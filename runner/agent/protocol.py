@@ -51,7 +51,8 @@ class Kind(IntEnum):
     REACHED = 9  # agent: JSON, the peers of REACH that do not answer
     SIGNALLED = 10  # agent: JSON, the number of a signal that came to it, and that its ranks have got
     REMAINED = 11  # agent: JSON, the processes of the job that it cannot end
-    JOB = 16  # launcher: JSON, the job; once, first
+    NOT_STARTED = 12  # agent: JSON, why a worker of START does not run
+    JOB = 16  # launcher: JSON, the job; once, first. Without ranks: workers come later, by START
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now
     PING = 19  # both: it is still there
@@ -59,10 +60,12 @@ class Kind(IntEnum):
     REACH = 23  # launcher: JSON, the ports of other hosts to try
     SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
+    START = 24  # launcher: JSON, the slot and the environment of a worker, whose number is in the place of a rank
+    END = 25  # launcher: SIGKILL to one worker
 
 
 class Message(NamedTuple):
-    """One message; ``rank`` is 0 where it has no meaning."""
+    """One message; ``rank`` is the number of a worker in an elastic job, and 0 where it has no meaning."""
 
     kind: Kind
     rank: int
@@ -85,8 +88,8 @@ class Message(NamedTuple):
         return value
 
     def __repr__(self) -> str:
-        # The payload of JOB holds the secret.
-        shown = f"{len(self.payload)} bytes" if self.kind is Kind.JOB else repr(self.payload)
+        # The payloads of JOB and START hold the secret.
+        shown = f"{len(self.payload)} bytes" if self.kind in (Kind.JOB, Kind.START) else repr(self.payload)
         return f"Message({self.kind.name}, rank {self.rank}, {shown})"
 
 

@@ -31,7 +31,7 @@ from horo.runner.loop import Loop, Timer
 from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn
 from horo.timeline.recording import rows_of
 
-__all__ = ["Event", "Exited", "HostRanks", "Noted", "Remained", "Started", "Wrote", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "NotStarted", "Noted", "Remained", "Started", "Wrote", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
@@ -83,6 +83,15 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class NotStarted:
+    """A worker of an elastic job could not be started, for a reason; ``code``: that of a shell."""
+
+    rank: int
+    reason: str
+    code: int
+
+
+@dataclass(frozen=True)
 class Remained:
     """SIGKILL has not ended processes of the job on ``host``, which are given up; ``processes``: each in words."""
 
@@ -100,7 +109,7 @@ class Remained:
         )
 
 
-Event = Started | Wrote | Noted | Exited | Remained
+Event = Started | Wrote | Noted | Exited | NotStarted | Remained
 
 
 @dataclass

@@ -7,25 +7,29 @@ about another generation than the last one are stale, and change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from horo.runner.config import EXIT_ELASTIC_TIMEOUT, Elastic
+from horo.runner.config import EXIT_ELASTIC_TIMEOUT, EXIT_TERMINATED, EXIT_UNREACHABLE, Elastic
+from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, host_deadlines_s, rank_order, stays
 from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Dismiss,
     Done,
     DriverState,
     ElasticEvent,
     Ended,
     Fail,
     Finish,
+    FoundHost,
+    HostEvent,
+    HostsFound,
     Kill,
     Phase,
+    Reach,
     Ready,
-    Report,
-    SlotRecord,
     Standing,
     StartWorker,
     Tick,
@@ -41,16 +45,16 @@ _CULPRIT_S = 1.0
 """The time that a worker which others name as hung has to leave the generation itself."""
 _LATE_S = 10.0
 """The time for which a worker may go on with ``init()`` that has been given up."""
-_SOON_S = 60.0
-"""A worker that fails so soon after its start makes its slot wait ever longer."""
-_BACKOFF_MAX_S = 60.0
 _IN_GENERATION = (Standing.SEATED, Standing.WITHIN)
 _REPLACING = (Phase.STARTING, Phase.FORMING, Phase.RUNNING, Phase.GATHERING, Phase.SHORT)
 
 
-def begin(limits: Elastic, now_s: float) -> tuple[DriverState, list[Action]]:
-    """The state of a new job, and the actions that start its first workers."""
-    return step(DriverState(limits, now_s, since_s=now_s, idle_since_s=now_s), Tick(), now_s)
+def begin(
+    limits: Elastic, hosts: Sequence[FoundHost], now_s: float, *, seed: int = 0
+) -> tuple[DriverState, list[Action]]:
+    """The state of a new job, and the actions that reach its first hosts."""
+    state = DriverState(limits, now_s, since_s=now_s, idle_since_s=now_s, seed=seed)
+    return step(state, HostsFound(tuple(hosts)), now_s)
 
 
 def step(state: DriverState, event: ElasticEvent, now_s: float) -> tuple[DriverState, list[Action]]:
@@ -64,15 +68,22 @@ def step(state: DriverState, event: ElasticEvent, now_s: float) -> tuple[DriverS
 
 def deadline_s(state: DriverState) -> float | None:
     """The time of the next ``Tick`` that may change something; None: only another event does."""
-    limits, times = state.limits, [*state.suspects.values()]
-    if state.phase in (Phase.STARTING, Phase.FORMING):
+    limits, times = state.limits, [*state.suspects.values(), *host_deadlines_s(state)]
+    if state.phase is Phase.OVER:
+        return None
+    if state.phase in (Phase.CONNECTING, Phase.STARTING, Phase.FORMING):
         times.append(state.since_s + limits.start_timeout_s)
     elif state.phase is Phase.GATHERING:
         times.append(state.since_s + limits.gather_timeout_s)
-    elif state.phase is Phase.SHORT:
+    if state.phase in (Phase.CONNECTING, Phase.SHORT):
         times.append(state.since_s + limits.elastic_timeout_s)
     if state.phase in _REPLACING:
-        times += [state.slots[slot].free_s for slot in _free_slots(state) if slot in state.slots]
+        times += [free_time_s(state, slot) for slot in free_slots(state)]
+        workers = state.workers.values()
+        if limits.join == "now" or not all(stays(state, each) for each in workers):
+            times += [each.started_s + limits.start_timeout_s for each in workers if _may_come(state, each)]
+    if state.leaves_s is not None:
+        times.append(state.leaves_s)
     return min((each for each in times if each > state.now_s), default=None)
 
 
@@ -82,36 +93,29 @@ def lost_s(state: DriverState) -> float:
     return state.lost_s + idle_s
 
 
-def _free_slots(state: DriverState) -> list[int]:
-    """The slots that are to have a worker and have none."""
-    limits = state.limits
-    wanted = limits.size if state.generation == 0 else limits.max_size
-    used = {worker.slot for worker in state.workers.values()}
-    return [slot for slot in range(wanted) if slot not in used]
+def _may_come(state: DriverState, worker: Worker) -> bool:
+    """Whether the worker is about to be ready, as far as one can expect."""
+    in_time = state.now_s < worker.started_s + state.limits.start_timeout_s
+    return worker.standing is Standing.COMING and in_time and stays(state, worker)
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-class _Turn:
-    """One step: a copy of the state that changes, and the actions so far."""
-
-    def __init__(self, state: DriverState, now_s: float) -> None:
-        now_s = max(now_s, state.now_s)
-        self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
-        self.state = replace(state, now_s=now_s, workers=self.workers, slots=self.slots, suspects=self.suspects)
-        self.actions: list[Action] = []
-        self._now_s = now_s
+class _Turn(HostTurn):
+    """One step."""
 
     # Events
 
     def take(self, event: ElasticEvent) -> None:
         """Enters the event into the state."""
-        if isinstance(event, Tick):
+        if isinstance(event, HostEvent):
+            self.take_host_event(event)
+        if isinstance(event, (HostEvent, Tick)):
             return
         worker = self.workers.get(event.worker)
-        if worker is None:
+        if worker is None or (worker.standing is Standing.ADRIFT and not isinstance(event, Ended)):
             return
         if isinstance(event, Ready):
             if worker.standing is Standing.COMING:
@@ -137,6 +141,7 @@ class _Turn:
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
+        self.state.is_broken = True
         self._gather(f"worker {worker.number} has left it")
         culprit = None if event.culprit is None else self.workers.get(event.culprit)
         if culprit is not None and culprit.standing in _IN_GENERATION:
@@ -146,37 +151,76 @@ class _Turn:
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
-        is_done = worker.standing is Standing.DONE or (
-            not event.has_failed and is_member and worker.standing is not Standing.ENDING
-        )
+        self.state.is_broken |= is_member
+        is_killed = worker.standing in (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+        is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not is_killed)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
-            return
-        rank = f" (rank {self.state.members.index(worker.number)})" if is_member else ""
-        self._report(f"worker {worker.number}{rank} {event.how}")
-        record = self.slots.get(worker.slot, SlotRecord())
-        failures = record.failures + 1 if self._now_s - worker.started_s < _SOON_S else 1
-        pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
-        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
-        if is_member:
-            self._gather(f"worker {worker.number}{rank} {event.how}")
+        elif worker.standing not in (Standing.DISMISSED, Standing.ADRIFT):
+            name = self._name(worker)
+            self._report(f"{name} {event.how}")
+            self._note_failure(worker)
+            if self.state.limits.on_failure == "host":
+                self._end_others(worker)
+            if is_member:
+                self._gather(f"{name} {event.how}")
+
+    def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
+        """The host of the worker is lost, and so is the worker."""
+        self.suspects.pop(worker.number, None)
+        is_member, name = worker.number in self.state.members, self._name(worker)
+        until_s = self._now_s + may_run_s
+        self.workers[worker.number] = replace(worker, standing=Standing.ADRIFT, until_s=until_s)
+        if self.state.phase is Phase.FINISHING or worker.standing is Standing.DONE:
+            self._enter(Phase.FINISHING)
+        elif is_member:
+            self._gather(f"{name} {how}")
+
+    def _end_others(self, worker: Worker) -> None:
+        """The worker has failed, and no other one is to run on its host, if other hosts can go on without."""
+        host = self.hosts[worker.slot.host]
+        others = [each for each in self.workers.values() if each.slot.host == host.name]
+        elsewhere = [each for each in self.workers.values() if each.slot.host != host.name and self._stays(each)]
+        goes_on = any(each.has_state for each in elsewhere) if self.state.generation else bool(elsewhere)
+        if host.free_s > self._now_s and goes_on:
+            for each in others:
+                self._dismiss(each)
 
     # Decisions
 
     def settle(self) -> None:
         """Decides all that can be decided now."""
+        self.forget_adrift()
+        if self.state.phase is not Phase.FINISHING:
+            self.reach_hosts()
         before = None
         while before is not self.state.phase:
             before = self.state.phase
             _DECISIONS[before](self)
-        if self.state.phase in _REPLACING:
+            self._leave_in_time()
+        if self.state.phase in _REPLACING and self.state.leaves_s is None:
             self._replace()
+
+    def connect(self) -> None:
+        """CONNECTING: begins once there are slots for all ranks, or enough of them and nothing is awaited."""
+        limits, waited_s = self.state.limits, self._now_s - self.state.since_s
+        room = len(free_slots(self.state))
+        is_coming = any(host.reach is Reach.COMING for host in self.hosts.values())
+        may_grow = is_coming or (limits.is_discovered and waited_s < limits.start_timeout_s)
+        if room >= limits.size or (room >= limits.min_size and not may_grow):
+            self._enter(Phase.STARTING)
+        elif waited_s >= limits.elastic_timeout_s or not (is_coming or limits.is_discovered):
+            has = f"{room} slot{'' if room == 1 else 's'}"
+            within = f" within {limits.elastic_timeout_s:g} s (--elastic-timeout)" if limits.is_discovered else ""
+            code = EXIT_ELASTIC_TIMEOUT if limits.is_discovered else EXIT_UNREACHABLE
+            self._finish(f"{has} for ranks{within}, of at least {limits.min_size} (--min-np)", code)
 
     def start(self) -> None:
         """STARTING: seats the first workers once all have come, or enough of them in time."""
         ready, limits = self._standing(Standing.READY), self.state.limits
         is_late = self._now_s >= self.state.since_s + limits.start_timeout_s
-        if len(ready) >= limits.size or (is_late and len(ready) >= limits.min_size):
+        expected = min(limits.size, len(self.workers) + len(free_slots(self.state)))
+        if len(ready) >= (limits.min_size if is_late else max(limits.min_size, expected)):
             self._seat()
         elif is_late:
             came = f"{_ranks(len(ready))} of {limits.size} called init() within {limits.start_timeout_s:g} s"
@@ -195,12 +239,18 @@ class _Turn:
             self._gather(f"not all ranks were through init() after {self.state.limits.start_timeout_s:g} s")
 
     def train(self) -> None:
-        """RUNNING: announces newcomers that can be seated, once there are any, and again once there are none."""
-        can_grow = len(self.state.members) < self.state.limits.max_size and not self._is_at_reset_limit()
-        added = can_grow and bool(self._standing(Standing.READY))
-        if added != self.state.is_announced:
-            self.state.is_announced, self.state.changes = added, self.state.changes + 1
-            self.actions.append(Announce(self.state.generation, self.state.changes, added))
+        """RUNNING: announces who has come or is to leave, and again once that is not so any more."""
+        state = self.state
+        can_grow = sum(map(self._stays, self._members())) < state.limits.max_size and not self._is_at_reset_limit()
+        added = can_grow and bool(self._newcomers() or self._awaited())
+        change = added, self._is_to_shrink(), state.leaves_s is not None
+        before = state.announced
+        if change != ((before.added, before.removed, before.leave) if before else (False, False, False)):
+            state.changes += 1
+            state.announced = Announce(state.generation, state.changes, *change)
+            self.actions.append(state.announced)
+        if any(worker.has_state for worker in self._members() if self._stays(worker)):
+            self._dismiss_leavers()
 
     def gather(self) -> None:
         """GATHERING: waits until no member is in the generation any more; kills those that do not leave."""
@@ -212,8 +262,11 @@ class _Turn:
                 elif is_late:
                     limit_s = self.state.limits.gather_timeout_s
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
-        if all(worker.standing is Standing.READY for worker in self._members()):
-            self._seat_or_wait()
+        drift = Standing.ADRIFT if self.state.is_broken else Standing.READY
+        if all(worker.standing in (Standing.READY, drift) for worker in self._members()):
+            announced = self.state.announced
+            if not (announced and announced.added and self._awaited()):
+                self._seat_or_wait()
 
     def wait(self) -> None:
         """SHORT: seats workers once there are enough; gives up in the end."""
@@ -227,10 +280,12 @@ class _Turn:
         """FINISHING: one worker has ended, well or after its training; the rest of its generation does so, too."""
         for worker in list(self.workers.values()):
             is_newcomer = self.state.generation > 0 and worker.number not in self.state.members
-            if is_newcomer and worker.standing is not Standing.ENDING:
-                self._kill(worker, "")
+            if is_newcomer and worker.standing in (Standing.COMING, Standing.READY):
+                self._dismiss(worker)
         left = [worker.number for worker in self._standing(Standing.READY)]
-        if left:
+        if left and self.state.leaves_s is not None:
+            self._finish("", 0)
+        elif left:
             self._finish(
                 f"worker {left[0]} has work left, but another one has come to its end: all ranks have to come to the "
                 "end of the script together",
@@ -241,9 +296,63 @@ class _Turn:
 
     # Parts of decisions
 
+    def _leave_in_time(self) -> None:
+        """Ends the job once all have to leave and nobody is at work."""
+        state = self.state
+        if state.leaves_s is None or state.phase is Phase.OVER:
+            return
+        if self._now_s >= state.leaves_s and self.workers:
+            left = ", ".join(str(number) for number in sorted(self.workers))
+            self._finish(
+                f"the time to leave is over, and worker{'s' if len(self.workers) > 1 else ''} {left} still run"
+            )
+        elif state.phase in (Phase.CONNECTING, Phase.STARTING):
+            self._finish("", EXIT_TERMINATED)
+        elif state.phase is Phase.SHORT:
+            self._finish("", 0)
+
+    def _newcomers(self) -> list[Worker]:
+        """Workers that wait for a seat while the others train."""
+        return [worker for worker in self._standing(Standing.READY) if self._stays(worker)]
+
+    def _awaited(self) -> list[Worker]:
+        """The new workers for which others wait in their generation, instead of going on until these are ready."""
+        if self.state.limits.join != "now" or self.state.generation == 0:
+            return []
+        return [each for each in self.workers.values() if _may_come(self.state, each) and each.slot not in self.slots]
+
+    def _is_to_shrink(self) -> bool:
+        """Whether members are to leave now: others have the state, and there are enough of them or no more to come."""
+        members = self._members()
+        staying = [worker for worker in members if self._stays(worker)]
+        if len(staying) == len(members):
+            return False
+        newcomers = self._newcomers()
+        may_grow = any(_may_come(self.state, each) for each in self.workers.values()) or any(
+            host.reach is Reach.COMING for host in self.hosts.values()
+        )
+        if not staying:
+            return not newcomers and not may_grow
+        is_enough = len(staying) + len(newcomers) >= self.state.limits.min_size
+        return any(worker.has_state for worker in staying) and (is_enough or not may_grow)
+
+    def _chosen(self) -> list[Worker]:
+        """The members of the next generation; one that is to leave is among them if no other one has the state."""
+        ready = sorted(self._standing(Standing.READY), key=lambda worker: (not worker.has_state, worker.number))
+        most = self.state.limits.max_size
+        chosen = [worker for worker in ready if self._stays(worker)][:most]
+        carriers = [worker for worker in ready if worker.has_state and not self._stays(worker)]
+        if chosen and carriers and not any(worker.has_state for worker in chosen):
+            chosen = [*carriers[:1], *chosen[: max(1, most - 1)]]
+        return rank_order(chosen)
+
     def _seat_or_wait(self) -> None:
-        ready = self._standing(Standing.READY)
-        living = [worker for worker in self.workers.values() if worker.standing is not Standing.ENDING]
+        going = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+        living = [worker for worker in self.workers.values() if worker.standing not in going]
+        if self.state.leaves_s is not None:
+            self._finish("", 0)
+            return
+        ready = self._chosen()
         if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
         elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
@@ -252,6 +361,8 @@ class _Turn:
             if ready:
                 self._report(f"{_ranks(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)")
             self._enter(Phase.SHORT)
+        elif any(worker.has_state for worker in ready):
+            self._dismiss_leavers()
 
     def _goes_on_from_memory(self) -> bool:
         """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
@@ -284,10 +395,9 @@ class _Turn:
         if state.generation > 0 and self._is_at_reset_limit():
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {state.limits.reset_limit})")
             return
-        ready = sorted(self._standing(Standing.READY), key=lambda worker: (not worker.has_state, worker.number))
-        state.members = tuple(worker.number for worker in ready[: state.limits.max_size])
+        state.members = tuple(worker.number for worker in self._chosen())
         state.generation += 1
-        state.changes, state.is_announced = 0, False
+        state.changes, state.announced, state.is_broken = 0, None, False
         self.suspects.clear()
         for number in state.members:
             self._set(self.workers[number], Standing.SEATED)
@@ -322,7 +432,7 @@ class _Turn:
         has_come = any(worker.standing is Standing.READY for worker in self.workers.values())
         if self._is_at_reset_limit() or (state.generation == 0 and not is_first and not has_come):
             return
-        free = [slot for slot in _free_slots(state) if self._now_s >= self.slots.get(slot, SlotRecord()).free_s]
+        free = [slot for slot in free_slots(state) if self._now_s >= free_time_s(state, slot)]
         size = len(self.workers) + len(free)
         for slot in free:
             number = state.started
@@ -331,28 +441,37 @@ class _Turn:
             self.workers[number] = Worker(number, slot, self._now_s)
             self.actions.append(forecast)
             if not is_first:
-                self._report(f"worker {number} starts")
+                self._report(f"{self._name(self.workers[number])} starts")
 
     def _kill(self, worker: Worker, why: str) -> None:
         self._set(worker, Standing.ENDING)
         self.suspects.pop(worker.number, None)
         self.actions.append(Kill(worker.number))
-        if why:
-            self._report(f"worker {worker.number} {why}, and is killed")
+        self._report(f"{self._name(worker)} {why}, and is killed")
+
+    def _dismiss(self, worker: Worker) -> None:
+        self._set(worker, Standing.DISMISSED)
+        self.suspects.pop(worker.number, None)
+        self.actions.append(Dismiss(worker.number))
+
+    def _dismiss_leavers(self) -> None:
+        """Ends workers that are to leave, and are not at work."""
+        for worker in list(self.workers.values()):
+            if worker.standing in (Standing.COMING, Standing.READY) and not self._stays(worker):
+                self._dismiss(worker)
 
     def _finish(self, reason: str = "", code: int | None = None) -> None:
         self._enter(Phase.OVER)
         self.actions.append(Finish(reason, code))
 
-    def _enter(self, phase: Phase) -> None:
-        self.state.phase, self.state.since_s = phase, self._now_s
-
     def _set(self, worker: Worker, standing: Standing, *, has_state: bool | None = None) -> None:
         has_state = worker.has_state if has_state is None else has_state
         self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
 
-    def _report(self, text: str) -> None:
-        self.actions.append(Report(text))
+    def _name(self, worker: Worker) -> str:
+        members, several = self.state.members, len(self.hosts) > 1
+        rank = f" (rank {members.index(worker.number)})" if worker.number in members else ""
+        return f"worker {worker.number}{rank}{f' on {worker.slot.host}' if several else ''}"
 
     def _is_at_reset_limit(self) -> bool:
         limit = self.state.limits.reset_limit
@@ -367,6 +486,7 @@ class _Turn:
 
 
 _DECISIONS: dict[Phase, Callable[[_Turn], None]] = {
+    Phase.CONNECTING: _Turn.connect,
     Phase.STARTING: _Turn.start,
     Phase.FORMING: _Turn.form,
     Phase.RUNNING: _Turn.train,

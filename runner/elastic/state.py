@@ -12,16 +12,28 @@ __all__ = [
     "Action",
     "Announce",
     "Committed",
+    "Connect",
+    "Disconnect",
+    "Dismiss",
     "Done",
     "DriverState",
     "ElasticEvent",
     "Ended",
     "Fail",
     "Finish",
+    "FoundHost",
+    "Host",
+    "HostEvent",
+    "HostLost",
+    "HostUp",
+    "HostsFound",
     "Kill",
+    "Leave",
     "Phase",
+    "Reach",
     "Ready",
     "Report",
+    "Slot",
     "SlotRecord",
     "Standing",
     "StartWorker",
@@ -36,6 +48,7 @@ __all__ = [
 class Phase(Enum):
     """The stages of a job."""
 
+    CONNECTING = "waits for hosts"
     STARTING = "waits until the first ranks have called init()"
     FORMING = "waits until all members are in the generation"
     RUNNING = "trains"
@@ -54,6 +67,51 @@ class Standing(Enum):
     WITHIN = "is in the generation"
     DONE = "is in the generation, and all members have come to the end of hvd.elastic.run"
     ENDING = "has been killed"
+    DISMISSED = "is to end"
+    ADRIFT = "cannot be reached, like its host, and may still run there"
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """A place for one worker at a time; ``number`` counts from 0 on each host, and is its local rank."""
+
+    host: str
+    number: int
+
+
+class Reach(Enum):
+    """The stages of a host."""
+
+    AWAY = "has no agent"
+    COMING = "is about to have one"
+    UP = "has one"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host that may have workers.
+
+    Attributes:
+        name: as the user or the discovery writes it.
+        slots: how many workers it may have at a time; None: not known before it has an agent.
+        reach: whether workers can be started there.
+        since_s: the time since when that holds.
+        is_listed: the user or the discovery names it; else its workers leave.
+        leaves_s: the time at which it goes away, or takes its workers away; None: it stays.
+        free_s: the time before which nothing is started there.
+        failures: the times at which workers have failed there lately.
+        cooldowns: how often it was left alone for a while.
+    """
+
+    name: str
+    slots: int | None
+    reach: Reach = Reach.AWAY
+    since_s: float = float("-inf")
+    is_listed: bool = True
+    leaves_s: float | None = None
+    free_s: float = float("-inf")
+    failures: tuple[float, ...] = ()
+    cooldowns: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,17 +120,19 @@ class Worker:
 
     Attributes:
         number: never used again.
-        slot: its place on the host, which one worker has at a time.
+        slot: its place, which one worker has at a time.
         started_s: the time of its start.
         standing: what it does.
         has_state: it has what the job has learnt so far: it began with the job, or has synced or committed.
+        until_s: the time at which it has ended for certain, where it is adrift.
     """
 
     number: int
-    slot: int
+    slot: Slot
     started_s: float
     standing: Standing = Standing.COMING
     has_state: bool = False
+    until_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,37 +161,91 @@ class DriverState:
         members: its workers by rank, also those that have ended.
         workers: those whose processes exist, by number.
         started: how many workers there have been.
+        hosts: by name, in the order in which their slots are filled.
         slots: the records of the slots.
         suspects: workers that others have named as hung, with the time at which they are killed.
         changes: how many changes were announced in this generation.
-        is_announced: the last one says that workers have come.
+        announced: the last one of them; None: there was none.
+        is_broken: a member has left the generation, so that nobody can be at work in it.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
+        leaves_s: the time at which all of the job has to have ended; None: there is none.
+        seed: of the random parts of cooldowns.
     """
 
     limits: Elastic
     now_s: float
-    phase: Phase = Phase.STARTING
+    phase: Phase = Phase.CONNECTING
     since_s: float = 0.0
     generation: int = 0
     members: tuple[int, ...] = ()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     started: int = 0
-    slots: Mapping[int, SlotRecord] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    slots: Mapping[Slot, SlotRecord] = field(default_factory=dict)
     suspects: Mapping[int, float] = field(default_factory=dict)
     changes: int = 0
-    is_announced: bool = False
+    announced: Announce | None = None
+    is_broken: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
-    kept: Mapping[int, int] = field(default_factory=dict)
+    kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
+    leaves_s: float | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Tick:
     """Time has passed."""
+
+
+@dataclass(frozen=True)
+class FoundHost:
+    """A host and the number of its slots; None: as many as it reports."""
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class HostsFound:
+    """All hosts that the job may use from now on, in the order in which their slots are to be filled."""
+
+    hosts: tuple[FoundHost, ...]
+
+
+@dataclass(frozen=True)
+class HostUp:
+    """``Connect`` has led to an agent on a host. ``slots``: how many it has, if its list does not say."""
+
+    host: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """A host has no agent any more, or has got none. This is the end of all its workers, without an ``Ended`` for each.
+
+    Attributes:
+        host: its name.
+        how: in words that go on behind the name.
+        may_run_s: how long its workers may still be at work.
+    """
+
+    host: str
+    how: str
+    may_run_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before."""
+
+    host: str | None
+    within_s: float
 
 
 @dataclass(frozen=True)
@@ -204,7 +318,22 @@ class Ended:
     how: str = ""
 
 
-ElasticEvent = Tick | Ready | Within | Waits | Committed | Done | Ended
+HostEvent = HostsFound | HostUp | HostLost | Leave
+ElasticEvent = Tick | HostEvent | Ready | Within | Waits | Committed | Done | Ended
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Start an agent on a host: ``HostUp`` or ``HostLost`` answers."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """End the agent of a host, or the attempt to start one, and what may be left there. Nothing answers."""
+
+    host: str
 
 
 @dataclass(frozen=True)
@@ -212,7 +341,7 @@ class StartWorker:
     """Start a process; ``generation``, ``rank`` and ``size`` are a forecast."""
 
     worker: int
-    slot: int
+    slot: Slot
     generation: int
     rank: int
     size: int
@@ -220,7 +349,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class WriteSeats:
-    """Seat workers, by rank, in a generation."""
+    """Seat workers, by rank, in a generation. Those of a host follow each other."""
 
     generation: int
     workers: tuple[int, ...]
@@ -236,16 +365,33 @@ class Fail:
 
 @dataclass(frozen=True)
 class Announce:
-    """Write the next change of a generation: workers have come, or none any more."""
+    """Write the next change of a generation, which replaces those before.
+
+    Attributes:
+        generation: its number.
+        number: of the change.
+        added: workers have come.
+        removed: workers are to leave.
+        leave: all are to leave: the job ends.
+    """
 
     generation: int
     number: int
-    added: bool
+    added: bool = False
+    removed: bool = False
+    leave: bool = False
 
 
 @dataclass(frozen=True)
 class Kill:
     """End the process of a worker at once."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not."""
 
     worker: int
 
@@ -270,4 +416,4 @@ class Finish:
     code: int | None = None
 
 
-Action = StartWorker | WriteSeats | Fail | Announce | Kill | Report | Finish
+Action = Connect | Disconnect | StartWorker | WriteSeats | Fail | Announce | Kill | Dismiss | Report | Finish

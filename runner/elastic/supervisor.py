@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
-from horo.elastic import commits
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.rank_reports import NoteReader
-from horo.runner.agent.ranks import HostRanks, Noted
+from horo.runner.agent.ranks import Noted
+from horo.runner.agent.workers import HostWorkers
 from horo.runner.config import EXIT_USAGE, JobError
 from horo.runner.elastic import driver
 from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Connect,
+    Dismiss,
     Done,
     DriverState,
     ElasticEvent,
     Ended,
     Fail,
     Finish,
+    FoundHost,
+    HostUp,
     Kill,
     Phase,
     Ready,
@@ -43,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticSupervisor"]
 
-_WORKER = "HORO_WORKER"
 _STORE_S = 10.0
 
 
@@ -53,12 +56,11 @@ class ElasticSupervisor(Supervisor):
     process_word = "worker"
     _state: DriverState
     _client: StoreClient
-    _host_ranks: HostRanks
+    _host_ranks: HostWorkers
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._seats_given: dict[int, int] = {}
-        self._memories: dict[int, int] = {}  # by slot; they outlive its workers
         self._came: list[int] = []
         self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
         self._timer: Timer | None = None
@@ -72,7 +74,9 @@ class ElasticSupervisor(Supervisor):
             raise JobError("an elastic job has limits", EXIT_USAGE)
         (host,) = self._hosts
         slots = self._slots_of(0, host)
-        if limits.max_size > slots and not self._job.oversubscribe:
+        if self._job.oversubscribe:
+            slots = max(slots, limits.max_size)
+        elif limits.max_size > slots:
             raise PlacementError(
                 f"up to {limits.max_size} ranks (--max-np, or else -np) need as many slots, and there "
                 f"{'is 1' if slots == 1 else f'are {slots}'}: name more with -H localhost:N, or allow it with "
@@ -83,10 +87,10 @@ class ElasticSupervisor(Supervisor):
             raise JobError("the store is not open")
         first, *others = self._store.endpoints
         self._client = StoreClient(*first, self._secret, _STORE_S, others)
-        self._host_ranks = self._local = HostRanks(
-            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event, each_has=_WORKER
+        self._host_ranks = self._local = HostWorkers(
+            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event
         )
-        self._state, actions = driver.begin(limits, self._loop.now_s)
+        self._state, actions = driver.begin(limits, [FoundHost(host.name, slots)], self._loop.now_s)
         self._do(actions)
 
     # Events
@@ -109,6 +113,8 @@ class ElasticSupervisor(Supervisor):
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             self._do_one(action)
+            if isinstance(action, Connect):  # this host has an agent from the start
+                self._take(HostUp(action.host, 0))
         if self._timer is not None:
             self._timer.cancel()
         due_s = driver.deadline_s(self._state)
@@ -116,28 +122,29 @@ class ElasticSupervisor(Supervisor):
             self._timer = self._loop.call_later(due_s - self._loop.now_s, lambda: self._take(Tick()))
 
     def _do_one(self, action: Action) -> None:
-        from horo.bootstrap.generations import Change, change_key, seat_key, seats_of  # noqa: PLC0415
+        from horo.bootstrap.generations import Change, change_key, seat_entries  # noqa: PLC0415
         from horo.bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415
 
         if isinstance(action, StartWorker):
             self._start_worker(action)
         elif isinstance(action, WriteSeats):
-            hosts = [0] * len(action.workers)
-            for worker, seat in zip(action.workers, seats_of(action.generation, action.workers, hosts), strict=True):
-                self._seats_given[worker] = self._seats_given.get(worker, 0) + 1
-                self._client.set(seat_key(self._id, worker, self._seats_given[worker]), seat.encode())
+            self._seats_given |= {worker: self._seats_given.get(worker, 0) + 1 for worker in action.workers}
+            hosts = [self._host_of_rank[worker] for worker in action.workers]
+            numbers = [self._seats_given[worker] for worker in action.workers]
+            for key, value in seat_entries(self._id, action.generation, action.workers, hosts, numbers):
+                self._client.set(key, value)
         elif isinstance(action, Fail):
             self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
         elif isinstance(action, Announce):
             key = change_key(self._id, action.generation, action.number)
-            self._client.set(key, Change(added=action.added).encode())
-        elif isinstance(action, Kill):
-            if self._state.phase is Phase.FINISHING:
+            self._client.set(key, Change(added=action.added, removed=action.removed).encode())
+        elif isinstance(action, (Kill, Dismiss)):
+            if isinstance(action, Dismiss):
                 self._dismissed.add(action.worker)
             self._host_ranks.kill_rank(action.worker)
         elif isinstance(action, Report):
             self._console.say(action.text)
-        else:
+        elif isinstance(action, Finish):
             self._end_all(action)
 
     def _start_worker(self, action: StartWorker) -> None:
@@ -147,18 +154,15 @@ class ElasticSupervisor(Supervisor):
         self._host_of_rank[action.worker] = 0
         self._console.place([name] * len(self._came))
         self._running.add(action.worker)
-        local_size = max(action.size, action.slot + 1)
-        placement = Placement(action.rank, action.size, action.slot, local_size, 0, 1, 0)
-        own = {_WORKER: str(action.worker), "HORO_GENERATION": str(action.generation)}
-        memory = self._memories.get(action.slot)
-        if memory is None:
-            memory = self._memories[action.slot] = commits.create()
-        own["HORO_COMMIT_FD"] = commits.words_of(memory)
+        local_rank = action.slot.number
+        local_size = max(action.size, local_rank + 1)
+        placement = Placement(action.rank, action.size, local_rank, local_size, 0, 1, 0)
+        own = {"HORO_GENERATION": str(action.generation)}
         environment = {**self._environment, **self._variables_of(placement), **own}
         cwd = str(Path.cwd())
         command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
         try:
-            self._host_ranks.start(command, {action.worker: environment}, cwd, name, pass_fds=[memory])
+            self._host_ranks.start_worker(command, action.worker, local_rank, environment, cwd=cwd, host=name)
         except StartError as error:
             if self._state.generation == 0:
                 raise

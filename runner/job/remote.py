@@ -29,6 +29,9 @@ _READ_BYTES = 1 << 18
 _STDERR_TAIL_BYTES = 8192
 _END_TIMEOUT_S = 2.0
 _KILLED_S = 5.0
+_OWN_SILENCE = 2 / 3
+"""The part of the host timeout after which the agent of an elastic job ends its workers: before the job goes on
+without them. Longer than an outage that is survived."""
 _ANSWERS = {Kind.LISTEN: Kind.LISTENING, Kind.REACH: Kind.REACHED}
 _CHECKS = {Kind.LISTENING: checks.listening, Kind.REACHED: checks.reached}
 
@@ -58,7 +61,7 @@ class RemoteHost:
         self.answers: dict[Kind, dict[str, Any]] = {}  # to what ``ask`` has asked
         self.connected = False
         self._hung_up = False
-        self._ranks: frozenset[int] = frozenset()  # all that were sent there
+        self._ranks: set[int] = set()  # all that were sent there
         self._to_start: set[int] = set()  # those of which nothing is known
         self._to_end: set[int] = set()  # those that have not ended
         self._asked: set[Kind] = set()  # which answers are due
@@ -74,6 +77,9 @@ class RemoteHost:
         self._process: subprocess.Popen[bytes]
         self._launcher: RemoteLauncher
         self._ping: Timer | None = None
+        self._silence_s: float | None = None
+        self._silence_timer: Timer | None = None
+        self._paused = False
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
 
@@ -125,13 +131,12 @@ class RemoteHost:
         Args:
             job: that they belong to.
             environment: of hororun.
-            ranks: the variables of each.
+            ranks: the variables of each; none: the job is elastic, and they come one by one, by ``start_worker``.
             mark: of their processes.
             binding: the cores and GPUs that they are bound to.
         """
         self.job_sent = True
-        self._ranks = frozenset(ranks)
-        self._to_start, self._to_end = set(self._ranks), set(self._ranks)
+        self._await(*ranks)
         exported = {**forwarded(environment), **self._launcher.extra_variables(environment), **job.exports}
         message = {
             "host": self.host.name,
@@ -142,11 +147,37 @@ class RemoteHost:
             "unset": list(self._launcher.unset),
             "ranks": {str(rank): own for rank, own in ranks.items()},
             "grace_s": job.grace_s,
-            "silence_s": job.host_timeout_s,
+            "silence_s": job.host_timeout_s * (1 if ranks else _OWN_SILENCE),
             "master_port": job.master_port if 0 in ranks else 0,
             "binding": asdict(binding),
         }
         self._send(encode_json(Kind.JOB, message))
+        if not ranks:
+            self._silence_s = job.host_timeout_s
+            self._restart_silence_timer()
+
+    def start_worker(self, worker: int, slot: int, environment: Mapping[str, str]) -> None:
+        """Has the agent start a worker of an elastic job.
+
+        Args:
+            worker: its number.
+            slot: its place on that host, whose last worker has ended.
+            environment: the variables that it has of its own.
+        """
+        self._await(worker)
+        self._send(encode_json(Kind.START, {"slot": slot, "environment": dict(environment)}, worker))
+
+    def _await(self, *ranks: int) -> None:
+        for awaited in (self._ranks, self._to_start, self._to_end):
+            awaited.update(ranks)
+
+    def kill_rank(self, worker: int) -> None:
+        """Has the agent kill one worker."""
+        self._send(encode(Kind.END, worker))
+
+    def release(self) -> None:
+        """No worker will start there any more: ends the agent once all have ended."""
+        self.terminate()
 
     def ask(self, kind: Kind, value: dict[str, Any]) -> None:
         """Asks the agent a question that is no job; its answer comes into ``answers``."""
@@ -210,6 +241,19 @@ class RemoteHost:
         """Stops or resumes reading; the agent and its ranks wait when pipes are full."""
         if self._stdout in self._open:
             self._loop.watch(self._stdout, read=None if paused else self._read_messages)
+            self._paused = paused
+            self._restart_silence_timer()
+
+    def _restart_silence_timer(self) -> None:
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+        is_due = self._silence_s is not None and not self._paused and not self.finished
+        self._silence_timer = self._loop.call_later(self._silence_s or 0.0, self._on_silence) if is_due else None
+
+    def _on_silence(self) -> None:
+        sentence = f"host {self.host.name} has sent nothing for {self._silence_s:g} s (--host-timeout)"
+        self._fail(JobError(sentence, EXIT_UNREACHABLE))
+        self.hang_up()
 
     def on_child(self, pid: int, status: int) -> None:
         """A child of this process was reaped; it may be our ssh."""
@@ -264,6 +308,7 @@ class RemoteHost:
 
     def _read_messages(self) -> int:
         data = self._read(self._stdout)
+        self._restart_silence_timer()
         if self._refused:
             return len(data)
         try:
@@ -308,6 +353,11 @@ class RemoteHost:
             exited = checks.exited(message, self._to_end)
             self._to_end.discard(message.rank)
             self._emit(exited)
+        elif message.kind == Kind.NOT_STARTED:
+            not_started = checks.not_started(message, self._to_start)
+            self._to_start.discard(message.rank)
+            self._to_end.discard(message.rank)
+            self._emit(not_started)
         elif message.kind == Kind.SIGNALLED:
             self._signalled(self, checks.signalled(message))
         elif message.kind == Kind.PING:
@@ -347,8 +397,9 @@ class RemoteHost:
             self._changed()
 
     def _finish(self) -> None:
-        if self._ping is not None:
-            self._ping.cancel()
+        for timer in (self._ping, self._silence_timer):
+            if timer is not None:
+                timer.cancel()
         if self.host_info is None and self.error is None:
             self.error = self._launcher.explain_failure(self.host.name, self._code or 0, self._stderr)
         if not self.job_sent and not self._hung_up and self.error is None:

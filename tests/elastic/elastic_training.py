@@ -37,6 +37,8 @@ class Plan:
     every: int = 1
     """Steps between commits."""
     tail: str = "exact"
+    is_rich: bool = False
+    """Whether there are a batch norm, a scheduler, and a gradient scaler (where torch has one for the CPU), too."""
     awaits: int = 0
     """The number of ranks with which training goes on only once a newcomer is ready."""
 
@@ -73,7 +75,8 @@ class Trainer:
 
     def make(self) -> None:
         torch.manual_seed(7 + hvd.rank())  # ranks begin apart: the state makes them equal
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        middle = [torch.nn.BatchNorm1d(5)] if self.plan.is_rich else []
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 5), *middle, torch.nn.Tanh(), torch.nn.Linear(5, 2))
         self.optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.Adam(self.model.parameters(), lr=0.05),
             self.model.named_parameters(),
@@ -82,9 +85,14 @@ class Trainer:
         )
         tail: Any = self.plan.tail
         self.sampler = horo.torch.elastic.ElasticSampler(range(SAMPLES), tail=tail, batch_size=1)
-        self.state = horo.torch.elastic.TorchState(
-            self.model, self.optimizer, epoch=0, step=0, seen=[], sampler=self.sampler
-        )
+        self.parts: dict[str, Any] = {"sampler": self.sampler}
+        self.scaler: Any = None
+        if self.plan.is_rich:
+            self.parts["scheduler"] = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.7)
+            if hasattr(torch.amp, "GradScaler"):
+                self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+                self.parts["scaler"] = self.scaler
+        self.state = horo.torch.elastic.TorchState(self.model, self.optimizer, epoch=0, step=0, seen=[], **self.parts)
         self.state.register_reset_callbacks([self.count_reset])
         self.model[0].weight.register_hook(self.in_backward)
         self.dies_before(horo.torch.elastic.copies.Copies, "_views_of", "commit", lambda: self.state.step)
@@ -100,14 +108,18 @@ class Trainer:
         state, at = self.state, self.state.step
         if hvd.size() == self.plan.awaits:
             wait_until(self.member.change, "a newcomer")
+        self.at("begun", at)
         x = torch.nn.functional.one_hot(torch.tensor([sample % 4]), 4).float() + sample / 100
+        if self.plan.is_rich:
+            x = torch.cat([x, x.square() + state.step])
         weight = self.sampler.weight()
         if self.plan.clears == "before backward":
             self.optimizer.zero_grad()
         for _ in range(self.plan.passes):
-            (self.model(x).square().mean() * weight).backward()
+            loss = self.model(x).square().mean() * weight
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self.at("reduced", at)
-        self.optimizer.step()
+        self.update(at)
         self.at("stepped", at)
         if self.plan.clears == "after step":
             self.optimizer.zero_grad()
@@ -118,6 +130,18 @@ class Trainer:
         self.at("recorded", at)
         if state.step % self.plan.every == 0:
             state.commit()
+
+    def update(self, at: int) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.unscale_(self.optimizer)
+            self.at("unscaled", at)
+            hvd.allreduce(torch.ones(1), name="norm")
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.plan.is_rich:
+            self.parts["scheduler"].step()
 
     def train(self, state: Any) -> str:
         self.sizes.append(hvd.size())

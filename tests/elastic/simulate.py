@@ -23,15 +23,20 @@ from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
+    Connect,
+    Dismiss,
     Done,
     DriverState,
     ElasticEvent,
     Ended,
     Fail,
     Finish,
+    FoundHost,
+    HostUp,
     Kill,
     Phase,
     Ready,
+    Slot,
     StartWorker,
     Tick,
     Waits,
@@ -49,7 +54,7 @@ class Process:
     """The process of a worker. ``mode``: importing, waiting, forming, working, done, or dead."""
 
     worker: int
-    slot: int
+    slot: Slot
     mode: str = "importing"
     seats: list[int] = field(default_factory=list)
     taken: int = 0
@@ -83,7 +88,7 @@ class Simulation:
         self.failed: set[int] = set()
         self.left: set[tuple[int, int]] = set()
         self.added: dict[int, bool] = {}
-        self.memories: dict[int, int] = {}
+        self.memories: dict[Slot, int] = {}
         """By slot, the commit in the memory that outlives its workers, in a job that has such."""
         self.has_memories = self.random.random() < 0.5
         self.restored = -1
@@ -93,7 +98,7 @@ class Simulation:
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
         self.state: DriverState
-        self.state, actions = begin(self.limits, 0.0)
+        self.state, actions = begin(self.limits, [FoundHost("h", self.limits.max_size)], 0.0)
         self.do(actions)
         for _ in range(self.faults):
             self.later(self.random.uniform(0, 60), self.fault)
@@ -143,7 +148,9 @@ class Simulation:
     def do(self, actions: list[Action]) -> None:
         """Carries out what the driver asks for."""
         for action in actions:
-            if isinstance(action, StartWorker):
+            if isinstance(action, Connect):
+                self.tell(HostUp(action.host, 0))
+            elif isinstance(action, StartWorker):
                 assert action.worker not in self.processes, "a number is used twice"
                 self.processes[action.worker] = process = Process(action.worker, action.slot)
                 process.commit = self.memories.get(action.slot)
@@ -158,7 +165,7 @@ class Simulation:
                 self.failed.add(action.generation)
             elif isinstance(action, Announce):
                 self.added[action.generation] = action.added
-            elif isinstance(action, Kill):
+            elif isinstance(action, (Kill, Dismiss)):
                 self.end(self.processes[action.worker], True)
             elif isinstance(action, Finish):
                 self.check_finish(action)

@@ -11,14 +11,18 @@ from horo.runner.elastic.driver import begin, deadline_s, step
 from horo.runner.elastic.state import (
     Announce,
     Committed,
+    Dismiss,
     Done,
     Ended,
     Fail,
     Finish,
+    FoundHost,
+    HostUp,
     Kill,
     Phase,
     Ready,
     Report,
+    Slot,
     Standing,
     StartWorker,
     Tick,
@@ -33,11 +37,14 @@ LOST = Finish("no rank is left that has the state of the training")
 class Driver:
     """A driver with the actions of its last step, without those that are words for the user."""
 
-    def __init__(self, size: int = 3, min_size: int = 1, max_size: int | None = None, **limits: Any) -> None:
+    def __init__(
+        self, size: int = 3, min_size: int = 1, max_size: int | None = None, slots: int = 0, **given: Any
+    ) -> None:
         self.now_s = 100.0
-        self.state, actions = begin(Elastic(size, min_size, max_size or size, **limits), self.now_s)
-        self.actions, self.words = actions, ""
-        self._keep(actions)
+        limits = Elastic(size, min_size, max_size or size, **given)
+        self.state, _ = begin(limits, [FoundHost("h", slots or limits.max_size)], self.now_s)
+        self.actions, self.words = [], ""
+        self.on(HostUp("h", 0))
 
     def _keep(self, actions: list[Any]) -> None:
         self.words = "\n".join(each.text for each in actions if isinstance(each, Report))
@@ -80,7 +87,7 @@ def killed(worker: int) -> Ended:
 
 def test_a_job_starts_as_many_workers_as_it_has_ranks() -> None:
     driver = Driver(2, max_size=4)
-    assert driver.actions == [StartWorker(0, 0, 1, 0, 2), StartWorker(1, 1, 1, 1, 2)]
+    assert driver.actions == [StartWorker(0, Slot("h", 0), 1, 0, 2), StartWorker(1, Slot("h", 1), 1, 1, 2)]
     assert driver.phase is Phase.STARTING
 
 
@@ -120,7 +127,7 @@ def test_first_workers_that_all_fail_end_the_job() -> None:
 def test_a_first_worker_that_fails_is_replaced_when_another_one_has_come() -> None:
     driver = Driver(2)
     assert driver.on(killed(0)) == []
-    assert driver.on(Ready(1)) == [StartWorker(2, 0, 1, 1, 2)]
+    assert driver.on(Ready(1)) == [StartWorker(2, Slot("h", 0), 1, 1, 2)]
     assert driver.on(Ready(2)) == [WriteSeats(1, (1, 2))]
 
 
@@ -153,7 +160,7 @@ def test_a_generation_that_does_not_form_is_given_up_and_who_does_not_leave_it_i
 
 def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
     driver = running(3)
-    assert driver.on(killed(0)) == [StartWorker(3, 0, 2, 2, 3)]
+    assert driver.on(killed(0)) == [StartWorker(3, Slot("h", 0), 2, 2, 3)]
     assert "worker 0 (rank 0) was killed by SIGKILL" in driver.words
     assert driver.on(Waits(1, 1, 0, True)) == []
     assert driver.on(Waits(2, 1, 0, True)) == [WriteSeats(2, (1, 2))]
@@ -192,7 +199,7 @@ def test_a_newcomer_waits_while_all_seats_are_taken() -> None:
 def test_slots_beyond_the_first_ranks_are_filled_while_the_job_runs() -> None:
     driver = Driver(2, max_size=3)
     driver.on(Ready(0), Ready(1))
-    assert StartWorker(2, 2, 2, 2, 3) in driver.actions
+    assert StartWorker(2, Slot("h", 2), 2, 2, 3) in driver.actions
 
 
 def test_the_oldest_worker_with_state_has_rank_0() -> None:
@@ -282,6 +289,12 @@ def test_a_slot_that_fails_again_and_again_waits_ever_longer() -> None:
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
 
 
+def test_a_slot_that_is_free_is_used_instead_of_one_that_waits() -> None:
+    driver = running(2, slots=3)
+    driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2))
+    assert driver.on(killed(2)) == [StartWorker(3, Slot("h", 2), 3, 1, 2)]
+
+
 def test_the_reset_limit_ends_the_job() -> None:
     driver = running(3, reset_limit=1)
     driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))
@@ -305,10 +318,10 @@ def test_nobody_is_started_or_seated_once_a_member_has_ended_well() -> None:
     assert driver.on(Ended(2, False)) == [Finish()]
 
 
-def test_newcomers_are_killed_once_a_member_has_ended_well() -> None:
+def test_newcomers_are_dismissed_once_a_member_has_ended_well() -> None:
     driver = running(2)
     driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2))
-    assert driver.on(Ended(1, False)) == [Kill(2)]
+    assert driver.on(Ended(1, False)) == [Dismiss(2)]
     assert driver.on(killed(2)) == [Finish()]
 
 
@@ -377,7 +390,7 @@ def test_a_newcomer_without_the_state_is_not_seated_alone() -> None:
     driver.on(Committed(0, 7, True), Ready(2), killed(0), killed(1))
     assert "no rank is left: others go on from commit 7" in driver.words
     assert driver.phase is Phase.SHORT
-    assert driver.state.workers[3].slot == 0
+    assert driver.state.workers[3].slot == Slot("h", 0)
     assert driver.on(Ready(3)) == [WriteSeats(2, (2, 3))]
 
 
@@ -401,7 +414,7 @@ def test_they_go_on_in_the_end_if_it_does_not_come() -> None:
     assert driver.on(Ready(2)) == []
     assert driver.tick() == [WriteSeats(3, (2,))]
     assert driver.words == "the slot with commit 90 has no worker: others go on from commit 7"
-    assert driver.on(Within(2, 3), Committed(2, 8, True), killed(2))[0] == StartWorker(4, 1, 4, 1, 2)
+    assert driver.on(Within(2, 3), Committed(2, 8, True), killed(2))[0] == StartWorker(4, Slot("h", 1), 4, 1, 2)
     assert driver.phase is Phase.SHORT
     assert driver.on(Ready(4)) == [WriteSeats(4, (4,))]
 

@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_is_killed_and_named(elastic: Elastic) -> None:
     out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:stop", HORO_STALL_SHUTDOWN_TIME_SECONDS="3")
     assert {0: 30, 2: 30}.items() <= ends(out).items()
     assert "error 0 StalledError" in out
-    assert "hororun: worker 1 does not go on, and is killed" in err
+    assert "hororun: worker 1 (rank 1) does not go on, and is killed" in err
 
 
 def test_processes_of_a_rank_end_before_another_takes_its_place(elastic: Elastic) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_training import EPOCHS, SAMPLES, Plan, train
+import torch
+from elastic_training import EPOCHS, SAMPLES, Plan, die, train
 from seats import Seats
+
+import horo.torch as hvd
+from horo.bootstrap.elastic import membership
 
 
 def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[dict[int, Any], Seats]:
@@ -66,15 +74,76 @@ def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots(tmp_pa
         assert found[worker]["commit"][1] < 20  # else training has begun anew
 
 
-@pytest.mark.parametrize(("ready", "passes"), [("backward", 2), ("step", 1)])
-def test_nothing_of_the_broken_step_is_left_wherever_gradients_are_cleared(
-    tmp_path: Path, ready: str, passes: int
+@pytest.mark.parametrize(
+    ("ready", "passes", "is_rich", "places"),
+    [
+        ("backward", 2, False, [(4, "begun"), (5, "backward")]),
+        ("step", 1, False, [(5, "backward")]),
+        ("backward", 2, True, [(4, "begun"), (5, "backward"), (5, "unscaled")]),
+    ],
+)
+def test_nothing_of_the_broken_steps_is_left_wherever_gradients_are_cleared(
+    tmp_path: Path, ready: str, passes: int, is_rich: bool, places: list[tuple[int, str]]
 ) -> None:
     digests = set()
-    for clears in ("before backward", "after step"):
-        folder = tmp_path / clears
+    for clears, place in itertools.product(("before backward", "after step"), places):
+        folder = tmp_path / f"{clears} {place}"
         folder.mkdir()
-        plan = Plan({0: (5, "backward")}, clears, ready, passes, every=2)
+        plan = Plan({0: place}, clears, ready, passes, every=2, is_rich=is_rich)  # the last commit is that of step 4
         found, _ = run(folder, plan, 2)
         digests.add(found[1]["digest"])
     assert len(digests) == 1
+
+
+class Opened(torch.utils.data.Dataset[tuple[int, list[str]]]):
+    """A sample is the process that makes it, with what that has open."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, list[str]]:
+        return os.getpid(), opened()
+
+
+def opened() -> list[str]:
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one of the listing
+            found.append(str(fd.readlink()))
+    return found
+
+
+def load(folder: str) -> None:
+    """The program of a worker with a data loader whose process has been forked in the first generation."""
+    hvd.init()
+    member = membership()
+    assert member is not None
+    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = torch.utils.data.DataLoader(Opened(), batch_size=None, num_workers=1, **options)
+    before = [each for each in opened() if "socket:" in each]
+    seen = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        for pid, names in loader:
+            seen.append((hvd.size(), pid, names))
+            if (member.worker, len(seen)) == (0, 3):
+                die()
+            hvd.allreduce(torch.ones(1), name="step")
+
+    train(hvd.elastic.TorchState(epoch=0))
+    Path(folder, "seen").write_text(json.dumps([before, seen]))
+    hvd.shutdown()
+
+
+def test_processes_of_a_data_loader_go_on_and_hold_nothing_of_the_old_generation(tmp_path: Path) -> None:
+    with Seats(load, str(tmp_path), replace=False) as seats:
+        assert seats.run(2) == {0: -signal.SIGKILL, 1: 0}, seats.logs()
+    before, seen = json.loads((tmp_path / "seen").read_text())
+    assert before
+    assert [size for size, _, _ in seen][-8:] == [1] * 8
+    assert seen[0][0] == 2
+    assert len({pid for _, pid, _ in seen}) == 1
+    for _, _, names in seen:
+        assert not set(names) & set(before)
+        assert not [each for each in names if "eventfd" in each or "horo-arena" in each]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from jobs import Hororun, make_remote_shell, wait_until
+from jobs import Hororun, make_remote_shell, marked_processes, wait_until
 
 from horo import __version__
 from horo.runner.agent.protocol import MAGIC, Kind, Message, MessageError, MessageReader, encode, encode_json
@@ -46,6 +46,13 @@ class Agent:
             data = os.read(self.process.stdout.fileno(), 65536)
             assert data, f"the agent ended before {kinds}"
             self._messages += self._reader.feed(data)
+
+    def line(self) -> bytes:
+        """The next line of a rank."""
+        said = b""
+        while not said.endswith(b"\n"):
+            said += self.message(Kind.STDOUT).payload
+        return said
 
     def job(self, script: str = "exec sleep 300", **changed: object) -> None:
         value = {
@@ -124,6 +131,58 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
 def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
     agent.job(**changed)
     assert fact in agent.message(Kind.FAILED).json()["message"]
+    assert agent.process.wait(30) == 0
+
+
+SHOW_MEMORY = """
+memory=/proc/self/fd/${HORO_COMMIT_FD%:*}
+head -c 3 $memory; printf %s $HORO_WORKER.. | dd of=$memory conv=notrunc 2> /dev/null
+sh -c 'setsid sleep 300 & echo "of $HORO_WORKER $WHO" $!'; exec sleep 300
+"""
+
+
+def test_workers_of_an_elastic_job_come_and_go_and_their_slot_keeps_its_memory(agent: Agent) -> None:
+    agent.job(SHOW_MEMORY, ranks={}, mark="this", environment={"HORO_HOST_MARK": "this"})
+    agent.send(encode_json(Kind.START, {"slot": 3, "environment": {"WHO": "a"}}, 7))
+    assert agent.message(Kind.STARTED).rank == 7
+    line = agent.line()
+    assert line.startswith(b"\0\0\0of 7 a ")
+    left = int(line.split()[-1])
+    agent.send(encode(Kind.END, 7))
+    ended = agent.message(Kind.EXITED)
+    assert (ended.rank, ended.json()["signal"], ended.json()["asked"]) == (7, 9, False)
+    assert not marked_processes("HORO_WORKER=7").keys() & {left}  # before the slot is used again
+    agent.send(encode_json(Kind.START, {"slot": 3, "environment": {"WHO": "b"}}, 9))
+    assert agent.line().startswith(b"7..of 9 b ")
+    agent.send(encode(Kind.TERMINATE))
+    assert agent.message(Kind.EXITED).rank == 9
+    assert agent.process.wait(30) == 0
+
+
+def test_a_worker_that_cannot_start_is_reported_and_the_agent_stays(agent: Agent) -> None:
+    agent.job(ranks={}, command=["no-such-command"])
+    for worker in (1, 2):
+        agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, worker))
+        told = agent.message(Kind.NOT_STARTED)
+        assert (told.rank, told.json()["code"]) == (worker, 127)
+    agent.send(encode(Kind.TERMINATE))
+    assert agent.process.wait(30) == 0
+
+
+def test_it_kills_workers_at_once_when_nobody_listens_any_more(agent: Agent) -> None:
+    agent.job("trap '' TERM; while :; do sleep 0.1; done", ranks={}, grace_s=600)
+    agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 0))
+    pid = agent.message(Kind.STARTED).json()["pid"]
+    agent.process.stdin.close()  # type: ignore[union-attr]
+    assert agent.process.wait(30) == 0
+    assert gone(pid)
+
+
+@pytest.mark.parametrize("start", [{"slot": "x", "environment": {}}, {"slot": 0}, {"slot": 0, "environment": {"A": 1}}])
+def test_a_worker_that_is_none_is_refused(agent: Agent, start: dict[str, object]) -> None:
+    agent.job(ranks={})
+    agent.send(encode_json(Kind.START, start, 0))
+    assert "an invalid message" in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
 
 

@@ -19,7 +19,7 @@ from horo.runner.agent import checks
 from horo.runner.agent.machine import Binding
 from horo.runner.agent.protocol import MAGIC, Kind, Message, MessageError, encode, encode_json
 from horo.runner.agent.rank_reports import Note, NoteReader
-from horo.runner.agent.ranks import Exited, Started
+from horo.runner.agent.ranks import Exited, NotStarted, Started
 from horo.runner.config import Job, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.output import LineSplitter, Writer
@@ -56,7 +56,7 @@ def test_any_payload_is_right_or_refused(kind: Kind, rank: int, payload: bytes) 
             check(message)
         except MessageError as error:
             assert str(error).isprintable()
-    for about in (checks.started, checks.exited):
+    for about in (checks.started, checks.exited, checks.not_started):
         try:
             assert about(message, {0, 1}).rank in (0, 1)
         except MessageError as error:
@@ -67,6 +67,8 @@ def test_what_agents_say_is_taken() -> None:
     assert checks.host_info(message(Kind.HOST_INFO, INFO))["cores"] == 4
     assert checks.started(message(Kind.STARTED, {"pid": 7, "bound": "0-3"}, 2), {2}) == Started(2, 7, "0-3")
     assert checks.exited(message(Kind.EXITED, {**ENDED, "signal": 9}, 2), {2}) == Exited(2, 0, 9, False)
+    failure = {"message": "no\x1b[2J", "code": 127}
+    assert checks.not_started(message(Kind.NOT_STARTED, failure, 2), {2}) == NotStarted(2, "no\\x1b[2J", 127)
     assert checks.failure(message(Kind.FAILED, {"message": "no\x1b[2J", "code": 70})) == ("no\\x1b[2J", 70)
     assert checks.remained(message(Kind.REMAINED, {"processes": ["7 (a\x1b[2J)"]})) == ("7 (a\\x1b[2J)",)
     known = message(Kind.HOST_INFO, {**INFO, "connection": "10.0.0.1 5 10.0.0.2 22"})
@@ -144,6 +146,7 @@ NONSENSE = {
     "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
     "ends-twice": GOOD + encode_json(Kind.EXITED, ENDED, 0) * 2,
     "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "bound": ""}, 0) * 2,
+    "fails-twice": GOOD + encode_json(Kind.NOT_STARTED, {"message": "no", "code": 127}, 0) * 2,
     "no-message": GOOD + b"\xff" * 100,
 }
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "base/thread.h"
+#include "base/system.h"
 
 enum {
     DEVICES_MAX = 64, /* a bit of a word for each */

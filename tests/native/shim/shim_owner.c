@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#include "base/owner.h"
+#include "base/system.h"
 
 struct shim_owner {
     struct hr_owner owner;

@@ -1,0 +1,63 @@
+"""The workers of an elastic job on one host: each comes and goes by itself, and the memory of its slot outlives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from horo.elastic import commits
+from horo.runner.agent.command import StartError
+from horo.runner.agent.ranks import Event, HostRanks
+from horo.runner.config import EXIT_SETUP
+from horo.runner.loop import Loop
+from horo.runner.processes import Guard, Tree
+
+__all__ = ["WORKER_NAME", "HostWorkers"]
+
+WORKER_NAME = "HORO_WORKER"
+"""The variable that has the number of a worker."""
+
+
+class HostWorkers(HostRanks):
+    """Its workers; those of one slot follow each other, and the next one finds the commits of those before."""
+
+    def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
+        super().__init__(loop, guard, tree, grace_s, emit, each_has=WORKER_NAME)
+        self._memories: dict[int, int] = {}  # by slot
+
+    def start_worker(
+        self, command: Sequence[str], worker: int, slot: int, environment: Mapping[str, str], *, cwd: str, host: str
+    ) -> None:
+        """Starts a worker.
+
+        Args:
+            command: of its process.
+            worker: its number, which no other one has.
+            slot: its place on this host, which no other one has now.
+            environment: of its process.
+            cwd: where it starts.
+            host: name of this host, for messages.
+
+        Raises:
+            StartError: it cannot be started, for the named reason.
+        """
+        memory = self._memory_of(slot, host)
+        own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
+        self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
+
+    def _memory_of(self, slot: int, host: str) -> int:
+        if slot not in self._memories:
+            try:
+                self._memories[slot] = commits.create()
+            except OSError as error:
+                raise StartError(
+                    f"host {host} has no memory for commits (memfd_create): {os.strerror(error.errno or 0)}", EXIT_SETUP
+                ) from error
+        return self._memories[slot]
+
+    def close(self) -> None:
+        """Closes the descriptors that are open, and so the memories."""
+        super().close()
+        for memory in self._memories.values():
+            os.close(memory)
+        self._memories.clear()

@@ -1,0 +1,272 @@
+"""The hosts of an elastic job, as a part of its driver: which of them have agents, and which slots get workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+from horo.runner.elastic.state import (
+    Action,
+    Connect,
+    Disconnect,
+    DriverState,
+    Host,
+    HostEvent,
+    HostLost,
+    HostsFound,
+    HostUp,
+    Leave,
+    Phase,
+    Reach,
+    Report,
+    Slot,
+    SlotRecord,
+    Standing,
+    Worker,
+)
+
+__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays"]
+
+_SOON_S = 60.0
+"""A worker that fails so soon after its start makes its slot wait ever longer."""
+_BACKOFF_MAX_S = 60.0
+_FAILURES = 3
+_WINDOW_S = 600.0
+"""A host on which so many workers fail within this time is left alone for a while, if there is another one."""
+_GOING = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+
+
+def stays(state: DriverState, worker: Worker) -> bool:
+    """Whether the worker may be in further generations."""
+    host = state.hosts.get(worker.slot.host)
+    if worker.standing in _GOING or host is None or not _is_kept(host):
+        return False
+    return host.slots is None or worker.slot.number < host.slots
+
+
+def rank_order(workers: Iterable[Worker]) -> list[Worker]:
+    """Hosts by their oldest worker that has the state, inside a host likewise: ranks of a host follow each other."""
+    by_age = sorted(workers, key=_age)
+    first: dict[str, int] = {}
+    for place, worker in enumerate(by_age):
+        first.setdefault(worker.slot.host, place)
+    return sorted(by_age, key=lambda worker: first[worker.slot.host])
+
+
+def free_slots(state: DriverState) -> list[Slot]:
+    """The slots that are to have a worker and have none, also those that have to wait for some time, best first."""
+    used = {worker.slot for worker in state.workers.values()}
+    filling = [each for each in state.workers.values() if stays(state, each) or each.standing is Standing.ENDING]
+    open_slots = [
+        Slot(host.name, number)
+        for host in state.hosts.values()
+        if host.reach is Reach.UP and _is_kept(host)
+        for number in range(host.slots or 0)
+    ]
+    has_state = any(worker.has_state and worker.standing not in _GOING for worker in state.workers.values())
+    latest = -1 if has_state else max(state.kept.values(), default=-1)
+
+    def worth(slot: Slot) -> tuple[bool, bool, int]:
+        kept = -1 if has_state else state.kept.get(slot, -1)
+        return latest < 0 or kept < latest, free_time_s(state, slot) > state.now_s, -kept
+
+    best = sorted((slot for slot in open_slots if slot not in used), key=worth)
+    return best[: max(0, _wanted(state) - len(filling))]
+
+
+def free_time_s(state: DriverState, slot: Slot) -> float:
+    """The time from which the slot may have a worker."""
+    return max(state.slots.get(slot, SlotRecord()).free_s, state.hosts[slot.host].free_s)
+
+
+def host_deadlines_s(state: DriverState) -> list[float]:
+    """The times at which something is to be done with hosts."""
+    times = []
+    for host in state.hosts.values():
+        if host.reach is Reach.COMING:
+            times.append(host.since_s + state.limits.start_timeout_s)
+        times.append(host.free_s)
+        if host.leaves_s is not None:
+            times.append(host.leaves_s)
+    times += [worker.until_s for worker in state.workers.values() if worker.standing is Standing.ADRIFT]
+    return times
+
+
+def _age(worker: Worker) -> tuple[bool, int]:
+    return not worker.has_state, worker.number
+
+
+def _is_kept(host: Host) -> bool:
+    return host.is_listed and host.leaves_s is None
+
+
+def _wanted(state: DriverState) -> int:
+    return state.limits.size if state.generation == 0 else state.limits.max_size
+
+
+class HostTurn:
+    """The part of one step that is about hosts: a copy of the state that changes, and the actions so far."""
+
+    def __init__(self, state: DriverState, now_s: float) -> None:
+        now_s = max(now_s, state.now_s)
+        self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
+        self.hosts = dict(state.hosts)
+        self.state = replace(
+            state, now_s=now_s, workers=self.workers, slots=self.slots, suspects=self.suspects, hosts=self.hosts
+        )
+        self.actions: list[Action] = []
+        self._now_s = now_s
+
+    # Events
+
+    def take_host_event(self, event: HostEvent) -> None:
+        """Enters an event into the state."""
+        if isinstance(event, HostsFound):
+            self._on_found(event)
+        elif isinstance(event, HostUp):
+            self._on_up(event)
+        elif isinstance(event, HostLost):
+            host = self.hosts.get(event.host)
+            if host is not None and host.reach is not Reach.AWAY:
+                self._lose(host, event.how, event.may_run_s)
+        else:
+            self._on_leave(event)
+
+    def _on_found(self, event: HostsFound) -> None:
+        is_first = not self.hosts
+        before = dict(self.hosts)
+        self.hosts.clear()
+        for found in event.hosts:
+            host = before.pop(found.name, None) or Host(found.name, found.slots, is_listed=False)
+            if not is_first and not host.is_listed:
+                self._report(f"{found.name} was found")
+            self.hosts[found.name] = replace(host, slots=found.slots or host.slots, is_listed=True)
+        for host in before.values():
+            if host.is_listed and host.reach is Reach.UP:
+                self._report(f"{host.name} is not found any more: its workers leave")
+            self.hosts[host.name] = replace(host, is_listed=False)
+
+    def _on_up(self, event: HostUp) -> None:
+        host = self.hosts.get(event.host)
+        if host is not None and host.reach is Reach.COMING:
+            slots = event.slots if host.slots is None else host.slots
+            self.hosts[host.name] = replace(host, slots=slots, reach=Reach.UP, since_s=self._now_s)
+
+    def _on_leave(self, event: Leave) -> None:
+        until_s = self._now_s + event.within_s
+        host = self.hosts.get(event.host or "")
+        if host is not None and host.leaves_s is None:
+            self.hosts[host.name] = replace(host, leaves_s=until_s)
+        others = [each for each in self.hosts.values() if _is_kept(each) and each.reach is not Reach.AWAY]
+        if event.host is None or (host is not None and not others):
+            if self.state.leaves_s is None:
+                self._report(f"the job has to end within {event.within_s:g} s")
+            self.state.leaves_s = min(until_s, self.state.leaves_s or until_s)
+        elif host is not None:
+            self._report(f"{host.name} has to end within {event.within_s:g} s: its workers leave")
+
+    def _lose(self, host: Host, how: str, may_run_s: float) -> None:
+        lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
+        self.state.kept = {slot: number for slot, number in self.state.kept.items() if slot.host != host.name}
+        self.hosts[host.name] = host = replace(host, reach=Reach.AWAY, since_s=self._now_s)
+        pause_s = self._cool(host, may_run_s)
+        again = f"; it is tried again after {pause_s:.0f} s" if _is_kept(host) else ""
+        self._report(f"{host.name} {how}{again}")
+        for worker in lost:
+            self._lose_worker(worker, f"was on {host.name}, which {how}", may_run_s)
+
+    def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
+        raise NotImplementedError
+
+    # Failures
+
+    def _cool(self, host: Host, least_s: float = 0.0) -> float:
+        """Leaves the host alone for a time, which it returns and which doubles each time."""
+        low_s, high_s = self.state.limits.cooldown_s
+        count = 0 if self._now_s > host.free_s + _WINDOW_S else host.cooldowns
+        share = random.Random(f"{self.state.seed} {host.name} {host.cooldowns}").random()
+        pause_s = max(least_s, low_s, min(high_s, low_s * 2.0 ** min(count, 16) + share * low_s))
+        self.hosts[host.name] = replace(host, free_s=self._now_s + pause_s, cooldowns=count + 1, failures=())
+        return pause_s
+
+    def _note_failure(self, worker: Worker) -> None:
+        """A worker has failed: its slot waits if that was soon after its start, and its host after several."""
+        record = self.slots.get(worker.slot, SlotRecord())
+        failures = record.failures + 1 if self._now_s - worker.started_s < _SOON_S else 1
+        pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
+        self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
+        host = self.hosts.get(worker.slot.host)
+        if host is None or host.reach is not Reach.UP:
+            return
+        lately = (*(each for each in host.failures if each > self._now_s - _WINDOW_S), self._now_s)
+        self.hosts[host.name] = host = replace(host, failures=lately)
+        fails_whole = self.state.limits.on_failure == "host"
+        if (fails_whole or len(lately) >= _FAILURES) and self._has_other(host):
+            pause_s = self._cool(host)
+            why = "a worker has failed" if fails_whole else f"{len(lately)} workers have failed"
+            self._report(f"{why} on {host.name}: it gets no other one for {pause_s:.0f} s")
+
+    def _has_other(self, host: Host) -> bool:
+        """Whether another host can have workers now."""
+        return any(
+            other.name != host.name and other.reach is Reach.UP and _is_kept(other) and other.free_s <= self._now_s
+            for other in self.hosts.values()
+        )
+
+    # Decisions
+
+    def forget_adrift(self) -> None:
+        """Workers that could not be reached have ended by now."""
+        for worker in list(self.workers.values()):
+            if worker.standing is Standing.ADRIFT and worker.until_s <= self._now_s:
+                del self.workers[worker.number]
+
+    def reach_hosts(self) -> None:
+        """Starts agents on the hosts that are needed; ends those of hosts that are not to have workers any more."""
+        room, timeout_s = 0, self.state.limits.start_timeout_s
+        for host in list(self.hosts.values()):
+            if host.reach is Reach.COMING and self._now_s >= host.since_s + timeout_s:
+                self.actions.append(Disconnect(host.name))
+                self._lose(host, f"has not answered within {timeout_s:g} s (--start-timeout)", 0.0)
+            elif not _is_kept(host):
+                self._let_go(host)
+            elif host.free_s <= self._now_s:
+                if host.reach is Reach.AWAY and room < _wanted(self.state):
+                    self.actions.append(Connect(host.name))
+                    self.hosts[host.name] = replace(host, reach=Reach.COMING, since_s=self._now_s)
+                if self.hosts[host.name].reach is not Reach.AWAY:
+                    room += host.slots or 1
+
+    def _let_go(self, host: Host) -> None:
+        """Ends the agent of a host once there are no workers on it; in the end, these as well."""
+        left = [worker for worker in self.workers.values() if worker.slot.host == host.name]
+        if host.leaves_s is not None and host.leaves_s <= self._now_s:
+            for worker in left:
+                if worker.standing not in (Standing.ENDING, Standing.ADRIFT):
+                    self._kill(worker, f"is on {host.name} when that has to end")
+        if left:
+            return
+        if host.reach is not Reach.AWAY:
+            self.actions.append(Disconnect(host.name))
+            self.state.kept = {slot: number for slot, number in self.state.kept.items() if slot.host != host.name}
+            self.hosts[host.name] = host = replace(host, reach=Reach.AWAY, since_s=self._now_s)
+        if host.leaves_s is not None:
+            self.hosts[host.name] = host = replace(host, leaves_s=None)
+            self._cool(host)
+        elif self._now_s > host.free_s + _WINDOW_S:
+            del self.hosts[host.name]
+
+    # Parts of decisions
+
+    def _kill(self, worker: Worker, why: str) -> None:
+        raise NotImplementedError
+
+    def _enter(self, phase: Phase) -> None:
+        self.state.phase, self.state.since_s = phase, self._now_s
+
+    def _stays(self, worker: Worker) -> bool:
+        return stays(self.state, worker)
+
+    def _report(self, text: str) -> None:
+        self.actions.append(Report(text))
