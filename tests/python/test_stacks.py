@@ -39,7 +39,7 @@ def functions_of_a_thread(code: str, run: Callable[[dict[str, Any]], None]) -> l
 
 @pytest.mark.parametrize("folder", [".local/lib/python3.11/site-packages", "python3/dist-packages"])
 def test_a_library_outside_of_the_interpreters_folders_is_no_code_of_the_user(folder: str) -> None:
-    assert innermost_own(["/home/u/train.py", f"/home/u/{folder}/torch/autograd/graph.py"]) == 0
+    assert innermost_own(["/own/train.py", f"/own/{folder}/torch/autograd/graph.py"]) == 0
 
 
 def test_calls_inside_horo_are_left_out_at_the_end() -> None:
