@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from horo.runner.config import JobError
-from horo.runner.hosts import HostSpec
-from horo.runner.network import is_local
 
 __all__ = [
     "check_combinations",
@@ -34,6 +32,7 @@ _LAUNCHERS_OF = {
     "max_np": _OWN,
     "reset_limit": _OWN,
     "elastic_timeout": _OWN,
+    "elastic_dir": _OWN,
     "check_hosts": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
@@ -72,7 +71,7 @@ _FOR_CHECK_HOSTS = frozenset(
 )
 _IDLE_IN_HOROVOD = ("mpi_args", "binding_args", "tcp", "ssh_port", "ssh_identity_file")
 """Options that Horovod takes in every job, whether they do something there or not."""
-_ELASTIC = ("max_np", "reset_limit", "elastic_timeout")
+_ELASTIC = ("max_np", "reset_limit", "elastic_timeout", "elastic_dir")
 """Options that have a meaning beside ``--min-np`` only."""
 _NOT_ELASTIC = ("torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
 """Options that an elastic job does not have: what they set is fixed at the start of a job."""
@@ -110,14 +109,14 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
             raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
 
 
-def check_elastic(given: Mapping[str, str], hosts: Sequence[HostSpec], *, for_horovod: bool) -> tuple[str, ...]:
+def check_elastic(given: Mapping[str, str], *, for_horovod: bool) -> tuple[str, ...]:
     """Checks the options of an elastic job, which ``--min-np`` asks for.
 
     Returns:
         Sentences about options that do nothing, as they may for Horovod's scripts.
 
     Raises:
-        JobError: an option is for elastic jobs only, or for other jobs only, or there is more than this host.
+        JobError: an option is for elastic jobs only, or for other jobs only.
     """
     if "min_np" not in given:
         useless = [given[name] for name in _ELASTIC if name in given]
@@ -127,9 +126,6 @@ def check_elastic(given: Mapping[str, str], hosts: Sequence[HostSpec], *, for_ho
     for name in _NOT_ELASTIC:
         if name in given:
             raise JobError(f"{given[name]} is not for an elastic job, which --min-np asks for: leave out one of them")
-    if len(hosts) > 1 or not is_local(hosts[0]):
-        asked = ", ".join(given[name] for name in ("min_np", *_ELASTIC) if name in given)
-        raise JobError(f"an elastic job ({asked}) runs on this host only: leave other hosts out")
     return ()
 
 

@@ -143,7 +143,7 @@ def build_parser() -> _Parser:
         add_help=False,
     )
     _add_where(parser.add_argument_group("ranks and hosts"))
-    _add_elastic(parser.add_argument_group("elastic jobs, on one host"))
+    _add_elastic(parser.add_argument_group("elastic jobs"))
     _add_launcher(parser.add_argument_group("how ranks are started"))
     _add_environment(parser.add_argument_group("environment"))
     _add_output(parser.add_argument_group("output"))
@@ -197,6 +197,10 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--elastic-timeout", type=_positive_seconds, metavar="S",
         help="wait for so long while fewer than --min-np ranks are there; default: 600",
+    )  # fmt: skip
+    group.add_argument(
+        "--elastic-dir", metavar="DIR",
+        help="on SIGTERM, ranks end at their next commit, which is kept in DIR; a job that starts with DIR goes on",
     )  # fmt: skip
 
 
