@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
+from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
 from horo.runner.agent.command import StartError
 from horo.runner.agent.ranks import Event, HostRanks
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree
+from horo.runner.processes import Guard, Tree, send_signal
 
 __all__ = ["WORKER_NAME", "HostWorkers"]
 
 WORKER_NAME = "HORO_WORKER"
 """The variable that has the number of a worker."""
+
+_STACK_S = 0.2
+"""From the request for a stack to SIGKILL."""
 
 
 class HostWorkers(HostRanks):
@@ -52,6 +58,15 @@ class HostWorkers(HostRanks):
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
 
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILL to a worker and its process group, soon after a request for its stack if it shows that."""
+        asked = [pid for pid, record in self._ranks.items() if record.rank == rank and _shows_stack(pid)]
+        send_signal(asked, STACKS_SIGNAL)
+        if asked:
+            self._loop.call_later(_STACK_S, partial(super().kill_rank, rank))
+        else:
+            super().kill_rank(rank)
+
     def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:
             try:
@@ -68,3 +83,13 @@ class HostWorkers(HostRanks):
         for memory in self._memories.values():
             os.close(memory)
         self._memories.clear()
+
+
+def _shows_stack(pid: int) -> bool:
+    """Whether a process has a handler for the request; else that would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
