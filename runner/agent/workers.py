@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,14 +59,24 @@ class HostWorkers(HostRanks):
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
 
-    def kill_rank(self, rank: int) -> None:
-        """SIGKILL to a worker and its process group, soon after a request for its stack if it shows that."""
-        asked = [pid for pid, record in self._ranks.items() if record.rank == rank and _shows_stack(pid)]
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """SIGTERM to a worker and its process group, and SIGKILL after the grace time, or at once.
+
+        A worker that is killed so shows its stack before, if it can.
+        """
+        if at_once:
+            self._kill(worker)
+        else:
+            self.kill_rank(worker, signal.SIGTERM)
+            self._loop.call_later(self._grace_s, partial(self._kill, worker))
+
+    def _kill(self, worker: int) -> None:
+        asked = [pid for pid, record in self._ranks.items() if record.rank == worker and _shows_stack(pid)]
         send_signal(asked, STACKS_SIGNAL)
         if asked:
-            self._loop.call_later(_STACK_S, partial(super().kill_rank, rank))
+            self._loop.call_later(_STACK_S, partial(self.kill_rank, worker))
         else:
-            super().kill_rank(rank)
+            self.kill_rank(worker)
 
     def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:
