@@ -124,7 +124,7 @@ class _Turn(HostTurn):
             if worker.standing in (*_IN_GENERATION, Standing.DONE) and event.generation == self.state.generation:
                 self._on_course(worker, event)
         elif isinstance(event, Committed):
-            self.workers[worker.number] = replace(worker, has_state=True)
+            self._set(worker, worker.standing, has_state=True)
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
         else:
@@ -217,9 +217,10 @@ class _Turn(HostTurn):
 
     def start(self) -> None:
         """STARTING: seats the first workers once all have come, or enough of them in time."""
-        ready, limits = self._standing(Standing.READY), self.state.limits
+        ready, limits = self._chosen(), self.state.limits
         is_late = self._now_s >= self.state.since_s + limits.start_timeout_s
-        expected = min(limits.size, len(self.workers) + len(free_slots(self.state)))
+        staying = [worker for worker in self.workers.values() if self._stays(worker)]
+        expected = min(limits.size, len(staying) + len(free_slots(self.state)))
         if len(ready) >= (limits.min_size if is_late else max(limits.min_size, expected)):
             self._seat()
         elif is_late:
@@ -353,8 +354,13 @@ class _Turn(HostTurn):
             self._finish("", 0)
             return
         ready = self._chosen()
-        if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
+        needs_memory = self.state.has_learnt and not any(worker.has_state for worker in living)
+        if (not living or needs_memory) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
+            return
+        if self._is_at_reset_limit():
+            limit = self.state.limits.reset_limit
+            self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
         elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
@@ -378,7 +384,7 @@ class _Turn(HostTurn):
     def _has_state(self, ready: list[Worker]) -> bool:
         """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
         state = self.state
-        if any(worker.has_state for worker in ready):
+        if not state.has_learnt or any(worker.has_state for worker in ready):
             return True
         own = max((state.kept[worker.slot] for worker in ready if worker.slot in state.kept), default=-1)
         is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
@@ -392,9 +398,6 @@ class _Turn(HostTurn):
 
     def _seat(self) -> None:
         state = self.state
-        if state.generation > 0 and self._is_at_reset_limit():
-            self._finish(f"ranks cannot be placed anew any more (--reset-limit {state.limits.reset_limit})")
-            return
         state.members = tuple(worker.number for worker in self._chosen())
         state.generation += 1
         state.changes, state.announced, state.is_broken = 0, None, False
@@ -467,6 +470,7 @@ class _Turn(HostTurn):
     def _set(self, worker: Worker, standing: Standing, *, has_state: bool | None = None) -> None:
         has_state = worker.has_state if has_state is None else has_state
         self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
+        self.state.has_learnt |= has_state
 
     def _name(self, worker: Worker) -> str:
         members, several = self.state.members, len(self.hosts) > 1

@@ -197,7 +197,7 @@ class HostTurn:
         pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
         self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
         host = self.hosts.get(worker.slot.host)
-        if host is None or host.reach is not Reach.UP:
+        if host is None or host.reach is not Reach.UP or not _is_kept(host):
             return
         lately = (*(each for each in host.failures if each > self._now_s - _WINDOW_S), self._now_s)
         self.hosts[host.name] = host = replace(host, failures=lately)
@@ -244,7 +244,7 @@ class HostTurn:
         if host.leaves_s is not None and host.leaves_s <= self._now_s:
             for worker in left:
                 if worker.standing not in (Standing.ENDING, Standing.ADRIFT):
-                    self._kill(worker, f"is on {host.name} when that has to end")
+                    self._kill(worker, "has not left its host in time")
         if left:
             return
         if host.reach is not Reach.AWAY:
