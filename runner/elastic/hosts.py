@@ -208,10 +208,9 @@ class HostTurn:
             self._report(f"{why} on {host.name}: it gets no other one for {pause_s:.0f} s")
 
     def _has_other(self, host: Host) -> bool:
-        """Whether another host can have workers now."""
+        """Whether another host can have workers now, as far as one can expect."""
         return any(
-            other.name != host.name and other.reach is Reach.UP and _is_kept(other) and other.free_s <= self._now_s
-            for other in self.hosts.values()
+            other.name != host.name and _is_kept(other) and other.free_s <= self._now_s for other in self.hosts.values()
         )
 
     # Decisions
