@@ -4,10 +4,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "arena/question.h"
-#include "base/descriptor.h"
-#include "base/op.h"
-#include "base/owner.h"
+#include "arena/arena.h"
+#include "base/traits.h"
+#include "base/system.h"
 #include "base/timeline.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["build", "main"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 FUZZ = ROOT / "tests" / "fuzz"
 SHIM = ROOT / "tests" / "native" / "shim"
@@ -20,8 +18,7 @@ SOURCES = [
     SHIM / "wire_walk.c",
     ROOT / "native/src/wire/decode.c",
     ROOT / "native/src/wire/encode.c",
-    ROOT / "native/src/base/dtype.c",
-    ROOT / "native/src/base/op.c",
+    ROOT / "native/src/base/traits.c",
     ROOT / "native/src/base/buffer.c",
     ROOT / "native/src/base/pool.c",
     ROOT / "native/src/base/status.c",

@@ -1,11 +1,13 @@
-#include "arena/arena.h"
-
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include "arena/arena.h"
 #include "base/cut.h"
 
 enum {
@@ -221,4 +223,75 @@ size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ri
     memcpy((char *)data + first, ring, count - first);
     *read += count;
     return count;
+}
+
+/* ---- Last words ---- */
+
+void hr_arena_keep_last_words(struct hr_arena *arena, int rank, const char *words, size_t bytes) {
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    uint32_t unclaimed = 0;
+    if (!atomic_compare_exchange_strong_explicit(&block->words_claimed, &unclaimed, 1, memory_order_relaxed,
+                                                 memory_order_relaxed)) {
+        return; /* another thread of this process was first */
+    }
+    const size_t kept = bytes < HR_LAST_WORDS_MAX ? bytes : HR_LAST_WORDS_MAX;
+    if (kept > 0) {
+        memcpy(block->words, words, kept);
+    }
+    block->words[kept] = '\0';
+    /* partner: hr_arena_last_words */
+    atomic_store_explicit(&block->words_of_rank, (uint32_t)rank + 1, memory_order_release);
+}
+
+const char *hr_arena_last_words(const struct hr_arena *arena, int rank) {
+    for (int i = 0; i < arena->local_size && rank >= 0; i++) {
+        /* partner: hr_arena_keep_last_words */
+        if (atomic_load_explicit(&arena->blocks[i].words_of_rank, memory_order_acquire) == (uint32_t)rank + 1) {
+            return arena->blocks[i].words;
+        }
+    }
+    return NULL;
+}
+
+/* ---- Questions ---- */
+
+/* Between processes, as the arena is; a wait ends for no reason at times. */
+static void futex(_Atomic uint32_t *word, int operation, uint32_t value) {
+    (void)syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
+}
+
+void hr_arena_ask(struct hr_arena *arena, int local_rank) {
+    struct hr_arena_block *block = &arena->blocks[local_rank];
+    (void)atomic_fetch_add(&block->asked, 1);
+    futex(&block->asked, FUTEX_WAKE, 1);
+}
+
+int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank) {
+    const struct hr_arena_block *block = &arena->blocks[local_rank];
+    return atomic_load(&block->answers) != 0 && atomic_load(&block->answered) != atomic_load(&block->asked);
+}
+
+int hr_arena_await_question(struct hr_arena *arena, const _Atomic int *stop) {
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    atomic_store(&block->answers, 1);
+    for (;;) {
+        const uint32_t asked = atomic_load(&block->asked); /* before looking: what changes it ends the sleep */
+        if (atomic_load(stop)) {
+            return 0;
+        }
+        if (asked != atomic_load(&block->answered)) {
+            return 1;
+        }
+        futex(&block->asked, FUTEX_WAIT, asked);
+    }
+}
+
+void hr_arena_answer(struct hr_arena *arena) {
+    struct hr_arena_block *block = &arena->blocks[arena->local_rank];
+    atomic_store(&block->answered, atomic_load(&block->asked));
+}
+
+void hr_arena_stop_answers(struct hr_arena *arena) {
+    atomic_store(&arena->blocks[arena->local_rank].answers, 0);
+    hr_arena_ask(arena, arena->local_rank);
 }

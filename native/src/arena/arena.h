@@ -90,7 +90,7 @@ struct hr_arena_block {
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
     _Alignas(HR_LINE) _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see hr_lane_place */
-    /* questions, counted by who asks, and those answered; see question.h */
+    /* questions, counted by who asks, and those answered; see below */
     _Alignas(HR_LINE) _Atomic uint32_t asked;
     _Atomic uint32_t answered;
     _Atomic uint32_t answers; /* there is somebody who does */
@@ -98,7 +98,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic int32_t process;
     _Atomic uint64_t proof_at;
     _Atomic uint64_t proof[HR_PROOF_WORDS];
-    /* 1 + the rank whose last words stand in `words`, 0: none; see last_words.h */
+    /* 1 + the rank whose last words stand in `words`, 0: none; see below */
     _Alignas(HR_LINE) _Atomic uint32_t words_of_rank;
     _Atomic uint32_t words_claimed;
     char words[HR_LAST_WORDS_MAX + 1];
@@ -198,5 +198,37 @@ size_t hr_ring_write(struct hr_ring_head *head, char *ring, size_t ring_bytes, u
                      size_t bytes);
 size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ring_bytes, uint64_t *read, void *data,
                     size_t bytes);
+
+/* ---- Last words ---- */
+
+/*
+ * The words of a rank that has ended the group, or cannot go on, about the reason. Each process keeps the words of one
+ * rank in its own block of the arena: its own, or, as a leader, those that came from another host. They are written
+ * before the abort word that names the rank, so whoever reads that rank in the abort word finds its words.
+ */
+
+/* Keeps the first words that this process has for any rank; longer ones are cut to HR_LAST_WORDS_MAX bytes. */
+void hr_arena_keep_last_words(struct hr_arena *arena, int rank, const char *words, size_t bytes);
+
+/* The words of a rank, terminated; NULL: nobody here has them. They live as long as the arena and do not change. */
+const char *hr_arena_last_words(const struct hr_arena *arena, int rank);
+
+/* ---- Questions ---- */
+
+/*
+ * A rank is asked where its program stands, by a rank of its host that waits for it. A thread that does nothing else
+ * sleeps on the word in which questions are counted, whoever else of that process computes, and answers in its log.
+ */
+
+/* Any thread of any rank of the host. */
+void hr_arena_ask(struct hr_arena *arena, int local_rank);
+/* Whether a question has had no answer yet; 0 also for a rank that answers none. */
+int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank);
+
+/* The thread that answers: blocks until this rank is asked, 1, or *stop is set, 0. */
+int hr_arena_await_question(struct hr_arena *arena, const _Atomic int *stop);
+void hr_arena_answer(struct hr_arena *arena);
+/* After *stop has been set. */
+void hr_arena_stop_answers(struct hr_arena *arena);
 
 #endif

@@ -1,7 +1,7 @@
 #include "backend/carried.h"
 
 #include "backend/operands.h"
-#include "base/dtype.h"
+#include "base/traits.h"
 #include "collective/collective.h"
 #include "horo_gpu.h"
 #include "kernel/codec.h"

@@ -2,7 +2,7 @@
 #include <stdlib.h>
 
 #include "backend/operands.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "collective/collective.h"
 #include "collective/direct.h"
 

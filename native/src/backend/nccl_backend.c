@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/cut.h"
-#include "base/op.h"
+#include "base/traits.h"
 
 /* ---- What NCCL can do ---- */
 

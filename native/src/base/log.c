@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "base/owner.h"
+#include "base/system.h"
 #include "horo_log.h"
 
 static const char *const level_names[] = {"trace", "debug", "info", "warning", "error"};

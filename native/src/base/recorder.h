@@ -13,7 +13,7 @@
 #include <stddef.h>
 
 #include "base/status.h"
-#include "base/ticks.h"
+#include "base/clock.h"
 #include "horo.h"
 
 enum {
@@ -126,7 +126,7 @@ size_t hr_recorder_read(const struct hr_recorder *recorder, horo_event *events, 
 enum { HR_RECORDER_LINES_MAX = 32 };
 int hr_recorder_describe(struct hr_recorder *recorder, int lines, char *text, size_t text_bytes);
 
-/* For recorder_text.c. The event at a place: 1, or 0 if it cannot be had (any more). */
+/* The event at a place: 1, or 0 if it cannot be had (any more). */
 int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample now, uint64_t place, horo_event *event);
 
 #endif

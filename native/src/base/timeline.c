@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "base/thread.h"
+#include "base/system.h"
 
 enum { LOOK_MS = 50 };
 

@@ -1,14 +1,153 @@
 /* Makes an engine of its rooms. */
-#include "engine/engine.h"
-
 #include <stdio.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
+#include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
 #include "node/node_setup.h"
+
+/* ---- Tuning ---- */
+
+/*
+ * The change, while a job runs, of what operations run with. Rank 0 proposes values (horo_propose_tuning), a TUNE
+ * record in the log of all ranks says them, and every rank changes over where it executes that record: between two
+ * tasks, so that sizes, algorithms and turns of sockets are the same on all ranks in each. The root writes the record
+ * in front of a batch only, so that nothing is sent for it while nothing is pending.
+ *
+ * Other teams run with the first values, so that none is left with what was tried out while it was made; those that
+ * exist when the values are final get them by a record in their own log, each from its root.
+ */
+
+int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error) {
+    struct hr_lane *world = hr_engine_world(engine);
+    if (!engine->tuned.is_on || !world->is_root) {
+        return hr_fail(error, HORO_ERR_USAGE, "values are proposed by rank 0, in a job that has begun with some");
+    }
+    if (!hr_lane_fits(world, values)) {
+        return hr_fail(error, HORO_ERR_USAGE, "these values of autotuning are none that this job can have");
+    }
+    hr_drive_lock(&engine->drive);
+    const int status = hr_leader_make_due(&world->leader, values, is_final);
+    hr_drive_unlock(&engine->drive);
+    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for values of autotuning");
+}
+
+/* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
+static int execute_tune(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    struct hr_engine *engine = lane->engine;
+    struct hr_tuned *tuned = &engine->tuned;
+    uint64_t values[HORO_KNOB_COUNT];
+    if (!tuned->is_on || record->count != HORO_KNOB_COUNT) {
+        return HORO_ERR_INTERNAL;
+    }
+    for (uint32_t k = 0; k < HORO_KNOB_COUNT; k++) {
+        values[k] = hr_wire_u64(record->items, k);
+    }
+    HR_TRY(hr_lane_tune(lane, values));
+    if (lane->team->number != 0) {
+        return HORO_OK;
+    }
+    hr_drive_lock(&engine->drive);
+    memcpy(tuned->values, values, sizeof values);
+    tuned->is_final = record->is_final;
+    int status = HORO_OK;
+    for (int i = 1; record->is_final && i < engine->lane_count && status == HORO_OK; i++) {
+        const int is_led_here = engine->lanes[i]->is_root;
+        status = is_led_here ? hr_leader_make_due(&engine->lanes[i]->leader, values, 1) : HORO_OK;
+    }
+    hr_drive_unlock(&engine->drive);
+    HR_TRY(status);
+    if (record->is_final) {
+        memcpy(tuned->settled, values, sizeof values);
+    }
+    return HORO_OK;
+}
+
+void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final) {
+    hr_drive_lock(&engine->drive);
+    memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
+    *is_final = engine->tuned.is_final;
+    hr_drive_unlock(&engine->drive);
+}
+
+/* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
+static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {
+    struct hr_tuned *tuned = &engine->tuned;
+    struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_tuning *own = &world->team->tuning;
+    if (setup->tuned == NULL) {
+        return HORO_OK;
+    }
+    const uint64_t first[HORO_KNOB_COUNT] = {
+        [HORO_KNOB_SEGMENT] = own->segment,
+        [HORO_KNOB_PIECE] = own->piece,
+        [HORO_KNOB_SOCKETS] = 1,
+        [HORO_KNOB_FUSION] = setup->fusion_bytes < HORO_KNOB_LIMIT ? setup->fusion_bytes : HORO_KNOB_LIMIT,
+        [HORO_KNOB_DOUBLING] = own->doubling,
+        [HORO_KNOB_CARRIED] = own->carried,
+        [HORO_KNOB_CYCLE] = (uint64_t)setup->cycle_time_us,
+    };
+    for (int k = 0; k < HORO_KNOB_COUNT; k++) {
+        tuned->settled[k] = setup->tuned[k] <= HORO_KNOB_LIMIT ? setup->tuned[k] : first[k];
+    }
+    if (hr_lane_tune(world, tuned->settled) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_USAGE, "autotuning begins with values that this job cannot have");
+    }
+    tuned->is_on = 1;
+    memcpy(tuned->values, tuned->settled, sizeof tuned->values);
+    return HORO_OK;
+}
+
+/* ---- The part that takes what callers have submitted, and their reports, to the lanes ---- */
+
+/* All of the queue is announced, or fails with the group, since it is no longer there. */
+static int announce(struct hr_engine *engine) {
+    int status = HORO_OK;
+    struct hr_request *next = NULL;
+    for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
+        struct hr_lane *lane = request->port->lane;
+        next = request->next;
+        lane->part.is_quiet = 0;
+        hr_engine_expect_removal(engine, request);
+        if (status == HORO_OK) {
+            const int joins = request->call.op == HORO_JOIN;
+            status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
+        }
+    }
+    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
+                          atomic_load(&engine->drive.pending), memory_order_relaxed);
+    return status;
+}
+
+static int turn(struct hr_part *part) {
+    struct hr_engine *engine = part->owner;
+    struct hr_blocked *blocked = &engine->blocked;
+    int moved = HR_STILL;
+    const int has_queue = atomic_load(&engine->requests.queued) != 0;
+    /* where something is announced, the last report about this rank holds no more */
+    if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
+        HR_TRY(hr_engine_tell_blocked(engine));
+        moved = HR_MOVED;
+    }
+    if (has_queue) {
+        HR_TRY(announce(engine));
+        moved = HR_MOVED;
+    }
+    for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
+        const int joined = hr_join_go_on(engine->lanes[i]);
+        HR_TRY(joined);
+        moved |= joined;
+    }
+    return moved;
+}
+
+static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .turn = turn};
+
+/* ---- The rooms of an engine ---- */
 
 /* The handlers of messages that are none of a leader's own. */
 static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
@@ -21,7 +160,7 @@ static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
 static const struct hr_executor_ops EXECUTOR_OPS = {
     .handlers = {[HR_WIRE_REQUEST] = hr_stand_in_describe,
                  [HR_WIRE_JOINED] = hr_join_execute,
-                 [HR_WIRE_TUNE] = hr_tuning_execute},
+                 [HR_WIRE_TUNE] = execute_tune},
     .change = hr_membership_change,
     .absent = hr_stand_in_for,
     .backend_on_gpu = hr_gpu_backend,
@@ -49,7 +188,7 @@ static void free_parts(struct hr_engine *engine) {
 static void add_parts(struct hr_engine *engine) {
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
-    hr_drive_add(drive, &engine->submissions, &hr_part_submissions, engine);
+    hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->gpu, &hr_part_gpu, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
@@ -66,7 +205,7 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
     engine->teams[0].has_local = 1;
     engine->lane_count = 1;
-    HR_TRY(hr_engine_init_tuning(engine, setup, error));
+    HR_TRY(init_tuning(engine, setup, error));
     return hr_drive_start(&engine->drive, error);
 }
 

@@ -9,7 +9,7 @@
  * No turn of a part waits, so a rank that executes a batch serves its control links and notices losses all the time;
  * and a caller may leave the loop at any turn.
  *
- * While nothing is pending nobody drives; token.c says whose turn it is.
+ * While nothing is pending nobody drives; drive.c says whose turn it is.
  *
  * The end. It has one of two causes: an abort, which is heard at once and out of order (a word in the arena, LOST
  * messages between hosts), or a LEAVE record, which closes the log of the world at one place for all ranks. The
@@ -78,7 +78,7 @@ struct hr_team_place {
     uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
 };
 
-/* The values that operations run with where they may change; see tuning.c. */
+/* The values that operations run with where they may change; see engine.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
     uint64_t settled[HORO_KNOB_COUNT]; /* the driver's: of teams to come, the first or the final ones */
@@ -136,24 +136,17 @@ hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *n
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 
-/* tuning.c: as horo_read_tuning and horo_propose_tuning. */
+/* As horo_read_tuning and horo_propose_tuning. */
 void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
-
 
 /* ---- Between the files of the engine ---- */
 
 extern const struct hr_part_ops hr_part_end;         /* leave.c */
-extern const struct hr_part_ops hr_part_submissions; /* announcer.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
 
 /* Before the announcement of one that removes a team, which from then on may end on other ranks. */
 void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
-/* tuning.c */
-/* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
-int hr_engine_init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error);
-/* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
-int hr_tuning_execute(void *lane, const struct hr_wire_message *record);
 
 #endif

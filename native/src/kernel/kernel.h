@@ -25,7 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "base/dtype.h"
+#include "base/traits.h"
 #include "horo.h"
 
 enum hr_store {

@@ -2,7 +2,7 @@
 
 #include <stdio.h>
 
-#include "arena/last_words.h"
+#include "arena/arena.h"
 
 enum { LINES = 16, TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 128 }; /* of a line of the log, less its head */
 

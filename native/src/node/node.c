@@ -6,7 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "arena/last_words.h"
+#include "arena/arena.h"
 
 void hr_node_bury(const struct hr_node *node, void *memory, void (*release)(void *memory)) {
     if (atomic_load(&node->mpi.stranded) == 0) {

@@ -1,8 +1,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/dtype.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "wire/wire.h"
 
 /*

@@ -1,8 +1,9 @@
 #include <string.h>
 
 #include "base/little_endian.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "horo_gpu.h"
+#include "wire/frame.h"
 #include "wire/wire.h"
 
 enum {
@@ -277,4 +278,42 @@ hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lan
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
     uint8_t *at = begin(out, 8);
     return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
+}
+
+/* ---- Frames ---- */
+
+hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark) {
+    const uint8_t length[4] = {0};
+    HR_TRY(hr_buffer_append(out, length, sizeof length));
+    *mark = hr_buffer_size(out);
+    return HORO_OK;
+}
+
+void hr_frame_end(struct hr_buffer *out, size_t mark) {
+    (void)hr_store_u32(out->data + out->begin + mark - 4, (uint32_t)(hr_buffer_size(out) - mark));
+}
+
+hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
+    size_t mark;
+    HR_TRY(hr_frame_begin(out, &mark));
+    HR_TRY(hr_wire_put(out, message));
+    hr_frame_end(out, mark);
+    return HORO_OK;
+}
+
+int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes) {
+    const size_t available = hr_buffer_size(in);
+    const uint8_t *front = hr_buffer_front(in);
+    if (available < 4) {
+        return HORO_IN_PROGRESS;
+    }
+    const uint32_t length = hr_load_u32(front);
+    if (length > HR_WIRE_MESSAGE_MAX) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (available - 4 < length) {
+        return HORO_IN_PROGRESS;
+    }
+    *bytes = 4 + (size_t)length;
+    return hr_wire_decode(front + 4, length, message);
 }

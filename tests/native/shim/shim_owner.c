@@ -1,8 +1,8 @@
-#include "shim_owner.h"
+#include "shim.h"
 
 #include <stdlib.h>
 
-#include "base/owner.h"
+#include "base/system.h"
 
 struct shim_owner {
     struct hr_owner owner;

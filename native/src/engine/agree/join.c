@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/agree/private.h"
 
 void hr_agree_note_absence(struct hr_agree *agree, int rank, uint64_t at) {

@@ -1,6 +1,6 @@
 /*
  * The bookkeeping of one tensor name. Files of this room, each of which calls only those before it: text.c, entry.c,
- * rows.c, join.c, announce.c, record.c.
+ * join.c, agree.c.
  */
 #ifndef HR_ENGINE_AGREE_PRIVATE_H
 #define HR_ENGINE_AGREE_PRIVATE_H
@@ -91,7 +91,7 @@ int hr_agree_assign(struct hr_agree *agree, struct hr_agree_entry *entry, uint32
 uint32_t hr_agree_pick_id(struct hr_agree *agree);
 
 /*
- * rows.c. told: how many rows each rank tells; 0: it is another operation than an allgather or alltoall. note: those of
+ * Rows. told: how many rows each rank tells; 0: it is another operation than an allgather or alltoall. note: those of
  * a member; HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together;
  * HORO_ERR_USAGE with a sentence. merge: all of them in the order of the members, valid until the next merge.
  */

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/agree/private.h"
 
 enum {

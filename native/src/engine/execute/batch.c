@@ -3,9 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/dtype.h"
 #include "base/little_endian.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/engine.h"
 
 void hr_lane_free_batch(struct hr_lane *lane) {

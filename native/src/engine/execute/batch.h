@@ -5,7 +5,7 @@
 #ifndef HR_ENGINE_BATCH_H
 #define HR_ENGINE_BATCH_H
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/group/lane.h"
 
 /* Grows, is never shrunk. */

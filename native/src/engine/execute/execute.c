@@ -2,9 +2,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "arena/last_words.h"
+#include "arena/arena.h"
 #include "backend/carried.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/execute/batch.h"
 #include "engine/engine.h"
 #include "wire/frame.h"

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "backend/operands.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/engine.h"
 
 enum { TENSOR_TEXT_BYTES = 48 };

@@ -10,7 +10,7 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "device/stager.h"
 
 enum {

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "base/cut.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "device/mark.h"
 #include "device/staging.h"
 #include "engine/engine.h"
@@ -131,7 +131,7 @@ static struct hr_staging *staging_of(const struct hr_request *request) {
 
 static void substitute(struct hr_request *request) {
     const struct hr_staging *staging = staging_of(request);
-    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see request.c */
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
     for (int i = 0; i < request->call.tensor_count; i++) {
         char *host = hr_staging_host(staging, (size_t)i);
         tensors[i].input = host;

@@ -1,14 +1,14 @@
 /*
  * A lane: one rank's part in one team, from the announcements to the batches. Every team has a log of its own, which
  * its members agree on and execute in order; nothing in a lane waits for another lane. The driver of the engine goes
- * round all of them (loop.c). All of a lane is the driver's, unless a line says otherwise.
+ * round all of them (drive.c). All of a lane is the driver's, unless a line says otherwise.
  */
 #ifndef HR_ENGINE_LANE_H
 #define HR_ENGINE_LANE_H
 
 #include "engine/announce/announcer.h"
 #include "engine/execute/executor.h"
-#include "engine/drive/part.h"
+#include "engine/drive/drive.h"
 #include "engine/lead/leader.h"
 #include "engine/requests/port.h"
 #include "engine/round/round.h"
@@ -98,8 +98,6 @@ static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
 static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
     return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
 }
-
-/* ---- tuning.c ---- */
 
 /* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
 int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);

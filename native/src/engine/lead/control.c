@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "arena/last_words.h"
+#include "arena/arena.h"
 #include "engine/lead/private.h"
 #include "node/linked.h"
 #include "wire/frame.h"

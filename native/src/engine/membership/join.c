@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/membership/private.h"
 #include "wire/frame.h"
 

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/engine.h"
 #include "engine/membership/membership.h"
 

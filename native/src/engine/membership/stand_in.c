@@ -5,8 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/dtype.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/membership/private.h"
 
 enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };

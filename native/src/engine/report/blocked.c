@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/report/report.h"
 #include "wire/frame.h"
 

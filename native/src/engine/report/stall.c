@@ -6,9 +6,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "arena/question.h"
+#include "arena/arena.h"
 #include "base/clock.h"
-#include "base/op.h"
+#include "base/traits.h"
 #include "engine/report/report.h"
 #include "engine/report/stall.h"
 #include "wire/frame.h"

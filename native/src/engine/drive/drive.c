@@ -1,0 +1,495 @@
+/*
+ * The token: the right to turn the parts, which one thread at a time has.
+ *
+ *     owner  | who turns the parts | taken by                                 | left when
+ *     -------+---------------------+------------------------------------------+----------------------------------------
+ *     FREE   | nobody              |                                          |
+ *     CALLER | a thread that waits | FREE or WATCH, under the lock that it    | its request is done, its time is up, or
+ *            | for a request       | has anyway                               | a signal came
+ *     THREAD | the background      | FREE, when it is kicked and needed, a    | nothing needs it; between hosts, a
+ *            | thread              | life line tells of a leaver, or after    | caller wants it and nothing moves
+ *            |                     | STREAM_NS; WATCH, by an event            |
+ *     WATCH  | nobody: the thread  | THREAD, between hosts, when nothing      | an event (THREAD), or a caller, who
+ *            | sleeps for whoever  | needs it                                 | clears the mark that this rank sleeps
+ *            | comes, on all that  |                                          | and wakes nobody
+ *            | may come            |                                          |
+ *
+ * Otherwise the thread sleeps on its kick and the life lines, so that nothing which comes for a caller wakes it. Where
+ * other hosts need this rank it ends that sleep after STREAM_NS, so a stream of calls wakes it once in so long, and
+ * takes the token if that has been free all the time. While one call lasts longer it sleeps on: then the caller kicks
+ * it. Whoever leaves the token FREE wakes the callers that wait for it, and kicks the thread if something needs it.
+ */
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/system.h"
+#include "engine/drive/drive.h"
+
+/* ---- The loop ---- */
+
+/*
+ * Driving: the parts are turned one after another, and again as long as any of them moves; then comes one
+ * wait, which goes on turning them, and ends when one has moved. No predicate says what a turn would do.
+ *
+ * Why no sleep misses an event. Whoever changes something that a turn here may act on does that first, and then looks
+ * whether this rank sleeps; the driver notes that it sleeps first, and then takes one turn in which no part is left
+ * out and no room trusts its own notes (looks_at_all). Both are sequentially consistent: at least one sees the other.
+ *
+ *     the change                                                | its waker
+ *     ----------------------------------------------------------+------------------------------------------------------
+ *     a caller's: queue, report, shutdown, a wish to drive      | hr_drive_kick: the eventfd of the driver that sleeps
+ *     another rank's of the host: log, announcements, room in a | hr_node_wake and hr_team_wake_*: the same eventfd
+ *     ring, phases, abort, the LEAVE that somebody asks for     |
+ *     an open round (round.h)                                   | nobody, so nobody sleeps in one: that turn closes it
+ *     bytes between hosts                                       | the links, which are named after that turn
+ *     a death                                                   | the life lines, likewise
+ *     MPI, NCCL and CUDA, of which nothing tells                | poll() ends by itself soon, see name_fds in wait.c
+ *     time                                                      | next_ns of the parts, which is looked at before
+ *
+ * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on the kick and the
+ * life lines alone: then no part needs it, or a caller drives, who kicks it if one does.
+ */
+
+enum {
+    TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
+};
+
+/* ---- Parts ---- */
+
+void hr_drive_add(struct hr_drive *drive, struct hr_part *part, const struct hr_part_ops *ops, void *owner) {
+    struct hr_part **link = &drive->parts;
+    while (*link != NULL && (*link)->ops->rank <= ops->rank) {
+        link = &(*link)->next;
+    }
+    *part = (struct hr_part){.ops = ops, .owner = owner, .next = *link, .next_ns = HR_NEVER};
+    *link = part;
+}
+
+static uint64_t moves_of(const struct hr_part *part) {
+    return part->ops->moves == NULL ? 0 : part->ops->moves(part);
+}
+
+void hr_drive_remove(struct hr_drive *drive, const struct hr_part *part) {
+    struct hr_part **link = &drive->parts;
+    while (*link != part) {
+        link = &(*link)->next;
+    }
+    *link = part->next;
+    drive->gone_moves += moves_of(part);
+}
+
+int hr_drive_needs(const struct hr_drive *drive) {
+    int needs = atomic_load(&drive->pending) > 0;
+    for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
+        needs = part->ops->needs != NULL && part->ops->needs(part);
+    }
+    return needs;
+}
+
+uint64_t hr_drive_moves(const struct hr_drive *drive) {
+    uint64_t moves = drive->gone_moves;
+    for (const struct hr_part *part = drive->parts; part != NULL; part = part->next) {
+        moves += moves_of(part);
+    }
+    return moves;
+}
+
+void hr_drive_end_parts(struct hr_drive *drive, int has_failed) {
+    for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
+        if (part->ops->end != NULL) {
+            part->ops->end(part, has_failed);
+        }
+    }
+}
+
+/* The first part alone has turns once the group comes to its end. A part may add and remove others behind it. */
+static int turn_parts(struct hr_drive *drive) {
+    int moved = HR_STILL;
+    int number = 0;
+    for (struct hr_part *part = drive->parts; part != NULL; part = part->next, number++) {
+        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(drive->node, number))) {
+            continue;
+        }
+        const int turned = part->ops->turn(part);
+        HR_TRY(turned);
+        moved |= turned;
+        if (drive->stage != HR_STAGE_RUNNING) {
+            break;
+        }
+    }
+    return moved;
+}
+
+/* As hr_node_wait calls it: whether anything has moved, or failed. */
+static int turn(struct hr_node *node, void *arg) {
+    const int moved = turn_parts(arg);
+    if (moved < 0) { /* the state is not what it should be on this rank: nobody may wait for it */
+        const int code = moved == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
+        hr_log(&node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(moved));
+        hr_node_abort(node, code, node->rank, HR_REASON_INTERNAL);
+    }
+    return moved != HR_STILL;
+}
+
+/* ---- Waiting for others ---- */
+
+/* Whether something is under way that a peer may hold up. */
+static int expects_others(const struct hr_drive *drive) {
+    int expects = atomic_load(&drive->pending) > 0;
+    for (const struct hr_part *part = drive->parts; part != NULL && !expects; part = part->next) {
+        expects = part->ops->expects != NULL && part->ops->expects(part);
+    }
+    return expects;
+}
+
+/* It counts from now_ns on how long others are waited for; 0: they are waited for no longer. */
+static void await_others(struct hr_drive *drive, int64_t now_ns) {
+    drive->expects_others = now_ns != 0;
+    for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
+        if (part->ops->await != NULL) {
+            part->ops->await(part, now_ns);
+        }
+    }
+}
+
+static void begin_expecting(struct hr_drive *drive, int64_t now_ns) {
+    if (!drive->expects_others && expects_others(drive)) {
+        await_others(drive, now_ns);
+    }
+}
+
+/* Between hosts: the links are silent, and nobody may drive for a long time. */
+static void stop_expecting(struct hr_drive *drive) {
+    if (drive->expects_others && drive->node->transport_count > 0 && !expects_others(drive)) {
+        await_others(drive, 0);
+    }
+}
+
+static void await_on_links(struct hr_part *part, int64_t now_ns) {
+    if (now_ns != 0) {
+        hr_part_expect(part, now_ns + HR_SUPERVISE_AFTER_NS);
+    } else {
+        part->next_ns = HR_NEVER;
+        hr_node_supervise(part->owner, 0);
+    }
+}
+
+/* Others have been waited for so long that their links are supervised. */
+static int64_t supervise_links(struct hr_part *part, int64_t now_ns) {
+    (void)now_ns;
+    hr_node_supervise(part->owner, 1);
+    return HR_NEVER;
+}
+
+static const struct hr_part_ops LINKS = {.rank = HR_PART_LINKS, .due = supervise_links, .await = await_on_links};
+
+/* ---- The wait ---- */
+
+/* The time when the wait must end by itself, which is not behind deadline_ns; 0: none. */
+static int64_t next_due_ns(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
+    const int64_t log_ns = hr_log_check(&drive->node->log, now_ns);
+    int64_t until_ns = deadline_ns == 0 ? HR_NEVER : deadline_ns;
+    until_ns = log_ns != 0 && log_ns < until_ns ? log_ns : until_ns;
+    for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
+        if (now_ns >= part->next_ns) {
+            part->next_ns = part->ops->due == NULL ? HR_NEVER : part->ops->due(part, now_ns);
+        }
+        until_ns = part->next_ns < until_ns ? part->next_ns : until_ns;
+    }
+    return until_ns == HR_NEVER ? 0 : until_ns;
+}
+
+static void show_moves(const struct hr_drive *drive) {
+    struct hr_arena_block *block = &drive->node->arena.blocks[drive->node->local_rank];
+    /* partner: count_moves */
+    atomic_store_explicit(&block->moves, hr_drive_moves(drive), memory_order_relaxed);
+}
+
+/* 1: something has moved, or is due; 0: the caller should get back, for its time is up, or a signal came. */
+static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadline_ns) {
+    /* one look at the clock serves all: it costs as much as a small operation can do in between */
+    const int64_t now_ns = hr_now_ns();
+    begin_expecting(drive, now_ns);
+    const int64_t until_ns = next_due_ns(drive, deadline_ns, now_ns);
+    show_moves(drive);
+    const int status = hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns);
+    return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
+}
+
+/* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
+static int prepare_watch(struct hr_drive *drive) {
+    const int64_t now_ns = hr_now_ns();
+    stop_expecting(drive);
+    begin_expecting(drive, now_ns); /* as a leader, whose own program computes */
+    const int64_t until_ns = next_due_ns(drive, 0, now_ns);
+    show_moves(drive);
+    return (until_ns == 0 || now_ns < until_ns) &&
+           !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns);
+}
+
+/* ---- The loop ---- */
+
+static int may_return(const struct hr_drive *drive, const _Atomic int *word, int value) {
+    if (word != NULL) {
+        return atomic_load(word) != value;
+    }
+    if (atomic_load(&drive->stop)) {
+        return drive->stage == HR_STAGE_ENDED && atomic_load(&drive->pending) == 0;
+    }
+    return !atomic_load(&drive->serves_hosts) && !hr_drive_needs(drive);
+}
+
+/*
+ * Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. What makes the
+ * thread drive must be over, or it would do so again at once, without the sleep that notices a death.
+ */
+static int may_yield(const struct hr_drive *drive) {
+    if (drive->stage != HR_STAGE_RUNNING || !atomic_load(&drive->serves_hosts) || atomic_load(&drive->stop)) {
+        return 0;
+    }
+    return atomic_load(&drive->wanted) ? !drive->parts->ops->needs(drive->parts) : !hr_drive_needs(drive);
+}
+
+/*
+ * For the owner of the token: drives until the word has another value, the deadline has passed, or a signal came. The
+ * background thread, whose word is NULL: until no part needs it; where it serves other hosts, until there is nothing
+ * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
+ */
+static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, int64_t deadline_ns) {
+    const int64_t spin_ns = word != NULL ? drive->caller_spin_ns : drive->thread_spin_ns;
+    for (unsigned turns = 1; !may_return(drive, word, value); turns++) {
+        if (turn(drive->node, drive)) {
+            if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
+                return 0;
+            }
+        } else if (word == NULL && may_yield(drive)) {
+            if (prepare_watch(drive)) {
+                return 1;
+            }
+        } else if (!wait_for_move(drive, spin_ns, deadline_ns)) {
+            return 0;
+        }
+    }
+    stop_expecting(drive);
+    return 0;
+}
+
+/* ---- The token ---- */
+
+/* A call within so long after another continues a stream of calls. */
+#define STREAM_NS 1000000ll
+
+#define TIMER_SLACK_NS                                                                                                 \
+    1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
+
+/* ---- Callers, with the lock held ---- */
+
+void hr_drive_kick(struct hr_drive *drive) {
+    if (!hr_drive_is_free(drive)) {
+        hr_node_wake(drive->node, drive->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
+    } else if (!drive->is_kicked) {
+        drive->is_kicked = 1;
+        const uint64_t one = 1;
+        const ssize_t written = write(drive->kick_fd, &one, sizeof one);
+        (void)written;
+        atomic_fetch_add_explicit(&drive->node->wakes, 1, memory_order_relaxed);
+    }
+}
+
+void hr_drive_wait(struct hr_drive *drive, int64_t deadline_ns) {
+    drive->waiters++;
+    hr_condition_wait(&drive->done, &drive->lock, deadline_ns);
+    drive->waiters--;
+}
+
+static void set_free(struct hr_drive *drive) {
+    drive->owner = HR_TOKEN_FREE;
+    hr_drive_wake_waiters(drive);
+}
+
+void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, int64_t now_ns, int64_t deadline_ns) {
+    drive->owner = HR_TOKEN_CALLER;
+    drive->since_ns = now_ns;
+    hr_drive_unlock(drive);
+    if (atomic_load(&drive->serves_hosts)) {
+        hr_node_end_sleep(drive->node, NULL); /* the thread may sleep for whoever drives, and is not to be woken */
+    }
+    (void)run_loop(drive, word, value, deadline_ns);
+    hr_drive_lock(drive);
+    set_free(drive);
+    const int serves_hosts = atomic_load(&drive->serves_hosts);
+    drive->since_ns = serves_hosts ? hr_now_ns() : 0;
+    if ((serves_hosts && !drive->looks_soon) || atomic_load(&drive->stop) || hr_drive_needs(drive)) {
+        hr_drive_kick(drive);
+    }
+}
+
+/* ---- The thread ---- */
+
+/* To sleep on the kick and the life lines alone. */
+static void prepare_to_park(struct hr_drive *drive, int64_t look_ns) {
+    struct hr_sleep *sleep = &drive->sleep;
+    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
+    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
+    sleep->count = 1 + sleep->life_count;
+    sleep->deadline_ns = 0;
+    sleep->look_ns = look_ns;
+}
+
+/* Takes what has come, if anything has; but for the driver's eventfd, which is the next driver's. */
+static void take_events(struct hr_drive *drive, int events) {
+    struct hr_sleep *sleep = &drive->sleep;
+    if (events <= 0) {
+        sleep->fds[0].revents = 0;
+        return;
+    }
+    uint64_t drained;
+    const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
+    (void)got; /* nonblocking */
+    hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
+}
+
+/* Sleeps on what has been prepared, and on the kick, with the lock held, which it lets go meanwhile. */
+static void park(struct hr_drive *drive) {
+    drive->sleep.fds[drive->sleep.count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
+    hr_drive_unlock(drive);
+    if (atomic_load(&drive->serves_hosts)) {
+        atomic_fetch_add_explicit(&drive->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
+    }
+    take_events(drive, hr_node_sleep(&drive->sleep));
+    hr_drive_lock(drive);
+}
+
+static void run(struct hr_drive *drive) {
+    drive->owner = HR_TOKEN_THREAD;
+    hr_drive_unlock(drive);
+    const int watches = run_loop(drive, NULL, 0, 0);
+    hr_drive_lock(drive);
+    set_free(drive);
+    drive->since_ns = hr_now_ns();
+    if (atomic_exchange(&drive->wanted, 0) && drive->waiters > 0 && atomic_load(&drive->serves_hosts)) {
+        return; /* it is left to that caller for a while */
+    }
+    drive->owner = watches ? HR_TOKEN_WATCH : HR_TOKEN_FREE;
+    drive->is_kicked |= !watches && hr_drive_needs(drive); /* since its last look */
+}
+
+/* Sleeps on all that may come, but leaves the token to a caller that comes. */
+static void watch(struct hr_drive *drive) {
+    park(drive);
+    if (drive->owner == HR_TOKEN_WATCH) {
+        hr_node_end_sleep(drive->node, &drive->sleep);
+        drive->owner = HR_TOKEN_FREE;
+        drive->since_ns = 0; /* it has been so for long enough */
+    }
+}
+
+static void rest(struct hr_drive *drive) {
+    const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
+    drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
+    prepare_to_park(drive, !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0);
+    park(drive);
+    drive->looks_soon = 0;
+}
+
+/* Whether a rank of this host has called it. */
+static int is_called(const struct hr_drive *drive) {
+    int needs = 0;
+    for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
+        needs = part->ops->is_called && part->ops->needs(part);
+    }
+    return needs;
+}
+
+/* Whether it is to take the token: when it has been kicked or called, or the token has been free for a while. */
+static int may_drive(struct hr_drive *drive) {
+    const int was_kicked = drive->is_kicked;
+    drive->is_kicked = 0;
+    if (drive->owner != HR_TOKEN_FREE) {
+        return 0;
+    }
+    const int serves_hosts = atomic_load(&drive->serves_hosts);
+    return (was_kicked && hr_drive_needs(drive)) || is_called(drive) ||
+           (serves_hosts && hr_now_ns() - drive->since_ns >= STREAM_NS);
+}
+
+static void *thread_main(void *arg) {
+    struct hr_drive *drive = arg;
+    struct hr_node *node = drive->node;
+    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
+    hr_drive_lock(drive);
+    while (!atomic_load(&drive->stop)) {
+        if (drive->owner == HR_TOKEN_WATCH) {
+            watch(drive);
+        } else if (may_drive(drive)) {
+            run(drive);
+        } else {
+            rest(drive);
+        }
+    }
+    while (drive->owner == HR_TOKEN_CALLER) { /* a call that still waits */
+        hr_drive_wait(drive, INT64_MAX);
+    }
+    run(drive); /* until it has left */
+    hr_drive_unlock(drive);
+    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);
+    hr_node_wake_all(node);
+    return NULL;
+}
+
+/* ---- The beginning and the end ---- */
+
+enum {
+    THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
+};
+
+hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error) {
+    *drive = (struct hr_drive){.node = node,
+                               .kick_fd = -1,
+                               .caller_spin_ns = spin_ns,
+                               .thread_spin_ns = spin_ns / THREAD_SPIN_DIVISOR};
+    hr_condition_init(&drive->done);
+    (void)pthread_mutex_init(&drive->lock, NULL);
+    (void)pthread_mutex_init(&drive->end_lock, NULL);
+    hr_drive_add(drive, &drive->links, &LINKS, node);
+    hr_status status = hr_descriptor_event(&drive->kick_fd, error);
+    if (status == HORO_OK && hr_sleep_reserve(&drive->sleep, (size_t)node->local_size + 2) != HORO_OK) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
+    }
+    if (status != HORO_OK) {
+        hr_drive_fini(drive);
+    }
+    return status;
+}
+
+hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error) {
+    return hr_thread_start(&drive->thread, thread_main, drive, "the background thread", error);
+}
+
+void hr_drive_end_thread(struct hr_drive *drive) {
+    (void)pthread_mutex_lock(&drive->end_lock);
+    if (!drive->has_ended) {
+        hr_node_wake(drive->node, drive->node->local_rank);
+        (void)pthread_join(drive->thread, NULL);
+        drive->has_ended = 1;
+    }
+    (void)pthread_mutex_unlock(&drive->end_lock);
+}
+
+void hr_drive_close_fd(struct hr_drive *drive) {
+    /* else this child's own parent was forked too: the number is another file's by now */
+    if (drive->kick_fd >= 0) {
+        (void)close(drive->kick_fd);
+        drive->kick_fd = -1;
+    }
+}
+
+void hr_drive_fini(struct hr_drive *drive) {
+    free(drive->sleep.fds);
+    hr_drive_close_fd(drive);
+    (void)pthread_cond_destroy(&drive->done);
+    (void)pthread_mutex_destroy(&drive->end_lock);
+    (void)pthread_mutex_destroy(&drive->lock);
+}
