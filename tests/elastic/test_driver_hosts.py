@@ -359,7 +359,7 @@ def test_the_job_ends_when_the_time_to_leave_is_over() -> None:
     driver = running(2)
     driver.on(Leave(None, 30.0))
     assert deadline_s(driver.state) == driver.now_s + 30.0
-    assert driver.tick() == [Finish("the time to leave is over, and workers 0, 1 still run")]
+    assert driver.tick() == [Finish("the time to leave is over, and workers 0, 1 still run", 143)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
