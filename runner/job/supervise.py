@@ -387,8 +387,7 @@ class Supervisor:
                 self._end(rank, asked=self._stopping, lost=remote.why_lost)
 
     def _on_child(self, _number: int) -> None:
-        owners = [remote.on_child for remote in self._remotes.values()]
-        reap([*owners, self._local.on_child] if self._local is not None else owners)
+        reap([each.on_child for each in self._ranks_by_host()])
 
     def _on_console(self) -> None:
         if self._console.stdout_error is not None and not self._stopping:

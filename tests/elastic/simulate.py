@@ -84,7 +84,7 @@ class Simulation:
             elastic_timeout_s=100.0,
             start_timeout_s=40.0,
             gather_timeout_s=20.0,
-            is_discovered=count > 1 and self.random.random() < 0.7,
+            script="s" if count > 1 and self.random.random() < 0.7 else "",
             cooldown_s=(2.0, 30.0),
             on_failure=self.random.choice(["slot", "host"]),
             join=self.random.choice(["ready", "now"]),

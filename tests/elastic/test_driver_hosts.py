@@ -93,7 +93,7 @@ def test_without_enough_slots_a_job_on_fixed_hosts_ends() -> None:
 
 
 def test_where_hosts_are_discovered_others_are_awaited() -> None:
-    driver = Driver(4, 3, hosts={"a": 2}, is_discovered=True, elastic_timeout_s=500.0)
+    driver = Driver(4, 3, hosts={"a": 2}, script="s", elastic_timeout_s=500.0)
     assert driver.phase is Phase.CONNECTING
     while driver.phase is Phase.CONNECTING:
         actions = driver.tick()
@@ -101,7 +101,7 @@ def test_where_hosts_are_discovered_others_are_awaited() -> None:
 
 
 def test_a_job_may_begin_without_any_host() -> None:
-    driver = Driver(2, hosts={"a": 2}, is_discovered=True, is_reached=False)
+    driver = Driver(2, hosts={"a": 2}, script="s", is_reached=False)
     driver.on(HostsFound(()))
     assert driver.on(found(b=2)) == [Connect("b")]
     assert len(driver.on(HostUp("b", 0))) == 2
@@ -199,7 +199,7 @@ def test_rank_0_is_the_oldest_with_the_state() -> None:
 
 def grown(**limits: Any) -> Driver:
     """Two ranks on a, and a host b with two newcomers that wait."""
-    driver = running(2, 1, 4, {"a": 2}, is_discovered=True, **limits)
+    driver = running(2, 1, 4, {"a": 2}, script="s", **limits)
     assert driver.on(found(a=2, b=2)) == [Connect("b")]
     assert driver.words == "b was found"
     assert [action.slot for action in driver.on(HostUp("b", 0))] == [Slot("b", 0), Slot("b", 1)]
@@ -214,7 +214,7 @@ def test_ranks_come_with_a_host() -> None:
 
 
 def test_now_ranks_are_interrupted_when_newcomers_are_started() -> None:
-    driver = running(2, 1, 4, {"a": 2}, is_discovered=True, join="now")
+    driver = running(2, 1, 4, {"a": 2}, script="s", join="now")
     driver.on(found(a=2, b=2))
     assert of(Announce, driver.on(HostUp("b", 0))) == [Announce(1, 1, added=True)]
     assert driver.on(*waits(1, 0, 1)) == []
@@ -223,7 +223,7 @@ def test_now_ranks_are_interrupted_when_newcomers_are_started() -> None:
 
 
 def test_newcomers_that_do_not_come_are_not_awaited_for_long() -> None:
-    driver = running(2, 1, 4, {"a": 2}, is_discovered=True, join="now")
+    driver = running(2, 1, 4, {"a": 2}, script="s", join="now")
     driver.on(found(a=2, b=2), HostUp("b", 0), *waits(1, 0, 1), Ready(2))
     before_s = driver.now_s
     while driver.phase is Phase.GATHERING:
@@ -238,7 +238,7 @@ def test_replacements_are_not_awaited() -> None:
 
 
 def test_a_host_that_is_not_found_any_more_loses_its_ranks_in_order() -> None:
-    driver = running(4, hosts=A2_B2, is_discovered=True)
+    driver = running(4, hosts=A2_B2, script="s")
     assert driver.on(found(a=2)) == [Announce(1, 1, removed=True)]
     assert driver.words == "b is not found any more: its workers leave"
     assert driver.on(*waits(1, 0, 1, 2, 3)) == [WriteSeats(2, (0, 1))]
@@ -249,14 +249,14 @@ def test_a_host_that_is_not_found_any_more_loses_its_ranks_in_order() -> None:
 
 
 def test_a_change_that_is_undone_is_withdrawn() -> None:
-    driver = running(4, hosts=A2_B2, is_discovered=True)
+    driver = running(4, hosts=A2_B2, script="s")
     driver.on(found(a=2))
     assert driver.on(found(a=2, b=2)) == [Announce(1, 2)]
     assert driver.words == "b was found"
 
 
 def test_fewer_slots_are_fewer_ranks() -> None:
-    driver = running(4, hosts=A2_B2, is_discovered=True)
+    driver = running(4, hosts=A2_B2, script="s")
     assert driver.on(found(a=2, b=1)) == [Announce(1, 1, removed=True)]
     assert driver.on(*waits(1, 0, 1, 2, 3)) == [WriteSeats(2, (0, 1, 2))]
     assert driver.on(*within(2, 0, 1, 2)) == [Dismiss(3)]
@@ -264,7 +264,7 @@ def test_fewer_slots_are_fewer_ranks() -> None:
 
 
 def test_ranks_stay_until_their_replacements_are_ready_if_too_few_were_left() -> None:
-    driver = running(4, 4, hosts=A2_B2, is_discovered=True)
+    driver = running(4, 4, hosts=A2_B2, script="s")
     assert driver.on(found(a=2, c=2)) == [Connect("c")]
     driver.on(HostUp("c", 0))
     assert driver.on(Ready(4)) == []
@@ -273,7 +273,7 @@ def test_ranks_stay_until_their_replacements_are_ready_if_too_few_were_left() ->
 
 
 def test_one_rank_of_a_host_that_goes_gives_the_state_to_the_next_ones() -> None:
-    driver = running(2, 2, hosts={"a": 2}, is_discovered=True)
+    driver = running(2, 2, hosts={"a": 2}, script="s")
     driver.on(found(b=2), HostUp("b", 0), Ready(2), Ready(3), *waits(1, 0, 1))
     assert driver.state.members == (0, 2)
     driver.on(*within(2, 0, 2))
@@ -284,7 +284,7 @@ def test_one_rank_of_a_host_that_goes_gives_the_state_to_the_next_ones() -> None
 
 
 def test_ranks_leave_a_host_even_if_nobody_takes_over() -> None:
-    driver = running(2, hosts={"a": 2}, is_discovered=True)
+    driver = running(2, hosts={"a": 2}, script="s")
     assert driver.on(found()) == [Announce(1, 1, removed=True)]
     assert driver.on(*waits(1, 0, 1)) == []
     assert driver.phase is Phase.SHORT
@@ -298,7 +298,7 @@ def test_newcomers_on_a_host_that_is_not_found_any_more_end() -> None:
 
 
 def test_a_host_that_is_being_reached_is_let_go_at_once() -> None:
-    driver = running(2, 1, 4, {"a": 2}, is_discovered=True)
+    driver = running(2, 1, 4, {"a": 2}, script="s")
     driver.on(found(a=2, b=2))
     assert driver.on(found(a=2)) == [Disconnect("b")]
 
