@@ -67,7 +67,7 @@ class HostsSupervisor(Supervisor):
     # Agents
 
     def _reach(self, name: str) -> None:
-        """Starts an agent on a host. What comes of it is an event."""
+        """Starts an agent on a host; an event follows."""
         index = self._indices[name]
         host = self._hosts[index]
         if is_local(host):
@@ -125,7 +125,7 @@ class HostsSupervisor(Supervisor):
         self._take(HostUp(host.name, slots))
 
     def _on_agent_failure(self, index: int, remote: RemoteHost) -> None:
-        """The agent ends its workers, or is none: it is lost when it has ended."""
+        """The agent cannot go on: its host is lost when it has ended."""
         if index in self._agents_failing:
             return
         self._agents_failing.add(index)

@@ -272,7 +272,7 @@ class RemoteHost:
 
     @property
     def may_run_s(self) -> float:
-        """How long workers of an elastic job may still be at work there after the end of the connection."""
+        """The time for which workers of an elastic job may be at work there after the end of the connection."""
         has_ended = self._code == 0 or self._was_silent
         return 0.0 if has_ended or self._silence_s is None else self._silence_s * _OWN_SILENCE
 

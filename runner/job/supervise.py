@@ -266,9 +266,9 @@ class Supervisor:
         """Opens the key-value server for the ranks of hosts, which reach it by ``routes``; returns its addresses."""
         addresses, by_host = store_addresses(list(routes.values()))
         endpoints = self._serve_store(addresses)
-        for index, mine in zip(routes, by_host, strict=True):
-            self._stores[index] = ",".join(endpoints[address] for address in mine)
-        return {index: mine[0] for index, mine in zip(routes, by_host, strict=True)}
+        reached = dict(zip(routes, by_host, strict=True))
+        self._stores = {index: ",".join(endpoints[each] for each in mine) for index, mine in reached.items()}
+        return {index: mine[0] for index, mine in reached.items()}
 
     def _serve_store(self, addresses: Sequence[str]) -> dict[str, str]:
         """Opens the key-value server at addresses of this host; returns its endpoint at each of them."""
@@ -387,7 +387,7 @@ class Supervisor:
                 self._end(rank, asked=self._stopping, lost=remote.why_lost)
 
     def _on_child(self, _number: int) -> None:
-        reap([each.on_child for each in self._ranks_by_host()])
+        reap([host.on_child for host in self._ranks_by_host()])
 
     def _on_console(self) -> None:
         if self._console.stdout_error is not None and not self._stopping:
@@ -464,10 +464,7 @@ class Supervisor:
             self._pause(False)
         interrupted = self._signal == signal.SIGINT
         for host in self._ranks_by_host():
-            if interrupted:
-                host.interrupt()
-            else:
-                host.terminate()
+            (host.interrupt if interrupted else host.terminate)()
         if interrupted and os.isatty(2):
             self._loop.call_later(_SILENT_END_S, self._say_what_is_awaited)
         grace_s = self._job.grace_s * (2 if interrupted else 1)
@@ -478,8 +475,7 @@ class Supervisor:
             remote.hang_up()
 
     def _over(self) -> bool:
-        local = self._local is None or self._local.finished
-        return local and all(remote.finished for remote in self._remotes.values())
+        return all(host.finished for host in self._ranks_by_host())
 
     def _conclude(self) -> int:
         """Prints why the job failed, if it did; returns the exit code."""
