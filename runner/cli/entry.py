@@ -293,6 +293,9 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
     from horo.runner.start.launcher import allocated, choose_launcher  # noqa: PLC0415 - --help does without
 
     named = () if given.host_discovery_script is not None else _hosts(given)
+    misfit = None if named != () or given.launcher == "auto" else check_launcher(line.given, given.launcher)
+    if misfit is not None:
+        raise JobError(misfit)
     allocation = allocated(environment, named=named is not None)
     fallback = (HostSpec("localhost"),) if allocation is None else allocation.hosts
     hosts = fallback if named is None else named
@@ -369,11 +372,11 @@ def _exports(
         exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
-    if given.min_np is not None and given.elastic_dir is not None:
-        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     drop_replaced(given, line.from_file, exports)
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
+    if given.min_np is not None and given.elastic_dir is not None:
+        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     exports = set_all_names(exports, environment)
     check_environment({**environment, **tuning, **exports})
     useless = useless_marks(given, {**environment, **tuning, **exports})

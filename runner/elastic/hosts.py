@@ -141,6 +141,8 @@ class HostTurn:
             host = before.pop(found.name, None) or Host(found.name, found.slots, is_listed=False)
             if not is_first and not host.is_listed:
                 self._report(f"{found.name} was found")
+            if host.is_listed and found.slots not in (None, host.slots):
+                self._report(f"{found.name} has slots for {found.slots} workers now")
             self.hosts[found.name] = replace(host, slots=found.slots or host.slots, is_listed=True)
         for host in before.values():
             if host.is_listed and host.reach is Reach.UP:
