@@ -119,11 +119,7 @@ def parse(
         _check_order(command)
     if command or not given.check_hosts:
         _check_command(command)
-    without_effect = check_elastic(line.given, for_horovod=given.horovod)
-    if given.host_discovery_script is not None and given.min_np is None:
-        given.min_np = given.num_proc
-        if given.min_np is None:
-            raise JobError("how many ranks? --host-discovery-script needs --min-np N, or -np N")
+    without_effect = _check_elastic(given, line)
     where = _where(given, line, environment)
     timeout_s = start_timeout(given.start_timeout, environment)
     elastic = _elastic(given, where.size, timeout_s)
@@ -171,6 +167,16 @@ def parse(
         timelines=timelines,
         elastic=elastic,
     )
+
+
+def _check_elastic(given: argparse.Namespace, line: CommandLine) -> tuple[str, ...]:
+    """As ``check_elastic``. A job whose hosts are discovered is elastic without ``--min-np``, too."""
+    without_effect = check_elastic(line.given, for_horovod=given.horovod)
+    if given.host_discovery_script is not None and given.min_np is None:
+        given.min_np = given.num_proc
+        if given.min_np is None:
+            raise JobError("how many ranks? --host-discovery-script needs --min-np N, or -np N")
+    return without_effect
 
 
 def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> Elastic | None:

@@ -1,4 +1,4 @@
-"""What the values of options may be: functions from the text to the value, for argparse."""
+"""Functions from the text of an option to its value, for argparse."""
 
 from __future__ import annotations
 
