@@ -11,9 +11,16 @@ from test_elastic_hosts import FOREVER, PATIENCE_S, PLACES, WORKER, agents, ends
 FLAPS = 3
 
 
-def start(cluster: Cluster, script: str, *words: str, **environment: str) -> Launched:
+def start(cluster: Cluster, script: str, *words: str, stop_file: Path = Path("/")) -> Launched:
     """Starts a job of ``elastic_worker`` on the first host, for which a script names the hosts."""
-    options = (f"--ssh-args={cluster.ssh_args}", "--host-discovery-script", script, "-x", "STOP_FILE", *words)
+    options = (
+        f"--ssh-args={cluster.ssh_args}",
+        "--host-discovery-script",
+        script,
+        "-x",
+        f"STOP_FILE={stop_file}",
+        *words,
+    )
     prefix = cluster.on(cluster.hosts[0], ())
     return Hororun.start(
         cluster, *options, WORKER, FOREVER, where=None, prefix=prefix, environment={**PLACES, **environment}
@@ -31,7 +38,7 @@ def test_hosts_come_and_go(cluster: Cluster, tmp_path: Path) -> None:
     a, b = cluster.hosts
     hosts = tmp_path / "hosts"
     write(hosts, f"{a.name}:1\n")
-    job = start(cluster, f"cat {hosts}", "--min-np", "1", "--max-np", "2", STOP_FILE=str(tmp_path / "stop"))
+    job = start(cluster, f"cat {hosts}", "--min-np", "1", "--max-np", "2", stop_file=tmp_path / "stop")
     said_until(job, "worker 0 is 0 of 1")
     write(hosts, f"{a.name}:1\n{b.name}:1\n")
     said_until(job, "worker 1 is 1 of 2")
@@ -52,7 +59,7 @@ def test_a_host_that_is_missing_once_stays(cluster: Cluster, tmp_path: Path) -> 
     a, b = cluster.hosts
     asked = tmp_path / "asked"
     script = f"echo {a.name}:1; echo >> {asked}; test $(($(wc -l < {asked}) % 2)) = 0 || echo {b.name}:1"
-    job = start(cluster, script, "--min-np", "2", STOP_FILE=str(tmp_path / "stop"))
+    job = start(cluster, script, "--min-np", "2", stop_file=tmp_path / "stop")
     said_until(job, "worker 1 is 1 of 2")
     before = asked.stat().st_size
     wait_until(lambda: asked.stat().st_size > before + 2 * FLAPS, "the script has run several times")
