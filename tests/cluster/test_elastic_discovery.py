@@ -13,18 +13,9 @@ FLAPS = 3
 
 def start(cluster: Cluster, script: str, *words: str, stop_file: Path = Path("/")) -> Launched:
     """Starts a job of ``elastic_worker`` on the first host, for which a script names the hosts."""
-    options = (
-        f"--ssh-args={cluster.ssh_args}",
-        "--host-discovery-script",
-        script,
-        "-x",
-        f"STOP_FILE={stop_file}",
-        *words,
-    )
+    own = (f"--ssh-args={cluster.ssh_args}", "-x", f"STOP_FILE={stop_file}", "--host-discovery-script", script)
     prefix = cluster.on(cluster.hosts[0], ())
-    return Hororun.start(
-        cluster, *options, WORKER, FOREVER, where=None, prefix=prefix, environment={**PLACES, **environment}
-    )
+    return Hororun.start(cluster, *own, *words, WORKER, FOREVER, where=None, prefix=prefix, environment=PLACES)
 
 
 def write(path: Path, text: str) -> None:
