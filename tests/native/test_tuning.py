@@ -31,15 +31,11 @@ def tuned(hosts: list[int], **options: Any) -> dict[str, Any]:
     return {"segment_bytes": SLOT, "sockets_per_peer": 4 if len(hosts) > 1 else 1, "tuned": FIRST, **options}
 
 
-def proposals(hosts: list[int], seed: int) -> Proposals:
-    print("seed", seed, "hosts", hosts)
-    return Proposals(seed, SLOT, 4 if len(hosts) > 1 else 1)
-
-
 @pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2], [1, 1, 1]], ids=str)
 def test_all_ranks_hold_the_same_bits(hosts: list[int]) -> None:
     """Sums whose rounding depends on the order."""
-    others = proposals(hosts, SEED)
+    print("seed", SEED)
+    others = Proposals(SEED, SLOT, 4 if len(hosts) > 1 else 1)
 
     def body(rank: Rank) -> list[bytes]:
         chance = np.random.default_rng(rank.rank)
