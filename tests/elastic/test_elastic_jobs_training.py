@@ -8,10 +8,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_training import EPOCHS, SAMPLES
 from jobs import TORCH_S, Hororun, marked_processes
+
+import horo
 
 TRAINING = str(Path(__file__).with_name("elastic_training.py"))
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic.py")
@@ -42,6 +45,25 @@ def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
     assert "was killed by SIGKILL" in done.stderr
 
 
+def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: Hororun, tmp_path: Path) -> None:
+    words = ("-np", "2", "--min-np", "1", "--elastic-dir", str(tmp_path / "kept"), "--grace-seconds", "60", EXAMPLE)
+    job = hororun.start(*words, "--epochs", "40")
+    stdout = job.process.stdout
+    assert stdout is not None
+    while "epoch  2/40" not in (line := stdout.readline().decode()):
+        assert line, "the job has ended before its second epoch"
+    job.process.send_signal(signal.SIGTERM)
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 40/40" not in done.stdout
+    assert "the job has to end within 30 s" in done.stderr
+    assert "a job with the same --elastic-dir goes on from it" in done.stderr
+    done = hororun.start(*words, "--epochs", "40").finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 40/40" in done.stdout
+    assert "epoch  1/40" not in done.stdout
+
+
 def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun, tmp_path: Path) -> None:
     plan = {"deaths": {"0": (9, "recorded"), "1": (9, "recorded")}, "every": 4}
     places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
@@ -55,3 +77,27 @@ def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun
         assert result["resets"] == 1  # its state is that of a worker before it
         seen = Counter(map(tuple, result["seen"]))
         assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES))
+
+
+def count_to(steps: int) -> tuple[int, int, int]:
+    import horo.torch as hvd  # noqa: PLC0415 - in a rank
+    from horo.bootstrap.elastic import membership  # noqa: PLC0415
+
+    hvd.init()
+    member = membership()
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        while state.step < steps:
+            if member is not None and (member.worker, state.step) == (0, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.step += 1
+            state.commit()
+        return hvd.rank()
+
+    return train(hvd.elastic.TorchState(step=0)), hvd.size(), member.worker if member else -1
+
+
+def test_a_call_returns_the_results_of_the_last_generation() -> None:
+    results = horo.run(count_to, (30,), np=2, min_np=2, max_np=2, options=["--oversubscribe"])
+    assert results == [(0, 2, 1), (1, 2, 2)]
