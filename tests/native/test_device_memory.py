@@ -40,22 +40,20 @@ def release(own: OnGpu, handles: list[int]) -> None:
     assert not releasing.is_alive(), "it waits for the GPU"
 
 
-def test_a_caller_that_releases_its_request_frees_what_is_too_much(gpu: Gpu) -> None:
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        handles = submit_four(own, "broadcast", root_rank=0)
-        for handle in handles:
-            own.context.wait(handle)
-        for handle in handles:
-            copy_back(own.context, handle, own.stream)
-        gpu.synchronize(own.stream)
-        assert gpu.counts()["pinned"] == 4
-        for handle in handles:
-            own.context.release(handle)
-        assert gpu.counts()["pinned"] == 3
-        own.close()
-
-    run_ranks(body, (1,))
+@on_ranks((1,))
+def test_a_caller_that_releases_its_request_frees_what_is_too_much(rank: Rank, gpu: Gpu) -> None:
+    own = OnGpu(rank, gpu)
+    handles = submit_four(own, "broadcast", root_rank=0)
+    for handle in handles:
+        own.context.wait(handle)
+    for handle in handles:
+        copy_back(own.context, handle, own.stream)
+    gpu.synchronize(own.stream)
+    assert gpu.counts()["pinned"] == 4
+    for handle in handles:
+        own.context.release(handle)
+    assert gpu.counts()["pinned"] == 3
+    own.close()
 
 
 def test_a_caller_that_releases_what_has_failed_does_not_wait_for_a_gpu_that_stands_still(gpu: Gpu) -> None:
