@@ -80,6 +80,7 @@ class RemoteHost:
         self._silence_s: float | None = None
         self._silence_timer: Timer | None = None
         self._paused = False
+        self._was_silent = False
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
 
@@ -171,9 +172,9 @@ class RemoteHost:
         for awaited in (self._ranks, self._to_start, self._to_end):
             awaited.update(ranks)
 
-    def kill_rank(self, worker: int) -> None:
-        """Has the agent kill one worker."""
-        self._send(encode(Kind.END, worker))
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """Has the agent end one worker, see ``HostWorkers``."""
+        self._send(encode_json(Kind.END, {"at_once": at_once}, worker))
 
     def release(self) -> None:
         """No worker will start there any more: ends the agent once all have ended."""
@@ -251,6 +252,7 @@ class RemoteHost:
         self._silence_timer = self._loop.call_later(self._silence_s or 0.0, self._on_silence) if is_due else None
 
     def _on_silence(self) -> None:
+        self._was_silent = True
         sentence = f"host {self.host.name} has sent nothing for {self._silence_s:g} s (--host-timeout)"
         self._fail(JobError(sentence, EXIT_UNREACHABLE))
         self.hang_up()
@@ -267,6 +269,12 @@ class RemoteHost:
             if fd in self._open:
                 read_what_is_there(fd, read)
         self._finish()
+
+    @property
+    def may_run_s(self) -> float:
+        """The time for which workers of an elastic job may be at work there after the end of the connection."""
+        has_ended = self._was_silent or (self._code == 0 and self.error is not None)  # srun: 0 when a node fails, too
+        return 0.0 if has_ended or self._silence_s is None else self._silence_s * _OWN_SILENCE
 
     @property
     def why_lost(self) -> str:

@@ -2,7 +2,6 @@
 
 #include "backend/carried.h"
 #include "base/traits.h"
-#include "engine/execute/batch.h"
 #include "engine/group/lane.h"
 
 /* ---- The values that operations run with where they may change; see engine.c ---- */
@@ -50,8 +49,7 @@ static void free_parts(struct hr_lane *lane) {
     }
     hr_announcer_fini(&lane->announcer);
     hr_round_fini(&lane->round);
-    hr_lane_free_batch(lane);
-    hr_buffer_fini(&lane->executor.log_in);
+    hr_executor_fini(&lane->executor);
     hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
@@ -156,9 +154,9 @@ static int prepare(struct hr_lane *lane, struct hr_request *request) {
     return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
 }
 
-static void take_back(struct hr_lane *lane, struct hr_request *request) {
+static void take_back(const struct hr_lane *lane, const struct hr_request *request) {
     if (hr_batch_is_begun_ahead(request->call.op)) {
-        hr_batch_take_back(lane, request);
+        hr_batch_take_back(lane);
     }
 }
 
@@ -277,7 +275,10 @@ static void note_quiet(struct hr_lane *lane) {
 
 /* The bytes of the record whose batch has posted all that it sends to other hosts; 0: there is none. */
 static uint64_t ending_bytes(const struct hr_lane *lane) {
-    return lane->team->host_count > 1 && hr_lane_is_ending_batch(lane) ? lane->executor.record_bytes : 0;
+    const struct hr_executor *executor = &lane->executor;
+    const int is_ending = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                          executor->backend->ops->is_ending(executor->backend);
+    return is_ending ? executor->record_bytes : 0;
 }
 
 /*
@@ -297,7 +298,7 @@ static int lead(struct hr_lane *lane) {
         }
         hr_round_close(&lane->round);
     }
-    const int agreed = hr_leader_agree(leader, hr_lane_place(lane), ending_bytes(lane));
+    const int agreed = hr_leader_agree(leader, lane->executor.place, ending_bytes(lane));
     HR_TRY(agreed);
     if (leader->batch_due_ns != HR_NEVER) {
         hr_part_expect(&lane->part, leader->batch_due_ns);

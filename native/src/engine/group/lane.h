@@ -15,7 +15,6 @@
 #include "node/team.h"
 
 struct hr_engine;
-struct hr_gpu_team;
 struct hr_absence;
 
 /* The memory of the check for stalls; stall.c. */
@@ -43,7 +42,7 @@ struct hr_lane {
     struct hr_node *node;
     struct hr_team *team;
     struct hr_backend *backend;
-    struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
+    struct hr_backend *_Atomic on_gpu; /* NCCL's; NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
     const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
     int may_count;
@@ -84,19 +83,6 @@ void hr_lane_cancel(struct hr_lane *lane);
 /* A number that changes whenever something has moved here: a record, a stage of a task, a piece between hosts. */
 static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
     return lane->executor.moves + lane->team->pieces;
-}
-
-/*
- * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
- * no record there (round.h) and are over. It grows with each of both, on all ranks alike.
- */
-static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
-    return lane->executor.place;
-}
-
-/* Its growth at the end of what is executed. */
-static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
-    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
 }
 
 /* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
