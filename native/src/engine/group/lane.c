@@ -277,6 +277,7 @@ static void note_quiet(struct hr_lane *lane) {
 static uint64_t ending_bytes(const struct hr_lane *lane) {
     const struct hr_executor *executor = &lane->executor;
     const int is_ending = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                          executor->backend->ops->is_ending != NULL &&
                           executor->backend->ops->is_ending(executor->backend);
     return is_ending ? executor->record_bytes : 0;
 }
