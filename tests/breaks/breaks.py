@@ -293,7 +293,7 @@ BREAKS = (
         "bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;",
         "bytes[i] = (size_t)all / (size_t)request->team_size;",
         "A reducescatter on GPUs whose rows do not divide evenly leaves the last rows unwritten.",
-        "tests/native/test_device_staged.py -k every_collective",
+        "tests/ranks/test_ranks_gpu.py -k check_of_real",
     ),
     Break(
         "context-fork",
