@@ -30,10 +30,6 @@ int hr_op_has_tensors(int op) {
     return op != HORO_BARRIER && op != HORO_JOIN;
 }
 
-int hr_op_needs_rows(int op) {
-    return hr_op_tells_rows(op) || op == HORO_REDUCESCATTER;
-}
-
 int hr_op_is_of_teams(int op) {
     return op == HORO_ADD_TEAM || op == HORO_REMOVE_TEAM;
 }

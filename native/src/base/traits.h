@@ -29,9 +29,6 @@ int hr_op_has_tensors(int op);
 #define HR_JOIN_NAME "join.noname"
 int hr_op_is_last(int op);
 
-/* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
-int hr_op_needs_rows(int op);
-
 /* Whether it changes which teams there are, and moves no data; and the name of the requests for it. */
 #define HR_CHANGE_NAME "add_process_set or remove_process_set"
 int hr_op_is_of_teams(int op);

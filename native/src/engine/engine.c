@@ -251,8 +251,8 @@ void hr_engine_close_links(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         hr_team_close_links(engine->lanes[i]->team);
     }
-    for (size_t i = 0; i < engine->requests.handles.capacity; i++) {
-        const struct hr_request *request = engine->requests.handles.slots[i].value;
+    for (size_t i = 0; i < engine->requests.handle_capacity; i++) {
+        const struct hr_request *request = engine->requests.handles[i];
         const struct hr_lane *added = hr_sets_lane_of(request);
         if (added != NULL) {
             hr_team_close_links(added->team);
@@ -323,14 +323,6 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
     return call->device != 0
                ? submit_on_gpu(engine, call, handle, error)
                : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
-}
-
-hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
-                           const char *reason) {
-    hr_drive_lock(&engine->drive);
-    const int outcome = hr_requests_refuse(&engine->requests, team, name, status, reason);
-    hr_drive_unlock(&engine->drive);
-    return outcome < 0 ? outcome : HORO_OK;
 }
 
 uint64_t hr_engine_link_bytes(struct hr_engine *engine) {

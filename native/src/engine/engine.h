@@ -130,9 +130,6 @@ void hr_engine_fini(struct hr_engine *engine);
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,
                            struct hr_error *error);
-/* As horo_refuse. */
-hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
-                           const char *reason);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 

@@ -88,6 +88,10 @@ int hr_drive_needs(const struct hr_drive *drive) {
     return needs;
 }
 
+void hr_part_expect(struct hr_part *part, int64_t at_ns) {
+    part->next_ns = at_ns < part->next_ns ? at_ns : part->next_ns;
+}
+
 uint64_t hr_drive_moves(const struct hr_drive *drive) {
     uint64_t moves = drive->gone_moves;
     for (const struct hr_part *part = drive->parts; part != NULL; part = part->next) {
@@ -135,35 +139,28 @@ static int turn(struct hr_node *node, void *arg) {
 
 /* ---- Waiting for others ---- */
 
-/* Whether something is under way that a peer may hold up. */
-static int expects_others(const struct hr_drive *drive) {
+/*
+ * Where something is under way that a peer may hold up, it counts from now_ns on how long others are waited for. 0: where
+ * nothing is, they are waited for no longer; that matters between hosts, whose links are silent then, and nobody may
+ * drive for a long time.
+ */
+static void await_others(struct hr_drive *drive, int64_t now_ns) {
+    const int begins = now_ns != 0;
+    if (drive->expects_others == begins || (!begins && drive->node->transport_count == 0)) {
+        return;
+    }
     int expects = atomic_load(&drive->pending) > 0;
     for (const struct hr_part *part = drive->parts; part != NULL && !expects; part = part->next) {
         expects = part->ops->expects != NULL && part->ops->expects(part);
     }
-    return expects;
-}
-
-/* It counts from now_ns on how long others are waited for; 0: they are waited for no longer. */
-static void await_others(struct hr_drive *drive, int64_t now_ns) {
-    drive->expects_others = now_ns != 0;
+    if (expects != begins) {
+        return;
+    }
+    drive->expects_others = begins;
     for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
         if (part->ops->await != NULL) {
             part->ops->await(part, now_ns);
         }
-    }
-}
-
-static void begin_expecting(struct hr_drive *drive, int64_t now_ns) {
-    if (!drive->expects_others && expects_others(drive)) {
-        await_others(drive, now_ns);
-    }
-}
-
-/* Between hosts: the links are silent, and nobody may drive for a long time. */
-static void stop_expecting(struct hr_drive *drive) {
-    if (drive->expects_others && drive->node->transport_count > 0 && !expects_others(drive)) {
-        await_others(drive, 0);
     }
 }
 
@@ -211,7 +208,7 @@ static void show_moves(const struct hr_drive *drive) {
 static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadline_ns) {
     /* one look at the clock serves all: it costs as much as a small operation can do in between */
     const int64_t now_ns = hr_now_ns();
-    begin_expecting(drive, now_ns);
+    await_others(drive, now_ns);
     const int64_t until_ns = next_due_ns(drive, deadline_ns, now_ns);
     show_moves(drive);
     const int status = hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns);
@@ -221,8 +218,8 @@ static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadli
 /* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
 static int prepare_watch(struct hr_drive *drive) {
     const int64_t now_ns = hr_now_ns();
-    stop_expecting(drive);
-    begin_expecting(drive, now_ns); /* as a leader, whose own program computes */
+    await_others(drive, 0);
+    await_others(drive, now_ns); /* as a leader, whose own program computes */
     const int64_t until_ns = next_due_ns(drive, 0, now_ns);
     show_moves(drive);
     return (until_ns == 0 || now_ns < until_ns) &&
@@ -272,7 +269,7 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
             return 0;
         }
     }
-    stop_expecting(drive);
+    await_others(drive, 0);
     return 0;
 }
 
@@ -285,6 +282,24 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
     1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
 /* ---- Callers, with the lock held ---- */
+
+void hr_drive_lock(struct hr_drive *drive) {
+    (void)pthread_mutex_lock(&drive->lock);
+}
+
+void hr_drive_unlock(struct hr_drive *drive) {
+    (void)pthread_mutex_unlock(&drive->lock);
+}
+
+int hr_drive_is_free(const struct hr_drive *drive) {
+    return drive->owner == HR_TOKEN_FREE || drive->owner == HR_TOKEN_WATCH;
+}
+
+void hr_drive_wake_waiters(struct hr_drive *drive) {
+    if (drive->waiters > 0) {
+        (void)pthread_cond_broadcast(&drive->done);
+    }
+}
 
 void hr_drive_kick(struct hr_drive *drive) {
     if (!hr_drive_is_free(drive)) {
@@ -328,37 +343,22 @@ void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, 
 
 /* ---- The thread ---- */
 
-/* To sleep on the kick and the life lines alone. */
-static void prepare_to_park(struct hr_drive *drive, int64_t look_ns) {
-    struct hr_sleep *sleep = &drive->sleep;
-    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
-    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
-    sleep->count = 1 + sleep->life_count;
-    sleep->deadline_ns = 0;
-    sleep->look_ns = look_ns;
-}
-
-/* Takes what has come, if anything has; but for the driver's eventfd, which is the next driver's. */
-static void take_events(struct hr_drive *drive, int events) {
-    struct hr_sleep *sleep = &drive->sleep;
-    if (events <= 0) {
-        sleep->fds[0].revents = 0;
-        return;
-    }
-    uint64_t drained;
-    const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
-    (void)got; /* nonblocking */
-    hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
-}
-
 /* Sleeps on what has been prepared, and on the kick, with the lock held, which it lets go meanwhile. */
 static void park(struct hr_drive *drive) {
-    drive->sleep.fds[drive->sleep.count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
+    struct hr_sleep *sleep = &drive->sleep;
+    sleep->fds[sleep->count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
     hr_drive_unlock(drive);
     if (atomic_load(&drive->serves_hosts)) {
         atomic_fetch_add_explicit(&drive->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
     }
-    take_events(drive, hr_node_sleep(&drive->sleep));
+    if (hr_node_sleep(sleep) > 0) { /* takes what has come, but for the driver's eventfd, which is the next driver's */
+        uint64_t drained;
+        const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
+        (void)got; /* nonblocking */
+        hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
+    } else {
+        sleep->fds[0].revents = 0;
+    }
     hr_drive_lock(drive);
 }
 
@@ -389,7 +389,12 @@ static void watch(struct hr_drive *drive) {
 static void rest(struct hr_drive *drive) {
     const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
     drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
-    prepare_to_park(drive, !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0);
+    struct hr_sleep *sleep = &drive->sleep; /* on the kick and the life lines alone */
+    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
+    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
+    sleep->count = 1 + sleep->life_count;
+    sleep->deadline_ns = 0;
+    sleep->look_ns = !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0;
     park(drive);
     drive->looks_soon = 0;
 }

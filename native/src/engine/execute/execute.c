@@ -9,6 +9,11 @@
 #include "engine/engine.h"
 #include "wire/frame.h"
 
+/* The growth of its place at the end of what is executed. */
+static uint64_t step_of(const struct hr_lane *lane) {
+    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
+}
+
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
 
 /* The record that was begun last is over. */
@@ -16,9 +21,9 @@ static void end_record(struct hr_lane *lane) {
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
     lane->executor.log_executed += lane->executor.record_bytes;
-    lane->executor.place += hr_lane_step(lane);
+    lane->executor.place += step_of(lane);
     /* partner: hr_arena_has_closed */
-    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], hr_lane_place(lane));
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.place);
     if (number == 0 && atomic_load(&arena->header->leave_at) != 0) {
         hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
     }
@@ -137,7 +142,7 @@ static void note_record(const struct hr_lane *lane, int moves_data, int on_gpu) 
                                       .op = -1,
                                       .team = lane->team->number,
                                       .number = on_gpu ? HR_VIA_GPU : via(lane, moves_data),
-                                      .bytes = (int64_t)(hr_lane_place(lane) + hr_lane_step(lane)),
+                                      .bytes = (int64_t)(lane->executor.place + step_of(lane)),
                                   });
     }
 }

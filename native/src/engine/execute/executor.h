@@ -54,7 +54,11 @@ struct hr_executor {
     uint64_t log_position;   /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;   /* bytes of the log executed */
-    uint64_t place;          /* see hr_lane_place */
+    /*
+     * In the order of all that the team does: the bytes of the log executed, and the batches that have no record there
+     * (round.h) and are over. It grows with each of both, on all ranks alike.
+     */
+    uint64_t place;
     uint64_t moves;          /* stages of tasks and records of the log done */
     uint64_t record_bytes;   /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave;  /* the last record of the log */

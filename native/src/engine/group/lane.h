@@ -86,19 +86,6 @@ static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
     return lane->executor.moves + lane->team->pieces;
 }
 
-/*
- * Place of this rank in the order of all that the team does: the bytes of the log executed, and the batches that have
- * no record there (round.h) and are over. It grows with each of both, on all ranks alike.
- */
-static inline uint64_t hr_lane_place(const struct hr_lane *lane) {
-    return lane->executor.place;
-}
-
-/* Its growth at the end of what is executed. */
-static inline uint64_t hr_lane_step(const struct hr_lane *lane) {
-    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
-}
-
 /* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
 int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);
 int hr_lane_tune(struct hr_lane *lane, const uint64_t *values);

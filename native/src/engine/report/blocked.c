@@ -128,7 +128,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
     const struct hr_wire_lane head = {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
-        .executed = hr_lane_place(lane),
+        .executed = lane->executor.place,
         .count = count + (lane->port.state == HR_PORT_JOINING),
     };
     HR_TRY(hr_wire_put_lane(out, &head));

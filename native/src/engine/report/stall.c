@@ -239,7 +239,7 @@ static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
         const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
         if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
             atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
-                hr_lane_place(lane)) {
+                lane->executor.place) {
             return team->job_rank[team->rank_of_local[i]];
         }
     }
@@ -341,7 +341,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    const int is_idle = hr_port_pending(&lane->port) == 0 &&
+    const int is_idle = atomic_load(&lane->port.pending) == 0 &&
                         (!lane->is_leader || lane->leader.agree.active == 0);
     if (warning_ns <= 0 || is_idle) {
         return 0;

@@ -26,16 +26,6 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
     return d;
 }
 
-static hr_status check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
-    int64_t bytes;
-    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
-        return HORO_OK;
-    }
-    const int d = impossible_dimension(call, tensor);
-    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op),
-                   call->name, (long long)tensor->shape[d], d);
-}
-
 static hr_status refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
     const int dtype = tensor->dtype;
     const char *instead = "convert the tensor to another dtype";
@@ -62,7 +52,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
                        tensor->ndim, HORO_DIMS_MAX);
     }
-    if (hr_op_needs_rows(call->op) && tensor->ndim == 0) {
+    if ((hr_op_tells_rows(call->op) || call->op == HORO_REDUCESCATTER) && tensor->ndim == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
                        op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
@@ -82,7 +72,13 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
     }
-    return check_shape(call, tensor, error);
+    int64_t bytes;
+    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
+        return HORO_OK;
+    }
+    const int d = impossible_dimension(call, tensor);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op, call->name,
+                   (long long)tensor->shape[d], d);
 }
 
 /* Checks the splits; their number is compared with the team when that is known. */
@@ -125,18 +121,6 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
         HR_TRY(call->op == HORO_ALLTOALL ? check_splits(call, &call->tensors[i], error) : HORO_OK);
     }
     return HORO_OK;
-}
-
-/* A longer one could be encoded, but no message would hold it. */
-static hr_status check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
-    if (byte_count <= HR_WIRE_REQUEST_MAX) {
-        return HORO_OK;
-    }
-    return hr_fail(
-        error, HORO_ERR_USAGE,
-        "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
-        "tensors as several groups",
-        hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
 }
 
 static size_t splits_of(const horo_request *call, int i) {
@@ -186,7 +170,8 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     request->call.name = name;
     request->call.tensors = tensors;
     request->name_hash = hr_hash(name, name_bytes);
-    request->pending_hash = hr_request_pending_hash(request->name_hash, call->team);
+    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
+    request->pending_hash += request->pending_hash == 0;
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -203,7 +188,13 @@ hr_status hr_request_create(const horo_request *call, struct hr_request **reques
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     const size_t row_bytes = hr_wire_rows_bytes(call);
-    HR_TRY(check_size(call, byte_count + row_bytes, error));
+    if (byte_count + row_bytes > HR_WIRE_REQUEST_MAX) { /* it could be encoded, but no message would hold it */
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one "
+                       "request: submit the tensors as several groups",
+                       hr_op_name(call->op), call->name, call->tensor_count, byte_count + row_bytes,
+                       HR_WIRE_REQUEST_MAX);
+    }
     struct hr_request *copy = NULL;
     int status = copy_call(call, byte_count, row_bytes, &copy);
     if (status == HORO_OK) {
@@ -224,6 +215,12 @@ hr_status hr_request_create(const horo_request *call, struct hr_request **reques
 void hr_request_set_on_gpu(struct hr_request *request) {
     request->call.flags |= HORO_SUBMIT_ON_GPU;
     (void)encode(request); /* into the room that it has already */
+}
+
+void hr_cargo_drop(const struct hr_cargo *cargo) {
+    if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
+        cargo->hooks->freed(cargo->owner, cargo->data);
+    }
 }
 
 void hr_request_destroy(struct hr_request *request) {
@@ -291,10 +288,6 @@ int hr_port_is_next(struct hr_request *request) {
     return last == NULL || last->refused != 0;
 }
 
-static void change_pending(struct hr_port *port, uint32_t change) {
-    atomic_store_explicit(&port->pending, hr_port_pending(port) + change, memory_order_relaxed);
-}
-
 hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) {
     struct hr_port *port = request->port;
     if (request->is_behind) {
@@ -306,7 +299,7 @@ hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) 
     *(requests->newest == NULL ? &requests->oldest : &requests->newest->newer) = request;
     requests->newest = request;
     atomic_fetch_add(&requests->drive->pending, 1);
-    change_pending(port, 1);
+    atomic_store_explicit(&port->pending, atomic_load(&port->pending) + 1, memory_order_relaxed);
     return HORO_OK;
 }
 
@@ -356,7 +349,7 @@ void hr_port_remove(struct hr_requests *requests, const struct hr_request *reque
             }
         }
     }
-    change_pending(port, (uint32_t)-1);
+    atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
     const uint32_t left = atomic_fetch_sub(&requests->drive->pending, 1) - 1;
     atomic_store_explicit(&block->pending, left, memory_order_relaxed);
     *(request->older == NULL ? &requests->oldest : &request->older->newer) = request->newer;

@@ -9,12 +9,6 @@
 #include "horo_gpu.h"
 #include "wire/wire.h"
 
-/* Of a name in a team. Never 0, which stands for all names in a report. */
-static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team) {
-    const uint64_t hash = name_hash ^ ((uint64_t)team << 32 | (uint64_t)team);
-    return hash + (hash == 0);
-}
-
 struct hr_port;
 struct hr_request;
 
@@ -49,11 +43,7 @@ struct hr_cargo {
     void *data;
 };
 
-static inline void hr_cargo_drop(const struct hr_cargo *cargo) {
-    if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
-        cargo->hooks->freed(cargo->owner, cargo->data);
-    }
-}
+void hr_cargo_drop(const struct hr_cargo *cargo);
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
@@ -69,7 +59,7 @@ struct hr_request {
     char *error_text;
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
     uint64_t name_hash;
-    uint64_t pending_hash; /* of name and team */
+    uint64_t pending_hash; /* of name and team; never 0, which stands for all names in a report */
     size_t name_bytes;
     int64_t data_bytes; /* of all its tensors here */
     int64_t submit_ns;
@@ -96,11 +86,6 @@ hr_status hr_request_create(const horo_request *call, struct hr_request **reques
 void hr_request_destroy(struct hr_request *request);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
-/* Of a refusal; empty otherwise. */
-static inline struct hr_wire_text hr_request_reason(const struct hr_request *request) {
-    return request->refused == 0 ? (struct hr_wire_text){NULL, 0}
-                                 : (struct hr_wire_text){request->error_text, strlen(request->error_text)};
-}
 static inline int hr_request_is_on_gpu(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_ON_GPU) != 0;
 }

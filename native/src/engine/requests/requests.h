@@ -33,7 +33,9 @@ struct hr_requests {
     struct hr_place places[HR_TEAMS_MAX]; /* by number; 0 is the world */
     struct hr_request *queue_head, **queue_tail;
     struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
-    struct hr_map handles;              /* handle -> request not released */
+    /* [handle_capacity] of requests not released: each at the place that its handle is modulo that power of two */
+    struct hr_request **handles;
+    size_t handle_capacity, handle_count; /* half of the places are free at least */
     int64_t last_handle;
     int calls; /* that wait for requests, in whatever way; each holds up hr_requests_await_calls */
     uint64_t passed; /* records executed that ended no request of this rank */
@@ -60,9 +62,9 @@ hr_status hr_requests_submit(struct hr_requests *requests, const horo_request *c
                              int64_t *handle, struct hr_error *error);
 /* With the lock held: its values are there, so it can be announced. */
 void hr_requests_queue(struct hr_requests *requests, struct hr_request *request);
-/* As horo_refuse; with the lock held. 1: the other members are told; 0: they are not; or a status. */
-int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
-                       const char *reason);
+/* As horo_refuse. */
+hr_status hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
+                             const char *reason);
 
 /* ---- Driver ---- */
 

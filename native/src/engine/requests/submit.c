@@ -23,10 +23,10 @@ void hr_requests_init(struct hr_requests *requests, struct hr_drive *drive) {
 }
 
 void hr_requests_fini(struct hr_requests *requests) {
-    for (size_t i = 0; i < requests->handles.capacity; i++) {
-        hr_request_destroy(requests->handles.slots[i].value);
+    for (size_t i = 0; i < requests->handle_capacity; i++) {
+        hr_request_destroy(requests->handles[i]);
     }
-    hr_map_fini(&requests->handles);
+    free((void *)requests->handles);
 }
 
 /* ---- Events ---- */
@@ -269,24 +269,43 @@ hr_status hr_requests_create(struct hr_requests *requests, const horo_request *c
     return hr_request_create(call, request, error);
 }
 
+/* With the lock held: makes room for one handle. */
+static hr_status reserve_handle(struct hr_requests *requests) {
+    const size_t former = requests->handle_capacity;
+    if (2 * (requests->handle_count + 1) <= former) {
+        return HORO_OK;
+    }
+    const size_t capacity = former == 0 ? 64 : 2 * former;
+    struct hr_request **larger = calloc(capacity, sizeof *larger);
+    if (larger == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    struct hr_request **smaller = requests->handles;
+    for (size_t i = 0; i < former; i++) {
+        if (smaller[i] != NULL) {
+            larger[(size_t)smaller[i]->handle & (capacity - 1)] = smaller[i];
+        }
+    }
+    requests->handles = larger;
+    requests->handle_capacity = capacity;
+    free((void *)smaller);
+    return HORO_OK;
+}
+
 /* With the lock held. */
 static hr_status add(struct hr_requests *requests, struct hr_request *request, struct hr_error *error) {
     HR_TRY(hr_requests_check(requests, request, error));
     hr_requests_note_caller(requests);
-    request->handle = requests->last_handle + 1;
-    const uint64_t handle_hash = hr_hash_number(request->handle);
-    const char *handle_key = (const char *)&request->handle;
-    hr_status status = hr_map_insert(&requests->handles, handle_hash, handle_key, sizeof request->handle, request);
-    if (status == HORO_OK) {
-        status = hr_port_add(requests, request);
-        if (status != HORO_OK) {
-            (void)hr_map_remove(&requests->handles, handle_hash, handle_key, sizeof request->handle);
-        }
-    }
-    if (status != HORO_OK) {
+    if (reserve_handle(requests) != HORO_OK || hr_port_add(requests, request) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
     }
-    requests->last_handle++;
+    struct hr_request **place;
+    do { /* a number whose place is taken is never given */
+        request->handle = ++requests->last_handle;
+        place = &requests->handles[(size_t)request->handle & (requests->handle_capacity - 1)];
+    } while (*place != NULL);
+    *place = request;
+    requests->handle_count++;
     if (request->call.op == HORO_JOIN) {
         request->port->state = HR_PORT_JOINING;
     }
@@ -337,28 +356,32 @@ enum { REASON_MAX = 700 };
 static int add_refusal(struct hr_requests *requests, struct hr_request *refusal) {
     struct hr_error unused = {0};
     struct hr_port *port = NULL;
-    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, &unused) != HORO_OK || port == NULL ||
-        port->state != HR_PORT_OPEN || atomic_load(&requests->drive->stop)) {
-        return 0;
+    int outcome = 0;
+    hr_drive_lock(requests->drive);
+    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, &unused) == HORO_OK && port != NULL &&
+        port->state == HR_PORT_OPEN && !atomic_load(&requests->drive->stop)) {
+        refusal->port = port;
+        outcome = hr_port_is_next(refusal);
     }
-    refusal->port = port;
-    if (!hr_port_is_next(refusal)) {
-        return 0;
+    if (outcome == 1) {
+        outcome = hr_port_add(requests, refusal) == HORO_OK ? 1 : HORO_ERR_RESOURCE;
     }
-    HR_TRY(hr_port_add(requests, refusal));
-    hr_requests_queue(requests, refusal);
-    hr_drive_kick(requests->drive);
-    return 1;
+    if (outcome == 1) {
+        hr_requests_queue(requests, refusal);
+        hr_drive_kick(requests->drive);
+    }
+    hr_drive_unlock(requests->drive);
+    return outcome;
 }
 
-int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
-                       const char *reason) {
+hr_status hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
+                             const char *reason) {
     const struct hr_node *node = requests->node;
     if (status != HORO_ERR_USAGE && status != HORO_ERR_UNSUPPORTED && status != HORO_ERR_RESOURCE) {
         return HORO_ERR_USAGE;
     }
     if (hr_end_find(node).code != HORO_OK || strcmp(name, HR_JOIN_NAME) == 0) {
-        return 0;
+        return HORO_OK;
     }
     /* The form of a request without tensors, of which there is nothing to refuse. */
     const horo_request call = {.name = name, .op = HORO_BARRIER, .prescale = 1.0, .postscale = 1.0, .team = team};
@@ -374,5 +397,5 @@ int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *n
     if (outcome != 1) {
         hr_request_destroy(refusal);
     }
-    return outcome;
+    return outcome < 0 ? outcome : HORO_OK;
 }
