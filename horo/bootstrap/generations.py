@@ -45,10 +45,17 @@ class Seat:
 
 @dataclass(frozen=True)
 class Change:
-    """The workers that have come, or are to leave, since the generation began."""
+    """The workers that have come, or are to leave, since the generation began.
+
+    Attributes:
+        added: some wait for the next generation.
+        removed: some are to leave.
+        leave: all are to leave, and the job ends.
+    """
 
     added: bool = False
     removed: bool = False
+    leave: bool = False
 
     def encode(self) -> bytes:
         """For the store."""
@@ -58,10 +65,10 @@ class Change:
     def decode(cls, value: bytes) -> Change:
         """The change that ``encode`` has written."""
         read = json.loads(value)
-        return cls(bool(read["added"]), bool(read["removed"]))
+        return cls(**{name: bool(read.get(name)) for name in ("added", "removed", "leave")})
 
     def __bool__(self) -> bool:
-        return self.added or self.removed
+        return self.added or self.removed or self.leave
 
 
 def seat_key(job_id: str, worker: int, number: int) -> str:

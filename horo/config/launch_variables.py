@@ -68,6 +68,12 @@ class LaunchVariables:
         str,
         "In an elastic job: memory for the commits of this process, which outlives it: its descriptor and inode.",
     )
+    elastic_dir: str | None = exact_variable(
+        "HORO_ELASTIC_DIR",
+        str,
+        "`--elastic-dir`: folder in which `hvd.elastic.run` keeps the last commit of a job that ends before its "
+        "training, and from which it goes on. May be set under any launcher.",
+    )
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",
         str,

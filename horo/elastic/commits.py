@@ -59,6 +59,7 @@ class Found(NamedTuple):
     """Pickled by a worker that has the secret."""
     data: mmap.mmap
     """The data from its begin on; valid until the second commit from now."""
+    data_bytes: int
 
 
 class _Record(NamedTuple):
@@ -193,7 +194,7 @@ class CommitMemory:
         objects = memory[begin : begin + record.object_bytes]
         if not hmac.compare_digest(record.mac, self._mac(record, objects)):
             return None
-        return Found(record.commit, record.layout, objects, memory)
+        return Found(record.commit, record.layout, objects, memory, record.data_bytes)
 
     def _mac(self, record: _Record, objects: bytes) -> bytes:
         return hmac.digest(self._key, _pack(record._replace(mac=bytes(32))) + objects, "sha256")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from horo.elastic.commits import Commit
 from horo.elastic.membership import DriverLink
-from horo.elastic.state import HostsUpdatedInterrupt, State
+from horo.elastic.state import HostsUpdatedInterrupt, LeaveInterrupt, State
 from horo.errors import GroupError, MismatchError, NotInitializedError
 
 __all__ = ["LoopJob", "run_elastic"]
@@ -30,12 +31,16 @@ class LoopJob(Protocol):
     def forget(self, state: State) -> None:
         """Removes the gradients and reductions in progress of a step that was broken off."""
 
+    def keep(self) -> None:
+        """Writes the last commit to a file, if the user has named a folder for it."""
+
 
 def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, membership: DriverLink) -> _Result:
     """Calls the function, again after each change of the ranks, until it returns on all of them.
 
     Raises:
         BaseException: What the function raises, if it is no loss of a rank: MismatchError and NotInitializedError, too.
+        SystemExit: The job was to end; the last commit is kept.
     """
     state._standing.membership = membership
     membership.begun()
@@ -56,6 +61,9 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             job.gather([0])  # a rank that is lost before has the others train on, so all must be here still
             membership.done()
             return result
+        except LeaveInterrupt:
+            job.keep()
+            sys.exit(0)
         except HostsUpdatedInterrupt:
             pass
         except (MismatchError, NotInitializedError):

@@ -18,6 +18,10 @@ class DriverChange(Protocol):
     def removed(self) -> bool:
         """Whether some are to leave."""
 
+    @property
+    def leave(self) -> bool:
+        """Whether all are to leave, since the job ends."""
+
 
 class DriverLink(Protocol):
     """One worker's connection to the driver."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from horo.elastic.commits import Commit
 from horo.elastic.membership import DriverLink
 
-__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "ObjectState", "State", "StateStanding"]
+__all__ = ["HostUpdateResult", "HostsUpdatedInterrupt", "LeaveInterrupt", "ObjectState", "State", "StateStanding"]
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -22,6 +22,8 @@ class HostUpdateResult(enum.IntFlag):
     removed = 1
     added = 2
     mixed = removed | added
+    leave = 4
+    """Not Horovod's: the job ends."""
 
 
 class HostsUpdatedInterrupt(Exception):
@@ -34,6 +36,10 @@ class HostsUpdatedInterrupt(Exception):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
         self.skip_sync = skip_sync
+
+
+class LeaveInterrupt(HostsUpdatedInterrupt):
+    """The job is to end now, and to go on another time: the state is saved."""
 
 
 @dataclass
@@ -101,6 +107,7 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: Ranks are to come or to leave.
+            LeaveInterrupt: All are to leave.
             GroupError: A rank is lost.
         """
         standing = self._standing
@@ -119,6 +126,7 @@ class State:
 
         Raises:
             HostsUpdatedInterrupt: Ranks are to come or to leave.
+            LeaveInterrupt: All are to leave.
             GroupError: A rank is lost.
         """
         self._check(is_saved=False)
@@ -145,6 +153,8 @@ class State:
         if found:
             if not is_saved:
                 self.save()
+            if found & HostUpdateResult.leave:
+                raise LeaveInterrupt
             raise HostsUpdatedInterrupt(found == HostUpdateResult.removed)
 
     def _changes(self) -> HostUpdateResult:
@@ -157,6 +167,7 @@ class State:
         change = None if self._standing.membership is None else self._standing.membership.change()
         if change is not None:
             found |= HostUpdateResult.added * change.added | HostUpdateResult.removed * change.removed
+            found |= HostUpdateResult.leave * change.leave
         return found
 
     def _agree_on_change(self, own: HostUpdateResult) -> HostUpdateResult:

@@ -47,9 +47,15 @@ class Seats:
     Args:
         program: What a worker does, with the arguments behind it.
         replace: Whether a dead worker's slot gets another one.
+        environment: Further variables of workers.
     """
 
-    def __init__(self, program: Callable[..., None], *args: Any, replace: bool) -> None:
+    def __init__(
+        self, program: Callable[..., None], *args: Any, replace: bool, environment: dict[str, str] | None = None
+    ) -> None:
+        self._environment = environment or {}
+        self.leaves = False
+        """Whether all are to leave at the first commit after the begin."""
         self._program, self._args, self._replace = program, args, replace
         self._folder = tempfile.TemporaryDirectory()
         self._server = StoreServer(["127.0.0.1"], _SECRET)
@@ -119,6 +125,7 @@ class Seats:
             "HORO_SECRET": _SECRET.hex(),
             "HORO_JOB_ID": _JOB,
             "OMP_NUM_THREADS": "1",
+            **self._environment,
         }
         memory = f"/proc/{os.getpid()}/fd/{self._memories[slot]}"
         log = f"{self._folder.name}/log.{worker}"
@@ -166,5 +173,8 @@ class Seats:
             numbers = [self._seated[worker] for worker in workers]
             for key, value in seat_entries(_JOB, generation, workers, [0] * len(workers), numbers):
                 self._store.set(key, value)
+        elif self.leaves and any("commit" in report for _, report in self.reports):
+            self._store.set(change_key(_JOB, len(self.generations), 1), Change(leave=True).encode())
+            self.leaves = False
         elif newcomers and self.generations:
             self._store.set(change_key(_JOB, len(self.generations), 1), Change(added=True).encode())

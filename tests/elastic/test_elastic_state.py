@@ -290,8 +290,8 @@ def test_a_dataset_of_another_length_is_refused() -> None:
 
 
 class Change:
-    def __init__(self, *, added: bool = False, removed: bool = False) -> None:
-        self.added, self.removed = added, removed
+    def __init__(self, *, added: bool = False, removed: bool = False, leave: bool = False) -> None:
+        self.added, self.removed, self.leave = added, removed, leave
 
 
 class Fake:
@@ -335,6 +335,9 @@ class Fake:
 
     def forget(self, state: Any) -> None:
         self.calls.append("forget")
+
+    def keep(self) -> None:
+        self.calls.append("keep")
 
 
 class Sent(ObjectState):
@@ -400,6 +403,22 @@ def test_a_change_ends_the_function_at_a_commit_and_nothing_is_lost(commits_it: 
     assert looped(fake, state, train) == 4
     assert [call for call in fake.calls if "leave" in call] == ["leave NoneType"]
     assert state._standing.commit == ((2, 4) if commits_it else (1, 1))
+
+
+@pytest.mark.parametrize("commits_it", [True, False])
+def test_a_job_that_is_to_end_keeps_its_state_and_ends_well(commits_it: bool) -> None:
+    fake, state = Fake(), Sent(epoch=0)
+
+    def train() -> None:
+        state.epoch = 1
+        fake.asked = Change(leave=True)
+        (state.commit if commits_it else state.check_host_updates)()
+
+    with pytest.raises(SystemExit) as ended:
+        looped(fake, state, train)
+    assert ended.value.code == 0
+    assert fake.calls[-1] == "keep"
+    assert state._saved_state == {"epoch": 1}
 
 
 @pytest.mark.parametrize(

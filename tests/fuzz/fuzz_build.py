@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["build", "main"]
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 FUZZ = ROOT / "tests" / "fuzz"
 SHIM = ROOT / "tests" / "native" / "shim"

@@ -10,8 +10,6 @@ import random
 import sys
 from pathlib import Path
 
-__all__ = ["corpus", "main"]
-
 FOLDER = Path(__file__).resolve().parent / "corpus" / "wire"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
 import wire_oracle  # noqa: E402

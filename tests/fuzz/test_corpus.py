@@ -59,10 +59,3 @@ def test_the_replay_sees_a_read_past_the_end_of_an_input(tmp_path: Path, monkeyp
     result = run(program, [data])
     assert result.returncode != 0
     assert "heap-buffer-overflow" in result.stderr
-
-
-def test_a_replay_of_nothing_or_of_a_missing_file_fails(replay: Path, tmp_path: Path) -> None:
-    assert run(replay, []).returncode == 1
-    missing = run(replay, [tmp_path / "missing"])
-    assert missing.returncode == 1
-    assert "missing: No such file" in missing.stderr

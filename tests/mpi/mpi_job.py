@@ -18,8 +18,6 @@ from horo.bootstrap.store.server import StoreServer
 from horo.config.table import read_config
 from horo.core.setup import MpiUse, Setup
 
-__all__ = ["MODES", "SEGMENT_BYTES", "WHOLE", "Mode", "MpiRank", "join"]
-
 SEGMENT_BYTES = 1 << 16
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Ended", "MpiJobs", "why_not"]
-
 _DEADLINE_S = 100.0
 
 

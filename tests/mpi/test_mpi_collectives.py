@@ -110,23 +110,6 @@ def test_alltoall_of_unequal_splits(rank: MpiRank, rows: int) -> None:
         assert np.array_equal(np.frombuffer(data, np.int16).reshape(-1, 3), np.concatenate(wanted))
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
-def test_broadcast_from_every_rank(rank: MpiRank, count: int) -> None:
-    for root in range(rank.size):
-        array = values(rank.rank, count, "int64")
-        rank.broadcast(array, root, name=f"broadcast {count}")
-        assert np.array_equal(array, values(root, count, "int64"))
-
-
-@pytest.mark.parametrize("rows", [1, 400])
-def test_allgather_of_unequal_shares(rank: MpiRank, rows: int) -> None:
-    shares = [rows * (r % 3) for r in range(rank.size)]
-    array = np.full((shares[rank.rank], 17), rank.rank, np.float32)
-    gathered, first_dims = rank.allgather(array, name=f"gather {rows}")
-    assert first_dims == shares
-    assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.float32), shares)[:, None].repeat(17, 1))
-
-
 def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
     rank.barrier()
     with pytest.raises(UsageError, match="rank 0"):

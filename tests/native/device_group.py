@@ -17,8 +17,6 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-__all__ = ["PLACES", "SUM", "Gpu", "Nccl", "OnGpu", "on_gpu"]
-
 SUM = _core.REDUCE_OPS["sum"]
 
 
@@ -104,8 +102,8 @@ class Gpu:
         """Gives back its memory, unless a stream still has something to do. Nothing is called behind that."""
         self.lib.double_end()
 
-    def fail(self, copy: int = 0, host_bytes: int = 1 << 30) -> None:
-        self.lib.double_fail(copy, host_bytes)
+    def limit_pinned(self, piece_bytes: int = 1 << 30) -> None:
+        self.lib.double_limit_pinned(piece_bytes)
 
     def let_copies(self, count: int) -> None:
         """From now on so many copies to the host are done, and others wait for the next call; -1: all are."""

@@ -17,28 +17,6 @@ import pytest
 from horo.bootstrap.mpi.calls import mpi_calls
 from horo.core.setup import MpiUse, native_mpi
 
-__all__ = [
-    "CLOSED",
-    "CONTROL",
-    "DATA",
-    "DEADLINE_MS",
-    "KINDS",
-    "PEER_TIMEOUT_MS",
-    "SILENT",
-    "TCP_KINDS",
-    "Fabric",
-    "Io",
-    "Join",
-    "Rank",
-    "create_tcp",
-    "fabric_of",
-    "joining",
-    "poll_until",
-    "progress_until",
-    "run_ranks",
-    "socket_pair",
-]
-
 _TCP_SOCKETS = {"tcp-unix": 1, "tcp": 1, "tcp-2": 2, "tcp-4": 4, "tcp-unix-3": 3}
 """For data, between each two ranks."""
 TCP_KINDS = tuple(_TCP_SOCKETS)

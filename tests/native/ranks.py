@@ -29,22 +29,6 @@ from slow_links import Relay, Relays
 from horo.core import context as _core
 from horo.core.context import Context, Tensor
 from horo.core.setup import Setup
-from horo.errors import HoroError, PeerLostError
-
-__all__ = [
-    "Group",
-    "Links",
-    "Rank",
-    "context_of",
-    "dies_in_the_middle",
-    "hosts_of",
-    "on_ranks",
-    "recorded_stderr",
-    "run_ranks",
-    "run_script",
-    "sockets_of",
-    "wait_for",
-]
 
 T = TypeVar("T")
 
@@ -434,30 +418,6 @@ def run_script(script: str, *words: object, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def dies_in_the_middle(
-    hosts: Sequence[int], victim: int, submit: Callable[[Rank], int], run: Callable[[Rank], None], **options: Any
-) -> None:
-    """Rank ``victim`` dies after it has called ``submit``; the others repeat ``run`` until they learn of that.
-
-    ``options`` are those of ``make_setups``.
-    """
-    with Group(hosts, **{"segment_bytes": 1 << 12, **options}) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == victim:
-                handle = submit(rank)
-                wait_for(lambda: rank.context.counters()["requests"] > 0)
-                group.kill(victim)
-                with suppress(HoroError):  # its engine lives on and uses the tensors until then
-                    rank.finish(handle)
-                return
-            with pytest.raises(PeerLostError, match=f"rank {victim} "):
-                for _ in range(1_000_000):
-                    run(rank)
-
-        group.run(body)
 
 
 def sockets_of(fds: Iterable[int]) -> set[str]:

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["FILES", "SANITIZERS", "environment", "main", "selection"]
-
 FOLDER = Path(__file__).resolve().parent
 SANITIZERS = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {

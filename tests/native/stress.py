@@ -26,8 +26,6 @@ from horo.core import context as _core
 from horo.core.setup import close_all
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, UsageError
 
-__all__ = ["Schedule", "play"]
-
 DTYPES = ["float32", "float32", "float64", "int32", "int64", "uint8", "float16", "complex64", "complex128"]
 FLOATS = {"float16": 2e-3, "float32": 1e-6, "float64": 1e-14}
 """What the division of an average may lose, as that of WIRES; all else is exact."""

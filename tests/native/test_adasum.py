@@ -9,7 +9,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from ranks import Rank, dies_in_the_middle, on_ranks, over_every_layout, run_ranks
+from ranks import Rank, on_ranks, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
@@ -123,15 +123,6 @@ def test_zero_vectors_change_nothing(rank: Rank) -> None:
 # ---- Options ----
 
 
-@on_ranks([1], [3], [2, 1], [1, 1])
-def test_factors_are_multiplied_in_before_and_after(rank: Rank) -> None:
-    inputs = [values_of(r, 2001) for r in range(rank.size)]
-    check(combined(rank, inputs[rank.rank], prescale=0.25, postscale=3.0), inputs, "float64", 0.75)
-    array = inputs[rank.rank].copy()
-    rank.allreduce(array, "in place", "adasum", postscale=-2.0)
-    assert np.abs(array + 2 * adasum(inputs)).max() <= 2 * tolerance(inputs, DIGITS["float64"])
-
-
 @over_every_layout
 @on_ranks("host_of_rank", segment_bytes=1 << 12)
 def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
@@ -175,14 +166,3 @@ def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
     with pytest.raises(UnsupportedError, match="reducescatter 's': op Adasum is offered by allreduce only"):
         rank.submit("reducescatter", "s", [np.ones(4)], outputs=[np.ones(2)], reduce_op=OP)
     assert (combined(rank, np.ones(3)) == 1).all()
-
-
-@pytest.mark.parametrize(("hosts", "victim"), [([3], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)
-@pytest.mark.parametrize("tensors", [1, 2])
-def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int, tensors: int) -> None:
-    arrays = [[np.ones(1 << 19, np.float32) for _ in range(tensors)] for _ in range(sum(hosts))]
-
-    def submit(rank: Rank) -> int:
-        return rank.submit("allreduce", "s", arrays[rank.rank], reduce_op=OP)
-
-    dies_in_the_middle(hosts, victim, submit, lambda rank: rank.finish(submit(rank)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import native_build
 import numpy as np
 import pytest
-from ranks import Rank, describe, dies_in_the_middle, on_ranks, over_every_layout, run_ranks
+from ranks import Rank, describe, on_ranks, over_every_layout, run_ranks
 from test_teams import run_in_teams
 
 from horo.core import context
@@ -138,10 +138,3 @@ def test_wrong_splits_are_refused_where_they_are_submitted(rank: Rank, splits: t
     with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
         rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor._replace(splits=splits)]))
     check(rank, [random_plan(3, 1)])
-
-
-@pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1] * 7, 2)], ids=str)
-def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int) -> None:
-    size = sum(hosts)
-    plan = Plan([[60_000] * size] * size)
-    dies_in_the_middle(hosts, victim, lambda rank: submit(rank, [plan], victim, "a"), lambda rank: check(rank, [plan]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_COMPLEX, Rank, on_ranks, over_every_layout
+from ranks import NUMPY_OF_COMPLEX, Rank, on_ranks
 from test_carry import check_paths
 from test_join import join
 from test_reducescatter import rows_of, scatter
@@ -63,25 +63,8 @@ def read(array: Array) -> Array:
 
 
 PRODUCT = context.REDUCE_OPS["product"]
-COUNTS = [0, 1, 3, 255, 512, 1025, 40_003]
 
 by_dtype = pytest.mark.parametrize("dtype", NUMPY_OF_COMPLEX)
-
-
-@over_every_layout
-@by_dtype
-@on_ranks("host_of_rank", segment_bytes=1 << 12)
-def test_allreduce_over_any_layout(rank: Rank, dtype: str) -> None:
-    for count in COUNTS:
-        for turn in range(2):  # the second time by id
-            mine = stored(factor(rank.rank, count, turn), dtype)
-            kept = mine.copy()
-            apart = np.zeros_like(mine)
-            rank.finish(rank.submit("allreduce", f"apart {count}", [mine], outputs=[apart], reduce_op=PRODUCT))
-            assert mine.tobytes() == kept.tobytes()
-            rank.allreduce(mine, f"{count}", "product")
-            for result in (mine, apart):
-                assert np.array_equal(read(result), product(range(rank.size), count, turn))
 
 
 @by_dtype
@@ -105,17 +88,6 @@ def test_on_two_hosts_the_bits_do_not_depend_on_the_path(hosts: list[int], dtype
     inputs = [stored(random.standard_normal(300) + 1j * random.standard_normal(300), dtype) for _ in range(sum(hosts))]
     wanted: dict[str, Any] = {"reduce_op": PRODUCT, "prescale": 0.3, "postscale": 0.7}
     check_paths(hosts, inputs, wanted)
-
-
-@by_dtype
-@on_ranks([3], [1, 1, 1], [2, 2])
-def test_a_rank_that_has_joined_multiplies_by_one(rank: Rank, dtype: str) -> None:
-    last = rank.size - 1
-    for count in (1, 100, 5001):
-        if rank.rank != last:
-            got = rank.allreduce(stored(factor(rank.rank, count), dtype), f"x{count}", "product", postscale=2.0)
-            assert np.array_equal(read(got), 2 * product(range(last), count))
-    join(rank)
 
 
 @on_ranks([2])

@@ -67,31 +67,19 @@ def same_bits(results: list[Array], expected: Array | None = None) -> bool:
 @by_half
 @by_wide
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", [("sum", 1.0, 1.0), *((op, 0.3, -1.7) for op in OPS)], ids=str)
 def test_one_host_rounds_contributions_and_result_and_nothing_between(
-    ranks: int, wide_name: str, half_name: str
+    case: tuple[str, float, float], ranks: int, wide_name: str, half_name: str
 ) -> None:
-    half = oracle.DTYPES[half_name]
+    """Factors come before the first rounding and before the last."""
+    half, (op, prescale, postscale) = oracle.DTYPES[half_name], case
     with Group([ranks]) as group:
         for count in COUNTS:
             inputs = [values_of(count, rank, wide_name) for rank in range(ranks)]
-            results = on_all(group, inputs, half_name, f"x{count}")
-            total = oracle.reduce(half, oracle.SUM, [narrowed(half, values) for values in inputs])
+            results = on_all(group, inputs, half_name, f"x{count}", op, prescale=prescale, postscale=postscale)
+            contributions = [narrowed(half, values, prescale) for values in inputs]
+            total = oracle.reduce(half, OPS[op], contributions, postscale / (ranks if op == "average" else 1))
             assert same_bits(results, widened(half, total, wide_name)), count
-
-
-@by_half
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("op", OPS)
-def test_one_host_scales_before_the_first_rounding_and_before_the_last(op: str, ranks: int, half_name: str) -> None:
-    half = oracle.DTYPES[half_name]
-    with Group([ranks]) as group:
-        for count in (300, FLAT_ELEMENTS + 1, SEGMENT_ELEMENTS + 5):
-            inputs = [values_of(count, rank, "float32") for rank in range(ranks)]
-            results = on_all(group, inputs, half_name, f"{count}", op, prescale=0.3, postscale=-1.7)
-            contributions = [narrowed(half, values, 0.3) for values in inputs]
-            scale = -1.7 / ranks if op == "average" else -1.7
-            total = oracle.reduce(half, OPS[op], contributions, scale)
-            assert same_bits(results, widened(half, total, "float32")), count
 
 
 # ---- Several hosts ----

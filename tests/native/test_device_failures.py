@@ -122,30 +122,3 @@ def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:
     group.destroy()
     assert own is not None
     own.close()
-
-
-def test_failures_are_told_of_each_device(gpu: Gpu) -> None:
-    """On one, copies stand still all the time; the double has one stream for each device, which fails by itself."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank != 2:
-            fails(
-                rank, rank.submit("allreduce", "bad", [np.ones(100, np.float32)], reduce_op=SUM), ResourceError, REFUSED
-            )
-            rank.allreduce(np.ones(100, np.float32), "good")
-            return
-        own, other = OnGpu(rank, gpu), OnGpu(rank, gpu, device=1)
-        gpu.is_broken = True
-        gate = gpu.hold(own.stream)
-        good = submit(own, "allreduce", "good", 100)
-        gpu.fail_staging(1)
-        bad = submit(other, "allreduce", "bad", 100)
-        fails(rank, bad, ResourceError, REASON)
-        assert not rank.context.poll(good)
-        gpu.open(gate)
-        own.finish(good)
-        own.close()
-        other.close()
-
-    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
-        group.run(body)

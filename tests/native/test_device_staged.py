@@ -112,10 +112,10 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(rank: Rank, gp
     own = OnGpu(rank, gpu)
     with pytest.raises(UsageError, match="there is no device 8; this process sees 8"):
         own.submit("allreduce", "x", array, device=9)
-    gpu.fail(host_bytes=0)
+    gpu.limit_pinned(0)
     with pytest.raises(ResourceError, match=r"'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2"):
         own.submit("allreduce", "x", array)
-    gpu.fail()
+    gpu.limit_pinned()
     handle, _, _ = own.submit("allreduce", "x", array, reduce_op=1)
     own.context.wait(handle)
     copy_back(own.context, handle, own.stream)
@@ -185,29 +185,6 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
 
     run_ranks(body, (2,))
     gpu.close(captured)
-
-
-def test_a_rank_without_pinned_memory_fails_the_call_on_all(gpu: Gpu) -> None:
-    reason = r"allreduce 'x': no 64 bytes of pinned memory: cuMemHostAlloc failed with code 2: out of memory"
-    has_memory = threading.Event()  # the driver is one for both
-
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        array = np.ones(4, np.float32)
-        if rank.rank == 0:
-            gpu.fail(host_bytes=0)
-            with pytest.raises(ResourceError, match=reason):
-                own.submit("allreduce", "x", array, reduce_op=1)
-            gpu.fail()
-            has_memory.set()
-        else:
-            with pytest.raises(ResourceError, match=r"rank 0 \(.*\) has refused it: " + reason):
-                rank.allreduce(array, "x")
-            assert has_memory.wait(20)
-        np.testing.assert_array_equal(own.allreduce(array), np.full(4, 2, np.float32))
-        own.close()
-
-    run_ranks(body, (1, 1))
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:

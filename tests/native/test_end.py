@@ -59,22 +59,6 @@ def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(hosts: list[
             group.run(body)
 
 
-@on_ranks([2], [1, 1], log_level=5)
-def test_a_rank_that_waits_is_told_what_the_other_has_done_and_in_which_step_it_is_itself(rank: Rank) -> None:
-    rank.barrier("start")
-    if rank.rank == 1:
-        rank.context.end("came to the end of its script after 30 steps", has_failed=False)
-        return
-    told = r"rank 1 \(host\d\) came to the end of its script after 30 steps, "
-    rank.context.step[0] = 31
-    with pytest.raises(AbortedError, match=told + "while rank 0 is in step 31: uneven data or an early stop; use "):
-        rank.barrier("gradient")
-    rank.context.step[0] = 0
-    with pytest.raises(AbortedError, match=told + "without a call that others wait for$"):
-        rank.barrier("metric")
-    assert rank.context.events()[-1].event == "left"
-
-
 def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them() -> None:
     words = "x" * 800 + "; use the remedy"
 

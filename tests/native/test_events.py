@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core.context import Event
-from horo.errors import AbortedError, MismatchError, PeerLostError, StalledError, UsageError
+from horo.errors import AbortedError, MismatchError, StalledError, UsageError
 
 HEADING = "the last events on this rank, the oldest first:"
 EVERYWHERE = pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 1]], ids=str)
@@ -72,31 +71,6 @@ def test_a_request_that_differs_is_noted_as_failed(rank: Rank) -> None:
     ]
 
 
-@EVERYWHERE
-def test_a_stall_shows_what_each_rank_did_last(hosts: list[int]) -> None:
-    seen = threading.Barrier(sum(hosts))
-    last = ["finished   allreduce 'done', 3.9 KiB", "submitted  allreduce 'late', 3.9 KiB"]
-
-    def shown() -> int:
-        return [lines[-2:] for rank, lines in all_blocks(written()) if rank == 0].count(last)
-
-    def body(rank: Rank) -> None:
-        rank.allreduce(np.ones(1000, np.float32), "done")
-        if rank.rank == 1:
-            wait_for(lambda: shown() > 0)
-        else:
-            handle = rank.submit("allreduce", "late", [np.ones(1000, np.float32)], reduce_op=1)
-        seen.wait(20)
-        if rank.rank == 1:
-            rank.allreduce(np.ones(1000, np.float32), "late")
-        else:
-            rank.finish(handle)
-
-    with recorded_stderr() as written:
-        run_ranks(body, hosts, stall_warning_ms=200)
-        assert shown() == 1, written()
-
-
 def test_a_stall_that_ends_the_job_shows_the_events(capfd: pytest.CaptureFixture[str]) -> None:
     def body(rank: Rank) -> None:
         rank.allreduce(np.ones(3), "done")
@@ -114,37 +88,6 @@ def test_a_stall_that_ends_the_job_shows_the_events(capfd: pytest.CaptureFixture
         "submitted  barrier 'late'",
         "the group ended: stalled, rank 1",
     ]
-
-
-@EVERYWHERE
-def test_a_loss_shows_what_each_rank_did_last_once(hosts: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    submitted = threading.Barrier(sum(hosts))
-    with Group(hosts) as group:
-
-        def body(rank: Rank) -> None:
-            rank.allreduce(np.ones(3), "done")
-            handle = 0 if rank.rank == 1 else rank.submit("allreduce", "lost", [np.ones(3)], reduce_op=1)
-            submitted.wait(20)
-            if rank.rank == 1:
-                group.kill(1)
-                return
-            with pytest.raises(PeerLostError):
-                rank.finish(handle)
-            for _ in range(3):
-                with pytest.raises(PeerLostError):
-                    rank.barrier()
-            assert rank.context.events()[-1][1:] == ("lost", "", "", 0, 0, 1, "HORO_ERR_PEER_LOST")
-
-        group.run(body)
-    text = capfd.readouterr().err
-    for rank in range(sum(hosts)):
-        if rank != 1:
-            assert text.count(f"horo [{rank}] error: {HEADING}") == 1, text
-            assert blocks(text)[rank][-3:] == [
-                "finished   allreduce 'done', 24 bytes",
-                "submitted  allreduce 'lost', 24 bytes",
-                "the group ended: peer lost, rank 1",
-            ]
 
 
 def test_a_shutdown_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:

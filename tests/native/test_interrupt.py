@@ -76,57 +76,37 @@ def test_a_signal_whose_handler_returns_changes_nothing(call: str) -> None:
     assert run_script(STOPPED, "handled", call).split() == ["handled", "interrupted", "destroyed"]
 
 
-BEGIN = """
-import os, signal, sys, threading, time
+HOLDING = """
+import ctypes, os, signal, time
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
 from horo.core.context import Context
-from horo.errors import HoroError
 
-def make_rank(**options):
-    setups = make_setups([2], segment_bytes=1 << 16, stall_warning_ms=0, **options)
-    child = os.fork()
-    me = 1 if child == 0 else 0
-    close_setup(setups[1 - me])
-    return Rank(Context(setups[me])), child
-
-def stop_in_the_middle(rank, data):
-    '''An allreduce in which this process stops itself when the first segment has come and hundreds are due.'''
-    data[:] = 1
-    handle = rank.submit("allreduce", "x", [data], reduce_op=1)
-    while data[0] == 1:
-        pass
-    os.kill(os.getpid(), signal.SIGSTOP)
-    rank.finish(handle)
-
-def await_stop(process):
-    while open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)
-"""
-
-
-HOLDING = """
-import ctypes
 # A thread of rank 0 keeps the interpreter's lock for 6 s, as an extension does that computes without releasing it.
-# Rank 1 stops for 1.5 s meanwhile, so that rank 0's wait inside the operation lasts.
-rank, child = make_rank()
-data = np.ones(16 << 20, np.float32)
-if rank.rank == 1:
-    hand = os.fork()
-    if hand == 0:
-        stopped = os.getppid()
-        await_stop(stopped)
-        time.sleep(1.5)
-        os.kill(stopped, signal.SIGCONT)
-        os._exit(0)
-    stop_in_the_middle(rank, data)
-    print("peer done", time.monotonic(), flush=True)
+# Rank 1 stops for 1.5 s meanwhile, when the first segment has come and hundreds are due, so that rank 0's wait inside
+# the operation lasts.
+setups = make_setups([2], segment_bytes=1 << 16, stall_warning_ms=0)
+child = os.fork()
+me = 1 if child == 0 else 0
+close_setup(setups[1 - me])
+rank = Rank(Context(setups[me]))
+if me == 1 and os.fork() == 0:
+    stopped = os.getppid()
+    while open(f"/proc/{stopped}/stat").read().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+    time.sleep(1.5)
+    os.kill(stopped, signal.SIGCONT)
     os._exit(0)
-data[:] = 1
+data = np.ones(16 << 20, np.float32)
 handle = rank.submit("allreduce", "x", [data], reduce_op=1)
 while data[0] == 1:
     pass
+if me == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    rank.finish(handle)
+    print("peer done", time.monotonic(), flush=True)
+    os._exit(0)
 ctypes.PyDLL(None).usleep(6_000_000)
 held_until = time.monotonic()
 rank.finish(handle)
@@ -137,7 +117,5 @@ os._exit(0)
 
 
 def test_a_peer_does_not_wait_for_the_interpreter_of_a_rank_in_the_middle_of_an_operation() -> None:
-    times = {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in run_script(BEGIN + HOLDING).splitlines()
-    }
+    times = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in run_script(HOLDING).splitlines()}
     assert times["peer done"] < times["held until"] - 1, times

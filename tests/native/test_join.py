@@ -12,7 +12,6 @@ from functools import partial
 import native_build
 import numpy as np
 import pytest
-from fabric import make_team_links
 from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
@@ -91,39 +90,6 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
                 expected = reducer.reduce([inputs[r][:count] for r in there(rank, 1)], dtype=kind)
                 result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
                 assert np.array_equal(expected, result), (op, count)
-    end_join(rank, handle)
-
-
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-@on_ranks([2], [3], [1, 1], [2, 2])
-def test_neutral_values_are_so_in_the_form_in_which_they_travel(rank: Rank, wire: str) -> None:
-    handle = joins_first(rank, 1)
-    for op in ("sum", "min", "max", "product") if handle is None else ():
-        array = np.full(5000, -2.0 if op == "max" else 2.0, np.float32)
-        rank.finish(rank.submit("allreduce", op, [array], wires=[wire], reduce_op=context.REDUCE_OPS[op]))
-        left = rank.size - 1
-        assert np.all(array == {"sum": 2.0 * left, "min": 2.0, "max": -2.0, "product": 2.0**left}[op]), op
-    end_join(rank, handle)
-
-
-@on_ranks(*SEVERAL)
-def test_average_divides_by_all_ranks(rank: Rank) -> None:
-    """As Horovod does: those that have joined count as zeros."""
-    handle = joins_first(rank, 1)
-    if handle is None:
-        result = rank.allreduce(np.full(4, float(rank.size)), "mean", "average", prescale=2.0, postscale=4.0)
-        assert np.all(result == 8.0 * (rank.size - 1))
-    end_join(rank, handle)
-
-
-@on_ranks([2], [3], [4], [1, 1], [2, 1])
-def test_adasum_of_one_rank_that_is_left_is_its_own_vector(rank: Rank) -> None:
-    handle = joins_first(rank, rank.size - 1)
-    if handle is None:
-        for count in (1, 1000):
-            own = np.arange(count, dtype=np.float64) + 1
-            for _ in range(2):
-                assert np.allclose(own, rank.allreduce(own.copy(), f"a{count}", "adasum"), rtol=1e-12)
     end_join(rank, handle)
 
 
@@ -336,21 +302,14 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def work(rank: Rank, how: str, team: int) -> list[float]:
-    """What ranks that have not joined do for longer than ``SHUTDOWN_MS``; when they have gone on."""
-    moments = [time.monotonic()]
+def work(rank: Rank, how: str, team: int) -> None:
+    """What ranks that have not joined do for longer than ``SHUTDOWN_MS``."""
+    end = time.monotonic() + SHUTDOWN_MS / 1000 + 1
     if how == "nothing":
-        pause(SHUTDOWN_MS / 1000 + 1)
-        return moments
-    end = moments[0] + SHUTDOWN_MS / 1000 + 1
-    is_over = False
-    while not is_over:  # all of them stop after the same step
-        mine = [np.array([time.monotonic() > end], np.int32)]
-        rank.finish(rank.submit("allreduce", "x", mine, reduce_op=SUM, team=team))
-        is_over = bool(mine[0][0])
-        moments.append(time.monotonic())
+        pause(end - time.monotonic())
+        return
+    while rank.allreduce(np.array([time.monotonic() > end], np.int32), team=team)[0] == 0:  # the same step for all
         pause(0.02)
-    return moments
 
 
 @pytest.mark.parametrize(
@@ -411,9 +370,6 @@ def test_it_is_the_last_one(
     ranks = members or list(range(sum(hosts)))
     called = {(turn, place): threading.Event() for turn in range(len(orders)) for place in range(len(ranks))}
 
-    host_of_rank = [host for host, size in enumerate(hosts) for _ in range(size)]
-    links = make_team_links(host_of_rank, members) if members and len(hosts) > 1 else {}
-
     with Group(hosts) as group:
         root = group.contexts[ranks[0]]
 
@@ -433,13 +389,10 @@ def test_it_is_the_last_one(
             for handle in handles:
                 rank.finish(handle)
                 assert np.all(array == len(ranks))
-            rank.context.wait(joined)
-            last = rank.context.joined_last(joined)
-            rank.context.release(joined)
-            return last
+            return finish_join(rank, joined)
 
         def body(rank: Rank) -> list[int]:
-            team = rank.context.add_team(members, **links.get(rank.rank, {})) if members else 0
+            team = rank.add_team(members) if members else 0
             lasts = []
             for turn, order in enumerate(orders):
                 rank.barrier(f"turn {turn}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -43,32 +42,6 @@ def rounds(hosts: list[int], count: int, body: Callable[[Group, Rank, int], None
         except BaseException:
             print(f"in round {step}")
             raise
-
-
-@pytest.mark.parametrize(("hosts", "leaver"), LEAVERS, ids=str)
-def test_a_rank_that_submits_and_leaves_at_once_gives_results_or_is_named(hosts: list[int], leaver: int) -> None:
-    """Never a hang, never a wrong result, never another error or another rank."""
-    start = threading.Barrier(sum(hosts))
-    chance = random.Random(leaver)
-
-    def body(group: Group, rank: Rank, step: int) -> None:
-        array = np.full(20_000, rank.rank + 1, np.float32)
-        start.wait(20)
-        if rank.rank == leaver:
-            begin, delay_s = time.perf_counter(), chance.uniform(0, 1e-3)
-            while time.perf_counter() - begin < delay_s:
-                time.sleep(0)
-            rank.submit("allreduce", "x", [array], reduce_op=SUM)
-            group.leave(leaver)
-            return
-        try:
-            rank.finish(rank.submit("allreduce", "x", [array], reduce_op=SUM))
-        except AbortedError as error:
-            assert f"rank {leaver} (host" in str(error), error
-        else:
-            assert (array == total(rank.size)).all()
-
-    rounds(hosts, ROUNDS, body)
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1], [2, 2], [1, 1, 1, 1]], ids=str)

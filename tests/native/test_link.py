@@ -18,7 +18,7 @@ from descriptors import open_descriptors
 from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
-from links import CONTROL, DATA, create_tcp, socket_pair
+from links import CONTROL, DATA
 from ranks import Group, Rank, on_ranks
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
@@ -133,12 +133,6 @@ def test_the_core_and_the_bootstrap_have_one_rule(native: ModuleType, count: int
         assert linked == peers(host, count)
 
 
-OK, INTERNAL = 0, -60
-
-
-# With contexts, which have no other connections.
-
-
 @pytest.mark.parametrize("sockets", [1, 2])
 @pytest.mark.parametrize(
     ("channel", "rank", "host", "told"),
@@ -184,24 +178,6 @@ def test_what_the_rule_does_not_ask_for_is_not_missed() -> None:
     contexts = [Context(setup) for setup in setups]
     for context in contexts[::-1]:
         context.destroy()
-
-
-# Posting where there is no link.
-
-
-def test_posting_to_a_missing_link_is_refused_and_the_others_go_on(native: ModuleType) -> None:
-    near, far = socket_pair("tcp")
-    with far:
-        rank = create_tcp(native, [-1, -1, near.detach()], control_fds=[-1, -1, -1])
-        for channel in (CONTROL, DATA):
-            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
-                rank.send(1, b"x", channel)
-            with pytest.raises(ValueError, match=f"posting returned {INTERNAL}"):
-                rank.recv(1, 1, channel)
-        assert rank.idle
-        assert rank.wait(rank.send(2, b"on")) == OK
-        assert far.recv(2) == b"on"
-        rank.destroy()
 
 
 @on_ranks([1, 1, 1], data_links=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -217,27 +216,6 @@ def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each
     run_ranks(body, [2], **PATIENT)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_random_mix_of_all(seed: int) -> None:
-    print("seed", seed)
-
-    def mix(rank: Rank) -> None:
-        chance = random.Random(seed)
-        for step in range(400):
-            operation = chance.choice(OPERATIONS)
-            count = chance.choice([1, 3, 700, 5000])
-            if chance.random() < 0.3:
-                handle = rank.submit("allreduce", f"free {step % 3}", [np.ones(3, np.float32)], reduce_op=SUM)
-                operation(rank, step, count)
-                rank.finish(handle)
-            else:
-                operation(rank, step, count)
-
-    counts = run_ranks(lambda rank: until_counted(rank, lambda: mix(rank)), (2 + seed % 3,), **PATIENT)
-    assert len(set(counts)) == 1
-    assert counts[0] > 0
-
-
 def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_room_for() -> None:
     def body(rank: Rank) -> int:
         for step in range(2600):
@@ -270,51 +248,6 @@ def test_teams_count_by_themselves() -> None:
     assert low > 0
     assert high > 0
     assert middle >= max(low, high)
-
-
-def test_a_call_whose_time_is_up_goes_on_where_it_was() -> None:
-    with Group((2,), **PATIENT) as group:
-        late = threading.Event()
-
-        def body(rank: Rank) -> None:
-            for step in range(10):
-                allreduce(rank, step, 4)
-            array = np.ones(4, np.float32)
-            if rank.rank == 1:
-                assert late.wait(20)
-                rank.run("allreduce", "s", [array], reduce_op=SUM)
-            else:
-                request = context.RequestBuffer.of(
-                    context.OPS["allreduce"], "s", describe([array], [array]), sync=True, reduce_op=SUM
-                )
-                handle = rank.context.submit(request)
-                assert (
-                    context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
-                    == context.lib.HORO_IN_PROGRESS
-                )
-                late.set()
-                rank.context.wait(handle)
-                rank.context.release(handle)
-            assert (array == 2).all()
-            allreduce(rank, 3, 4)
-
-        group.run(body)
-
-
-def test_joined_ranks_are_counted_on_no_more() -> None:
-    def body(rank: Rank) -> None:
-        for step in range(10):
-            allreduce(rank, step, 4)
-        if rank.rank < 2:
-            for _ in range(10):
-                array = np.full(4, 1, np.float32)
-                rank.run("allreduce", "s", [array], reduce_op=SUM)
-                assert (array == 2).all()
-        rank.context.finish(rank.context.start_join(0))
-        for step in range(10):
-            allreduce(rank, step, 4)
-
-    run_ranks(body, (3,), **PATIENT)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from device_group import SUM, Gpu, Nccl, on_gpu
 from ranks import Group, Rank, run_ranks
 
 from horo.core import context
-from horo.errors import MismatchError, UsageError
+from horo.errors import MismatchError
 
 MIN, HALF = context.REDUCE_OPS["min"], context.DTYPES["float16"]
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
@@ -215,27 +215,3 @@ def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, ncc
         own.close()
 
     run_ranks(body, (1, 1))
-
-
-def test_a_tensor_on_another_gpu_is_refused_on_its_rank_and_fails_on_all(gpu: Gpu, nccl: Nccl) -> None:
-    """What is staged may be on any GPU."""
-    words = (
-        "allreduce 'x': its tensors are on cuda:3, and NCCL was set up for cuda:1: move them there, or choose the GPU "
-        r'by init\(device="cuda:3"\)'
-    )
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        if rank.rank == 1:
-            with pytest.raises(UsageError, match=f"^{words}$"):
-                own.submit("allreduce", "x", np.ones(4, np.float32), device=4)
-        else:
-            with pytest.raises(UsageError, match=rf"^rank 1 \(.*\) has refused it: {words}$"):
-                own.allreduce(np.ones(4, np.float32))
-        device = own.device + 1 if rank.rank == 0 else 4
-        assert own.allreduce(np.full(4, 2, np.int16), "staged", device=device).tolist() == [4] * 4
-        assert own.allreduce(np.ones(4, np.float32)).tolist() == [2.0] * 4
-        own.close()
-
-    run_ranks(body, (1, 1))
-    assert nccl.counts()["launched"] == 2

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
-from test_teams import Links, hosts_of
 
 from horo.bootstrap.nccl import choose_device
 from horo.errors import (
@@ -307,32 +304,6 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behi
         own.close()
 
 
-def test_what_does_not_end_while_its_rank_leaves_is_aborted_at_once(gpu: Gpu, nccl: Nccl) -> None:
-    """A kernel of all ranks stands behind one of a set, which waits for a GPU that stands still."""
-    links = Links([0, 0])
-
-    def body(rank: Rank) -> tuple[OnGpu, ctypes.c_int | None]:
-        own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(own, links, [[0, 1]])
-        gone = own.add_team([0, 1], **links.of(rank.rank, [0, 1], "gone"))
-        for each in (0, team, gone):
-            own.finish(begin(own, "first", each)[0])
-        gpu.synchronize(own.stream)
-        gate = gpu.hold(own.stream) if rank.rank == 0 else None
-        for each in (gone, team, 0):
-            own.finish(begin(own, "x", each)[0])
-        rank.context.remove_team(gone)
-        return own, gate
-
-    owners = run_ranks(body, (2,))
-    for own, gate in owners:
-        if gate is not None:
-            gpu.open(gate)
-        gpu.synchronize(own.stream)
-        own.close()
-    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 6)
-
-
 @pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["set", "all"])
 def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, members: list[int]) -> None:
     links = Links(hosts_of([3]))
@@ -380,38 +351,3 @@ def test_a_rank_that_leaves_long_before_others_has_lost_nothing(gpu: Gpu, nccl: 
                 group.run(body)
                 group.run(lambda rank: rank.context.destroy(), ranks=[0])
         assert written() == ""
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (2, 1)], ids=str)
-def test_a_job_goes_on_while_work_of_a_set_that_is_gone_has_not_ended(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]
-) -> None:
-    """Also for longer than a stall may last: nobody waits for it."""
-    links = Links(hosts_of(list(hosts)))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        members = [0, 1]
-        team = own.add_team(members, **links.of(rank.rank, members, 0))
-        gate = gpu.hold(own.stream) if rank.rank == 0 else None
-        target = 0
-        if rank.rank in members:
-            handle, target = begin(own, "last", team)
-            own.finish(handle)
-        rank.context.remove_team(team)
-        until_s = time.monotonic() + 1.5
-        while rank.allreduce(np.full(1, time.monotonic() < until_s, np.float32), "host")[0] == sum(hosts):
-            pass
-        if gate is not None:
-            gpu.open(gate)
-        if rank.rank in members:
-            gpu.synchronize(own.stream)
-            assert gpu.get(target, ONES).tolist() == [2.0] * 5
-        wait_for(lambda: nccl.counts()["destroys"] == 2)
-        rank.barrier("ended")
-        own.close()
-
-    with recorded_stderr() as text, Group(hosts, stall_warning_ms=500, stall_shutdown_ms=1000) as group:
-        group.run(body)
-        assert "waiting" not in text()
-    assert nccl.counts()["aborts"] == 0

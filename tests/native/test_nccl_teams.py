@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import random
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, recorded_stderr, run_ranks, wait_for
-from test_teams import Links, hosts_of
+from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import GroupError, HoroError, MismatchError, PeerLostError, StalledError, UsageError
+from horo.errors import GroupError, StalledError
 
 ONES = np.ones(5, np.float32)
 HOSTS = ([3], [2, 1], [1, 1, 1])
@@ -80,84 +78,6 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
 
     run_ranks(body, hosts)
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
-
-
-# ---- Calls that fail ----
-
-
-def refuse(own: OnGpu, name: str, team: int = 0) -> None:
-    with pytest.raises(UsageError, match=f"broadcast '{name}': .*root rank 7 (does not exist|is no member)"):
-        own.submit("broadcast", name, ONES, root_rank=7, team=team)
-
-
-def fails(own: OnGpu, handle: int, error: type[HoroError], match: str) -> None:
-    with pytest.raises(error, match=match):
-        own.context.wait(handle)
-    own.context.release(handle)
-
-
-@pytest.mark.parametrize("hosts", ([2], [1, 1], [3], [2, 1]), ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_first_calls_of_all_teams_of_which_many_fail(gpu: Gpu, nccl: Nccl, hosts: list[int], seed: int) -> None:
-    """Each rank has an order of its own. What is right on all is done; what one rank refuses, or has in host memory
-    alone, fails on all; then the sets go and come again."""
-    links = Links(hosts_of(hosts))
-    size = sum(hosts)
-    common = random.Random(seed)
-    sets = [[0, 1], list(range(size)), [0, size - 1]]
-    plans = [
-        [(team, f"{epoch}:{i}", common.choice(["ok", "ok", "refused", "host", "all host", "rows"]), common.random())
-         for team in range(-1, 3) for i in range(common.randrange(5))]
-        for epoch in range(4)
-    ]  # fmt: skip
-
-    def call(own: OnGpu, entry: tuple[int, str, str, float], team: int, members: list[int]) -> object:
-        _, name, kind, chosen = entry
-        odd = members[int(chosen * len(members))] == own.rank.rank
-        if kind == "refused":
-            return refuse(own, name, team) if odd else (begin(own, name, team)[0], None)
-        if kind == "rows":
-            return own.submit("allgather", name, ONES, team=team)[0], "rows"
-        if kind == "all host" or (kind == "host" and odd):
-            array = ONES.copy()
-            return own.rank.submit("allreduce", name, [array], reduce_op=SUM, team=team), array
-        return begin(own, name, team)
-
-    def finish(own: OnGpu, kind: str, members: list[int], result: object) -> None:
-        if result is None:
-            return
-        handle, value = result  # type: ignore[misc]
-        if kind in ("refused", "host") and not (kind == "host" and len(members) == 1):
-            fails(own, handle, UsageError if kind == "refused" else MismatchError, "has refused it|sent it")
-        elif kind == "rows":
-            assert own.gathered(handle, ONES).tolist() == [1.0] * 5 * len(members)
-        elif isinstance(value, np.ndarray):
-            own.rank.finish(handle)
-            assert value.tolist() == [len(members)] * 5
-        else:
-            own.finish(handle)
-            gpu.synchronize(own.stream)
-            assert gpu.get(value, ONES).tolist() == [len(members)] * 5
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        chance = random.Random(100 * seed + rank.rank)
-        for epoch, plan in enumerate(plans):
-            teams = add_teams(own, links, sets, epoch)
-            members = {-1: (0, list(range(size))), **{i: (teams[i], sets[i]) for i in range(3)}}
-            mine = [entry for entry in plan if rank.rank in members[entry[0]][1]]
-            chance.shuffle(mine)
-            begun = [(entry[2], members[entry[0]][1], call(own, entry, *members[entry[0]])) for entry in mine]
-            chance.shuffle(begun)
-            for kind, ranks, result in begun:
-                finish(own, kind, ranks, result)
-            rank.barrier(f"end {epoch}")
-            for team in teams:
-                rank.context.remove_team(team)
-        own.close()
-
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
 
 
 # ---- Their end ----
@@ -238,48 +158,6 @@ def test_what_is_pending_on_a_gpu_that_is_late_has_a_bound(gpu: Gpu, nccl: Nccl,
         own.close()
 
     run_ranks(body, (2, 1), cycle_time_us=cycle_us)
-    assert gpu.waits() == 0
-
-
-@pytest.mark.parametrize("hosts", [(2,), (1, 1), (3,)], ids=str)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_dies_while_calls_stand_behind_its_kernel(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int
-) -> None:
-    """Its kernel hangs, so those of the others wait for it; they submit until the stream has no room, and go on to."""
-    there = threading.Barrier(sum(hosts))
-
-    def submit_all(own: OnGpu) -> None:
-        handles = []
-        with suppress(GroupError):
-            for number in range(2 * CALLS):
-                handles.append(begin(own, f"x{number}")[0])
-        for handle in handles:
-            with suppress(GroupError):  # one that was launched before is done
-                own.context.wait(handle)
-            own.context.release(handle)
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        own.allreduce(ONES, "first")
-        if rank.rank == victim:
-            nccl.fail("hang", victim)
-        thread = threading.Thread(target=submit_all, args=(own,))
-        thread.start()
-        await_still(own)
-        there.wait(60)
-        if rank.rank == victim:
-            group.kill(victim)
-            own.context.end("its death")  # which its engine, that lives on, does not know of by itself
-        thread.join(60)
-        assert not thread.is_alive()
-        with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == victim else f"^rank {victim} "):
-            own.allreduce(ONES, "later")
-        gpu.synchronize(own.stream)
-        own.close()
-
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
     assert gpu.waits() == 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, dies_in_the_middle, on_ranks, over_every_layout
+from ranks import Rank, on_ranks, over_every_layout
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
@@ -92,17 +92,3 @@ def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
         rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=context.REDUCE_OPS["sum"])
     with pytest.raises(UnsupportedError, match="reducescatter 's': this op is not offered for bool"):
         scatter(rank, [np.ones(3, np.bool_)], op="average")
-
-
-@pytest.mark.parametrize(("hosts", "victim"), [([2], 1), ([1, 1], 1), ([2, 2], 3), ([1, 1, 1], 2)], ids=str)
-def test_a_rank_that_dies_in_the_middle_is_named(hosts: list[int], victim: int) -> None:
-    arrays = [np.ones((1 << 19, 2), np.float32) for _ in range(sum(hosts))]
-
-    def submit(rank: Rank) -> int:
-        outputs = [np.zeros((1 << 19, 2), np.float32)]
-        return rank.submit("reducescatter", "s", [arrays[rank.rank]], outputs=outputs, reduce_op=1)
-
-    def run(rank: Rank) -> None:
-        scatter(rank, [arrays[rank.rank]])
-
-    dies_in_the_middle(hosts, victim, submit, run)

@@ -32,14 +32,6 @@ def test_the_sanitizer_of_this_run_reports_a_deliberate_fault_and_ends_the_proce
     assert "survived" not in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["adress"]])
-def test_an_unknown_sanitizer_is_named_and_the_known_ones_listed(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        sanitize.main(arguments)
-    assert "address, thread" in str(caught.value)
-    assert (repr(arguments[0]) if arguments else "nothing") in str(caught.value)
-
-
 @pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
 def test_a_part_of_the_tests_can_be_chosen(sanitizer: str) -> None:
     everything = sanitize.selection(sanitizer, [])

@@ -60,9 +60,10 @@ def test_a_leader_that_waits_for_nothing_is_called_and_makes_the_report() -> Non
 
 
 def test_a_rank_that_waits_in_two_process_sets_calls_the_leaders_of_both() -> None:
+    """Under one name: the report of one set does not stand for the other's."""
     reports = [
-        re.compile(r"horo \[0\] warning: .*:\n  ranks 0, 1 \(host0\) have not submitted 'wide'"),
-        re.compile(r"horo \[1\] warning: .*:\n  rank 1 \(host0\) has not submitted 'narrow'"),
+        re.compile(r"horo \[0\] warning: .*:\n  ranks 0, 1 \(host0\) have not submitted 'late'"),
+        re.compile(r"horo \[1\] warning: .*:\n  rank 1 \(host0\) has not submitted 'late'"),
     ]
     seen = []
 
@@ -70,15 +71,15 @@ def test_a_rank_that_waits_in_two_process_sets_calls_the_leaders_of_both() -> No
         team = rank.context.add_team([1, 2])
         handles = []
         if rank.rank == 2:
-            handles.append(rank.submit("barrier", "wide", []))
+            handles.append(rank.submit("barrier", "late", []))
             wait_for(lambda: reports[0].search(written()) is not None)  # rank 1 has gone to sleep by then
-            handles.append(rank.submit("barrier", "narrow", [], team=team))
+            handles.append(rank.submit("barrier", "late", [], team=team))
         else:
             wait_for(lambda: all(report.search(written()) is not None for report in reports))
             seen.append(rank.rank)
-            rank.barrier("wide")
+            rank.barrier("late")
             if rank.rank == 1:
-                rank.barrier("narrow", team=team)
+                rank.barrier("late", team=team)
         for handle in handles:
             rank.finish(handle)
 

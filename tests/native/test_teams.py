@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Links, Rank, hosts_of, on_ranks, recorded_stderr, run_ranks, run_script, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, run_script, wait_for
 
 from horo.core import context as _core
 from horo.core.context import Context
@@ -21,8 +21,6 @@ from horo.errors import (
     UnsupportedError,
     UsageError,
 )
-
-__all__ = ["Links", "hosts_of", "run_in_teams"]
 
 HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
 
@@ -82,37 +80,6 @@ def test_members_do_all_operations_among_themselves(rank: Rank, ranks: list[int]
     rank.context.remove_team(team)
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_a_team_waits_for_nobody_else(hosts: list[int]) -> None:
-    """Ranks 1 and 2 work while rank 0 is away, and while an operation of all ranks waits for it."""
-    done = threading.Event()
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team([1, 2])
-        other = rank.add_team([2, 3])
-        array = np.ones(20_000, np.float32)
-        if rank.rank == 0:
-            assert done.wait(30)
-        handle = rank.submit("allreduce", "all", [array], reduce_op=_core.REDUCE_OPS["sum"])
-        if rank.rank in (1, 2):
-            waiting = rank.submit("barrier", "later", [], team=other) if rank.rank == 2 else 0
-            for step in range(20):
-                check_all(rank, team, [1, 2], step)
-            assert not rank.context.poll(handle)
-            rank.barrier(team=team)  # rank 1 has looked, too, before rank 0 may go on
-            if rank.rank == 2:
-                assert not rank.context.poll(waiting)
-                done.set()
-                rank.finish(waiting)
-        if rank.rank == 3:
-            assert done.wait(30)
-            rank.barrier("later", team=other)
-        rank.finish(handle)
-        assert (array == 4).all()
-
-    run_ranks(body, hosts)
-
-
 @on_ranks([3])
 def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
     team = rank.context.add_team([1, 2])
@@ -127,33 +94,25 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
 # ---- Adding and removing ----
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
-def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(hosts: list[int]) -> None:
-
-    def body(rank: Rank) -> None:
-        for step in range(40):
-            sets = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
-            ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
-            team = rank.add_team(ranks)
-            other = rank.add_team(others)
-            assert (team, other) == (1 + step * 256, 2 + step * 256)  # the ids are not
-            if step > 0:
-                for former in (team - 256, other - 256):
-                    with pytest.raises(UsageError, match=f"'x': process set {former % 256} has been removed"):
-                        rank.allreduce(np.ones(1, np.float32), "x", team=former)
-                    with pytest.raises(UsageError, match=f"process set {former % 256} has been removed"):
-                        rank.context.remove_team(former)
-            if rank.rank in ranks:
-                check_all(rank, team, ranks, step)
-            if rank.rank in others:
-                check_all(rank, other, others, step)
-            rank.context.remove_team(team)
-            rank.context.remove_team(other)
-
-    with Group(hosts, segment_bytes=4096) as group:
-        before = group.contexts[0].counters()
-        group.run(body)
-        assert group.contexts[0].counters()["link_bytes"] >= before["link_bytes"]
+@on_ranks([3], [1, 2], segment_bytes=4096)
+def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(rank: Rank) -> None:
+    for step in range(40):
+        sets = [[0, 1], [1, 2], [0, 2], [0, 1, 2]]
+        ranks, others = sets[step % 4], sets[(step // 4 + 1) % 4]
+        team = rank.add_team(ranks)
+        other = rank.add_team(others)
+        assert (team, other) == (1 + step * 256, 2 + step * 256)  # the ids are not
+        for former in (team - 256, other - 256) if step > 0 else ():
+            with pytest.raises(UsageError, match=f"'x': process set {former % 256} has been removed"):
+                rank.allreduce(np.ones(1, np.float32), "x", team=former)
+            with pytest.raises(UsageError, match=f"process set {former % 256} has been removed"):
+                rank.context.remove_team(former)
+        if rank.rank in ranks:
+            check_all(rank, team, ranks, step)
+        if rank.rank in others:
+            check_all(rank, other, others, step)
+        rank.context.remove_team(team)
+        rank.context.remove_team(other)
 
 
 @on_ranks([2], segment_bytes=4096, teams=64)
@@ -181,22 +140,6 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> Non
     rank.context.remove_team(first)
     with pytest.raises(UsageError, match="process set 1 has been removed"):
         rank.allreduce(np.ones(5, np.float32), team=first)
-
-
-@on_ranks([2])
-def test_a_rank_that_removes_a_team_at_work_is_told(rank: Rank) -> None:
-    team = rank.context.add_team([0, 1])
-    array = np.ones(3, np.float32)
-    if rank.rank == 0:
-        handle = rank.submit("allreduce", "x", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
-        with pytest.raises(UsageError, match=r"set 1 \(ranks 0, 1\) cannot be removed: 1 of its operations are"):
-            rank.context.remove_team(team)
-        rank.barrier()
-        rank.finish(handle)
-    else:
-        rank.barrier()
-        rank.allreduce(array, team=team)
-    rank.context.remove_team(team)
 
 
 BAD = {
@@ -339,24 +282,6 @@ def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_h
     run_ranks(body, hosts)
 
 
-@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_what_a_member_of_a_team_has_not_begun_ends_when_another_rank_leaves(hosts: list[int]) -> None:
-    is_over = threading.Event()
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team([1, 2])
-        if rank.rank == 0:
-            rank.context.destroy()
-        elif rank.rank == 2:
-            assert is_over.wait(60)
-        else:
-            with pytest.raises(AbortedError, match=r"^rank 0 \("):
-                rank.barrier(team=team)
-            is_over.set()
-
-    run_ranks(body, hosts)
-
-
 def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> None:
     """Who makes a synchronous call then drives itself: nobody is woken for it."""
 
@@ -375,31 +300,6 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
 
     wakes = run_ranks(body, [2, 2], teams=8)
     assert wakes[1] == wakes[3] == 0, wakes
-
-
-def test_each_team_has_its_stall_reports() -> None:
-    """Under one name, on one host: a report of one team does not stand for another's."""
-
-    seen = threading.Event()
-
-    def reported() -> bool:
-        return all(f"rank {late} (host0) has not submitted 'same'" in written() for late in (1, 3))
-
-    def body(rank: Rank) -> None:
-        sets = [[0, 1], [2, 3]]
-        teams = [rank.context.add_team(ranks) for ranks in sets]
-        if rank.rank == 1:
-            wait_for(reported)
-            seen.set()
-        elif rank.rank == 3:
-            assert seen.wait(20)
-        rank.barrier("same", team=teams[rank.rank // 2])
-
-    with Group([4], stall_warning_ms=300) as group, recorded_stderr() as written:
-        group.run(body)
-        said = written()
-    assert "waiting in process set 1 (ranks 0, 1) for" in said
-    assert "waiting in process set 2 (ranks 2, 3) for" in said
 
 
 FORK = """

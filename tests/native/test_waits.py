@@ -40,20 +40,6 @@ def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
             assert (packed.dtype, packed.wire_dtype, packed.output_bytes) == (5, 6, 7)
 
 
-@on_ranks([1], [2], [1, 1])
-def test_run_does_what_submit_wait_and_release_do(rank: Rank) -> None:
-    for _ in range(3):
-        ones, ranks = np.ones((2, 3), np.float32), np.full(5, rank.rank, np.int64)
-        rank.run("allreduce", "x", [ones], reduce_op=SUM)
-        assert np.all(ones == rank.size)
-        rank.run("broadcast", "y", [ranks], root_rank=rank.size - 1)
-        assert np.all(ranks == rank.size - 1)
-        pair = [np.ones(3, np.float32), np.ones((), np.float64)]
-        rank.run("allreduce", "group", pair, reduce_op=SUM, prescale=2.0, transient=True)
-        assert [float(np.max(array)) for array in pair] == [2.0 * rank.size] * 2
-        rank.run("barrier", "barrier", [])
-
-
 @pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
 @pytest.mark.parametrize("spin_us", [0, 1000])
 def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(

@@ -140,11 +140,11 @@ def test_what_cannot_be_done_is_refused_and_the_next_call_works(double: str) -> 
     with pytest.raises(UsageError, match="current stream is being captured into a CUDA graph"):
         hvd.allreduce(gpu.put(torch.ones(2)))
     gpu.capture(False)
-    gpu.lib.double_fail(0, 0)
+    gpu.lib.double_limit_pinned(0)
     size = 40 << 20  # more than four times what is idle of other calls
     with pytest.raises(ResourceError, match=rf"no {size} bytes of pinned memory: .* out of memory"):
         hvd.allreduce(gpu.put(torch.ones(size // 4)), name="large")
-    gpu.lib.double_fail(0, 1 << 30)
+    gpu.lib.double_limit_pinned(1 << 30)
     with pytest.raises(UnsupportedError, match="its tensors are on cuda:0 and cpu; those of one call must be"):
         hvd.grouped_allreduce([gpu.put(torch.ones(2)), torch.ones(2)])
     with pytest.raises(UsageError, match="there is no device 7; this process sees 2"):

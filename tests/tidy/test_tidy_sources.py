@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import tidy_c
-import tidy_graph
 import tidy_python
 import tidy_text
 import tidy_words
@@ -92,11 +91,6 @@ def test_sources_keep(rule: str) -> None:
     assert paths
     findings = [line for path in paths for line in check(path, path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)
-
-
-def test_modules_import_each_other_in_one_direction() -> None:
-    sources = {module: text for module, text in tidy_graph.read_python(ROOT).items() if module != "horo"}
-    assert tidy_graph.python_graph(sources).circles() == []  # the version in horo is for all
 
 
 def test_each_class_has_a_name_of_its_own() -> None:

@@ -1,6 +1,6 @@
-"""Numbers of the core and of horo that may only fall, and the file with their ceilings, ceilings.json.
+"""Numbers of the core that may only fall, and the file with their ceilings, ceilings.json.
 
-    python tests/tidy/tidy_ceilings.py           the numbers of now, and the circles
+    python tests/tidy/tidy_ceilings.py           the numbers of now
     python tests/tidy/tidy_ceilings.py --write   lowers the ceilings in the file to them
 
 A number above its ceiling is a finding, and so is one below it, which names the new ceiling.
@@ -17,8 +17,6 @@ from pathlib import Path
 
 import tidy_graph
 from tidy_files import ROOT
-
-__all__ = ["DECLARATIONS_MAX", "FILE", "Number", "compare", "numbers", "read_ceilings"]
 
 FILE = Path(__file__).with_name("ceilings.json")
 
@@ -49,19 +47,15 @@ class Number:
     why: Callable[[], str] = lambda: ""
 
 
-def numbers(native: Mapping[str, str], python: Mapping[str, str]) -> dict[str, Number]:
-    """All numbers by name, of sources as `tidy_graph` reads them."""
+def numbers(native: Mapping[str, str]) -> dict[str, Number]:
+    """All numbers by name, of the core's sources as `tidy_graph` reads them."""
     found = {
         "lines of native/src": Number(_step(sum(len(text.splitlines()) for text in native.values()), LINES_STEP)),
         "functions of native/src": Number(_step(sum(map(tidy_graph.functions, native.values())), FUNCTIONS_STEP)),
     }
-    found |= _circles_of_files(tidy_graph.native_graph(native))
     for subject in ROOMS:
         names = _outside(subject, native)
         found[f"files that name {subject} outside its rooms"] = Number(len(names), lambda names=names: " ".join(names))
-    modules = tidy_graph.python_graph(python)
-    circles = modules.circles()
-    found["modules of horo in circles"] = Number(sum(map(len, circles)), lambda: _describe(modules, circles))
     for name, text in native.items():
         is_contract = name.endswith(".h") and not name.endswith(tidy_graph.TEMPLATE)
         if is_contract and (count := tidy_graph.declarations(text)) > DECLARATIONS_MAX:
@@ -71,25 +65,6 @@ def numbers(native: Mapping[str, str], python: Mapping[str, str]) -> dict[str, N
 
 def _step(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def _circles_of_files(graph: tidy_graph.Graph) -> dict[str, Number]:
-    """Per folder of native/src, its files that are in a circle."""
-    found = {}
-    circles = graph.circles()
-    for folder in sorted({node.split("/")[0] for circle in circles for node in circle}):
-        mine = [circle for circle in circles if any(node.split("/")[0] == folder for node in circle)]
-        count = sum(node.split("/")[0] == folder for circle in mine for node in circle)
-        found[f"files of {folder} in circles"] = Number(count, lambda mine=mine: _describe(graph, mine))
-    return found
-
-
-def _describe(graph: tidy_graph.Graph, circles: list[list[str]]) -> str:
-    lines: list[str] = []
-    for circle in circles:
-        lines.append(f"a circle of {len(circle)}: {' '.join(circle)}")
-        lines.append(f"its shortest way round: {graph.shortest(circle)}")
-    return "\n".join(lines)
 
 
 def _outside(subject: str, native: Mapping[str, str]) -> list[str]:
@@ -125,7 +100,7 @@ def compare(measured: Mapping[str, Number], ceilings: Mapping[str, int]) -> list
 
 
 def main(words: list[str]) -> None:
-    measured = numbers(tidy_graph.read_native(ROOT), tidy_graph.read_python(ROOT))
+    measured = numbers(tidy_graph.read_native(ROOT))
     if words == ["--write"]:
         old = read_ceilings()
         lowered = {name: min(number.value, old.get(name, 0)) for name, number in measured.items() if name in old}

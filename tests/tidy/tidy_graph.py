@@ -8,19 +8,14 @@ through a pointer are no edges: a pointer is how a lower room reaches a higher o
 from __future__ import annotations
 
 import ast
+import graphlib
 import itertools
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidy_c import COMMENT, LITERAL, code_only, is_static, items
-
-__all__ = [
-    "TEMPLATE", "Graph", "circles", "declarations", "functions", "native_graph", "python_graph", "read_native",
-    "read_python", "without_comments",
-]  # fmt: skip
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
@@ -38,72 +33,20 @@ class Graph:
         if _unit(source) != _unit(target):
             self.edges.setdefault(source, {}).setdefault(target, why)
 
-    def circles(self) -> list[list[str]]:
-        return circles(self.edges)
-
-    def shortest(self, circle: Iterable[str]) -> str:
-        """The shortest way round in the circle, as a text with the reason of each step."""
-        members = set(circle)
-        ways = [way for start in sorted(members) if (way := self._way_back(start, members))]
-        way = min(ways, key=len)
-        return " -> ".join([way[0], *(f"{node} ({self.edges[last][node]})" for last, node in itertools.pairwise(way))])
-
-    def _way_back(self, start: str, members: set[str]) -> list[str]:
-        came_from: dict[str, str] = {}
-        queue = deque([start])
-        while queue:
-            node = queue.popleft()
-            for target in self.edges.get(node, {}):
-                if target == start:
-                    way = [node]
-                    while way[-1] != start:
-                        way.append(came_from[way[-1]])
-                    return [*reversed(way), start]
-                if target in members and target not in came_from:
-                    came_from[target] = node
-                    queue.append(target)
-        return []
+    def circle(self) -> str:
+        """One of the circles, as a text with the reason of each step; empty where there is none."""
+        try:
+            graphlib.TopologicalSorter(self.edges).prepare()
+        except graphlib.CycleError as error:
+            way = error.args[1][::-1]  # from what is needed to what needs it
+            steps = (f"{node} ({self.edges[last][node]})" for last, node in itertools.pairwise(way))
+            return " -> ".join([way[0], *steps])
+        return ""
 
 
 def _unit(node: str) -> str:
     """A C file and its own header are one thing: what leads from one to the other is no edge."""
     return node[:-2] if node.endswith((".c", ".h")) else node
-
-
-def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node, the largest first (Tarjan 1972, without recursion)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    on_stack: set[str] = set()
-    found: list[list[str]] = []
-
-    def enter(node: str) -> tuple[str, Iterator[str]]:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        on_stack.add(node)
-        return node, iter(sorted(edges.get(node, ())))
-
-    for root in sorted(edges):
-        work = [] if root in index else [enter(root)]
-        while work:
-            node, targets = work[-1]
-            target = next(targets, None)
-            if target is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    cut = stack.index(node)
-                    members, stack[cut:] = stack[cut:], []
-                    on_stack.difference_update(members)
-                    if len(members) > 1:
-                        found.append(sorted(members))
-            elif target not in index:
-                work.append(enter(target))
-            elif target in on_stack:
-                low[node] = min(low[node], index[target])
-    return sorted(found, key=lambda members: (-len(members), members))
 
 
 # ---- the core --------------------------------------------------------------------------------------------------------

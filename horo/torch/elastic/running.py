@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from horo.bootstrap.elastic import membership
+from horo.bootstrap.launchers.variables import read_launch
 from horo.config.table import LaunchVariables, environment, read_variables
 from horo.elastic.commits import CommitMemory, inherited
 from horo.elastic.loop import run_elastic
 from horo.elastic.state import State
+from horo.torch.elastic.keeping import Keeping
 from horo.torch.elastic.state import TorchState
 from horo.torch.engine import topology
 from horo.torch.engine.submit import start_allgather
@@ -40,12 +43,17 @@ def run(
     Only a job that ``hororun --min-np`` has started is elastic. Elsewhere the state is synced, the function called
     once, and an error ends the job.
 
+    If ``hororun --elastic-dir`` or ``HORO_ELASTIC_DIR`` has named a folder, the last commit of the first ``TorchState``
+    goes there when the job is to end (SIGTERM), and when a lost rank ends it. A job that starts with that folder goes
+    on from it.
+
     Args:
         func: ``func(state, ...)``.
 
     Returns:
         A function with the same arguments. It raises what ``func`` raises, except the errors of lost ranks in an
-        elastic job; ``MismatchError`` and ``NotInitializedError`` are raised there too, since a script is wrong.
+        elastic job; ``MismatchError`` and ``NotInitializedError`` are raised there too, since a script is wrong. It
+        raises SystemExit if the job is to end before.
 
     Example:
         @hvd.elastic.run
@@ -58,21 +66,37 @@ def run(
 
     @functools.wraps(func)
     def wrapper(state: _State, /, *args: _Options.args, **kwargs: _Options.kwargs) -> _Result:
-        member = membership()
-        if member is not None:
-            return run_elastic(lambda: func(state, *args, **kwargs), state, _Job(), member)
-        if topology.is_under_mpi() and topology.rank() == 0:
-            logging.getLogger("horo").info(
-                "MPI has started this job, and no job of MPI can go on without one of its ranks: hvd.elastic.run calls "
-                "the function once; start it with hororun --min-np to have it go on"
-            )
-        state.sync()
-        return func(state, *args, **kwargs)
+        def function() -> _Result:
+            return func(state, *args, **kwargs)
+
+        member, keeping = membership(), _keeping_of(state)
+        with contextlib.nullcontext() if keeping is None else keeping.at_the_end():
+            if member is None:
+                return _run_once(function, state, keeping)
+            return run_elastic(function, state, _Job(keeping, resumes=not member.is_newcomer), member)
 
     return wrapper
 
 
+def _run_once(function: Callable[[], _Result], state: State, keeping: Keeping | None) -> _Result:
+    if topology.rank() == 0 and (topology.is_under_mpi() or read_launch(environment()).kind == "slurm"):
+        logging.getLogger("horo").warning(
+            "%s has started this job, which cannot go on without one of its ranks: hvd.elastic.run calls the function "
+            "once; start it with hororun --min-np to have it go on",
+            "MPI" if topology.is_under_mpi() else "srun",
+        )
+    if keeping is not None and not _first:
+        _first.append(state)
+        keeping.own_memory()
+        keeping.resume()
+    state.sync()
+    return function()
+
+
 class _Job:
+    def __init__(self, keeping: Keeping | None, *, resumes: bool) -> None:
+        self._keeping, self._resumes = keeping, resumes
+
     def place(self) -> tuple[int, int]:
         return topology.rank(), topology.size()
 
@@ -82,10 +106,13 @@ class _Job:
         return rows
 
     def adopt(self, state: State) -> bool:
-        if not isinstance(state, TorchState) or _keepers or (memory := _slot_memory()) is None:
+        if not isinstance(state, TorchState) or _first:
             return False
-        _keepers.append(state)
-        return state._adopt(memory)
+        _first.append(state)
+        memory = _slot_memory()
+        if memory is not None and state._adopt(memory):
+            return True
+        return self._resumes and self._keeping is not None and self._keeping.resume()
 
     def forget(self, state: State) -> None:
         forget_all()
@@ -95,12 +122,23 @@ class _Job:
                 for parameter in part.parameters():
                     parameter.grad = None
 
+    def keep(self) -> None:
+        if self._keeping is not None:
+            self._keeping.keep()
 
-_keepers: list[State] = []
-"""The state that has the memory of this worker's slot, if there is one: the first that was run."""
+
+_first: list[State] = []
+"""The first state that was run, once there is one. It has the memory of this worker's slot, and the file."""
 
 
 def _slot_memory() -> CommitMemory | None:
     own = read_variables(LaunchVariables, environment())
     fd = inherited(own.commit_fd)
     return None if fd is None or own.secret is None else CommitMemory(fd, own.secret)
+
+
+def _keeping_of(state: State) -> Keeping | None:
+    """The file of a state, if the user has named a folder for it."""
+    folder = read_variables(LaunchVariables, environment()).elastic_dir
+    is_first = not _first or state is _first[0]
+    return Keeping(state, folder) if folder is not None and is_first and isinstance(state, TorchState) else None

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from horo.elastic import commits
+from horo.elastic.commit_file import CommitFile
 from horo.elastic.commits import Commit, CommitMemory
 from horo.elastic.state import HostUpdateResult, ObjectState
 from horo.errors import UsageError
-from horo.torch.elastic.copies import Copies
+from horo.torch.elastic.copies import Copies, Kept
 from horo.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -148,6 +149,9 @@ class TorchState(ObjectState):
         kept = self._copies.read()
         if kept is None:
             raise UsageError("TorchState.restore: the last commit was broken off, so there is none")
+        return self._take(kept)
+
+    def _take(self, kept: Kept) -> Commit:
         with torch.no_grad():
             for live, copy in zip(self._accept(kept.objects), kept.tensors, strict=True):
                 if live.shape != copy.shape:
@@ -162,6 +166,25 @@ class TorchState(ObjectState):
         sent = torch.tensor([int(own)], dtype=torch.uint8, device="cpu")
         run_broadcast([sent], 0, "elastic.change", None, in_place=True)
         return HostUpdateResult(int(sent.item()))
+
+    def _resume(self, file: CommitFile) -> bool:
+        """Goes on from the commit in a file, if there is one; whether there is.
+
+        Raises:
+            ResourceError: The file cannot be read.
+            UsageError: It is of another state.
+        """
+        kept = self._copies.read_from(file)
+        if kept is None:
+            return False
+        try:
+            self._take(kept)
+        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+            raise UsageError(
+                f"the commit in {file} does not fit this state; remove it, or name another --elastic-dir: {error}"
+            ) from error
+        self._write(kept.commit)
+        return True
 
     def _adopt(self, memory: CommitMemory) -> bool:
         """Keeps commits in another memory from now on.

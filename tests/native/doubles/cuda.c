@@ -10,7 +10,6 @@
  *   INIT_CODE     what cuInit returns
  *   DEVICES       how many there are; 2 where it is not given
  *   LACKS_INIT    there is no cuInit
- *   LACKS_UUID    there is no cuDeviceGetUuid_v2
  *   DELAYS        before each piece of work a stream sleeps for up to so many us, by chance; 0 where it is not given.
  *                 Giving way instead costs a time slice on a busy machine
  * The functions that begin with "double" are for tests.
@@ -84,7 +83,7 @@ static int is_initialized;
 static char *hidden, *open_memory; /* the two mappings */
 static size_t used;
 static unsigned seeds = 1;
-static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30, copies, fails_at;
+static int host_allocs, host_frees, streams, contexts, events, host_limit = 1 << 30;
 static __thread int entered, capture_mode;
 static __thread int entered_devices[8]; /* of the contexts that are pushed; the last one is current */
 static int waits; /* of threads for a stream that is full and not the program's */
@@ -356,9 +355,6 @@ int cuDeviceGet(int *device, int number) {
     return number < DEVICES ? 0 : INVALID_VALUE;
 }
 
-#ifdef LACKS_UUID
-#define cuDeviceGetUuid_v2 double_uuid
-#endif
 int cuDeviceGetUuid_v2(char *uuid, int device) {
     memcpy(uuid, "a double's GPU 0", 16);
     uuid[15] = (char)('0' + device);
@@ -444,11 +440,10 @@ int double_capture(struct stream *stream, int is_capturing) {
     return was_spoiled;
 }
 
-/* Copy number `copy` from now on fails, and all that follows on its stream; pinned memory: up to `host` bytes. */
-void double_fail(int copy_number, int host) {
+/* From now on pinned memory is to be had in pieces of up to so many bytes. */
+void double_limit_pinned(int bytes) {
     pthread_mutex_lock(&lock);
-    fails_at = copy_number == 0 ? 0 : copies + copy_number;
-    host_limit = host;
+    host_limit = bytes;
     pthread_mutex_unlock(&lock);
 }
 

@@ -74,7 +74,7 @@ static void copy(struct work *work) {
     }
     fetches_let -= work->is_to_host && fetches_let > 0;
     fetches += work->is_to_host;
-    if (++copies == fails_at || (work->is_to_host && fetches == fetch_fails_at)) {
+    if (work->is_to_host && fetches == fetch_fails_at) {
         stream->code = LAUNCH_FAILED;
     }
     const int works = stream->code == 0;

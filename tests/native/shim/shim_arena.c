@@ -1,4 +1,4 @@
-#include "shim_arena.h"
+#include "shim.h"
 
 #include <string.h>
 

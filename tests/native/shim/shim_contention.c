@@ -1,4 +1,4 @@
-#include "shim_contention.h"
+#include "shim.h"
 
 #include "node/contention.h"
 #include "node/node.h"

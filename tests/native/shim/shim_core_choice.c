@@ -1,4 +1,4 @@
-#include "shim_core_choice.h"
+#include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>

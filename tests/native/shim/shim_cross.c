@@ -1,4 +1,4 @@
-#include "shim_cross.h"
+#include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,6 @@
 #include "collective/collective.h"
 #include "local/shares.h"
 #include "collective/two_level.h"
-#include "horo.h"
 #include "node/linked.h"
 #include "transport/queue.h"
 

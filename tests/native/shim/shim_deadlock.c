@@ -1,4 +1,4 @@
-#include "shim_deadlock.h"
+#include "shim.h"
 
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-#include "shim_fake_mpi.h"
+#include "shim.h"
 
 #include <pthread.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-#include "shim_fault.h"
+#include "shim.h"
 
 #include <limits.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-#include "shim_kernel.h"
+#include "shim.h"
 
 #include <string.h>
 

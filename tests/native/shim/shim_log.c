@@ -1,4 +1,4 @@
-#include "shim_log.h"
+#include "shim.h"
 
 #include "base/clock.h"
 #include "base/log.h"

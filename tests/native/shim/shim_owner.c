@@ -1,4 +1,4 @@
-#include "shim_owner.h"
+#include "shim.h"
 
 #include <stdlib.h>
 

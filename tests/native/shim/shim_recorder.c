@@ -1,6 +1,4 @@
-#include "horo.h"
-
-#include "shim_recorder.h"
+#include "shim.h"
 
 #include <stdio.h>
 #include <stdlib.h>

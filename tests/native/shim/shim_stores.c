@@ -1,4 +1,4 @@
-#include "shim_stores.h"
+#include "shim.h"
 
 #include <stdlib.h>
 

@@ -1,11 +1,10 @@
-#include "shim_transport.h"
+#include "shim.h"
 
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "horo.h"
 #include "mpi/mpi.h"
 #include "transport/transport.h"
 

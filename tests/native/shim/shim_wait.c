@@ -1,9 +1,8 @@
-#include "shim_wait.h"
+#include "shim.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "horo.h"
 #include "node/node.h"
 
 static int is_marked(struct hr_node *node, void *arg) {

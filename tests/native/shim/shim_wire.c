@@ -1,4 +1,4 @@
-#include "shim_wire.h"
+#include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -26,10 +26,6 @@ void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shap
     struct hr_wire_tensor tensor = {.dtype = dtype, .wire_dtype = wire_dtype, .ndim = ndim};
     memcpy(tensor.shape, shape, (size_t)ndim * sizeof *shape);
     (void)hr_wire_describe_tensor(&tensor, out, out_bytes);
-}
-
-int shim_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    return hr_wire_tensor_bytes(op, shape, ndim, dtype, bytes);
 }
 
 int shim_wire_probe(const void *data, size_t bytes) {

@@ -1,0 +1,147 @@
+"""A commit in a file: whole, the latest one, and the user's own. Jobs that end before their training go on from it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_training import EPOCHS, SAMPLES, Plan, train
+from seats import Seats
+from test_commits import DATA_BYTES, SECRET, number_of, write
+
+import horo.torch as hvd
+from horo.elastic import commits
+from horo.elastic.commit_file import CommitFile
+from horo.elastic.commits import Commit, CommitMemory, Found
+from horo.errors import ResourceError, UsageError
+from horo.torch.elastic.keeping import Keeping
+
+
+def found(number: int) -> Found:
+    memory = CommitMemory(commits.create(), SECRET)
+    write(memory, Commit(3, number))
+    found = memory.latest()
+    assert found is not None
+    return found
+
+
+def test_a_later_job_finds_the_latest_commit_as_one_of_its_first_generation(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    file = CommitFile(str(folder))
+    assert file.read() is None
+    assert file.write(found(7))
+    assert not file.write(found(7))
+    assert not file.write(found(5))
+    assert file.write(found(8))
+    read = CommitFile(str(folder)).read()
+    assert read is not None and read.commit == Commit(1, 8)
+    assert number_of(read) == 8
+    assert (folder / "commit").stat().st_mode & 0o077 == 0
+
+
+def test_what_a_killed_process_has_left_beside_the_file_disturbs_nobody(tmp_path: Path) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    (tmp_path / "commit.new").write_bytes(b"horocmf1")
+    assert number_of(file.read()) == 7
+    assert file.write(found(8))
+    assert number_of(file.read()) == 8
+
+
+@pytest.mark.parametrize("name", ["commit", "."])
+def test_a_place_where_others_may_write_is_refused(tmp_path: Path, name: str) -> None:
+    CommitFile(str(tmp_path)).write(found(7))
+    (tmp_path / name).chmod(0o722)
+    with pytest.raises(ResourceError, match=r"\(--elastic-dir\) cannot be .*other users may write there"):
+        CommitFile(str(tmp_path)).read()
+
+
+@pytest.mark.parametrize("size", [0, 40, DATA_BYTES])
+def test_a_file_that_is_cut_is_refused(tmp_path: Path, size: int) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    os.truncate(tmp_path / "commit", size)
+    with pytest.raises(UsageError, match="is no file of commits"):
+        file.read()
+
+
+def test_a_file_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
+    file = CommitFile(str(tmp_path))
+    (tmp_path / "commit.new").symlink_to(tmp_path / "other")
+    with pytest.raises(ResourceError, match=r"cannot be written: .*it is a symbolic link"):
+        file.write(found(7))
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(ResourceError, match="cannot be used"):
+        CommitFile(str(tmp_path / "plain"))
+
+
+def test_a_state_goes_on_from_the_file_and_refuses_that_of_another_model(tmp_path: Path) -> None:
+    hvd.init()
+    model = torch.nn.Linear(2, 3)
+    state = hvd.elastic.TorchState(model, epoch=4)
+    before = model.weight.clone()
+    Keeping(state, str(tmp_path)).keep()
+    with torch.no_grad():
+        model.weight.zero_()
+    later = hvd.elastic.TorchState(model, epoch=0)
+    assert Keeping(later, str(tmp_path)).resume()
+    assert later.epoch == 4
+    assert torch.equal(model.weight, before)
+    with torch.no_grad():
+        model.weight.zero_()
+    later.restore()
+    assert torch.equal(model.weight, before)
+    with pytest.raises(UsageError, match="does not fit this state; remove it, or name another --elastic-dir"):
+        Keeping(hvd.elastic.TorchState(torch.nn.Linear(3, 3)), str(tmp_path)).resume()
+    hvd.shutdown()
+
+
+def alone(folder: str, ends: str) -> None:
+    """A process without a launcher that ends before its training."""
+    os.environ["HORO_ELASTIC_DIR"] = folder
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        if state.epoch == 3:
+            sys.exit(33)  # it has gone on
+        for state.epoch in range(1, 5):
+            if state.epoch == 4:
+                if ends == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise hvd.PeerLostError("rank 1 was lost")
+            state.commit()
+
+    train(hvd.elastic.TorchState(epoch=0))
+
+
+@pytest.mark.parametrize(("ends", "code"), [("signal", -signal.SIGTERM), ("loss", 1)])
+def test_under_any_launcher_the_last_commit_is_kept_when_the_job_ends(tmp_path: Path, ends: str, code: int) -> None:
+    for expected in (code, 33):
+        process = multiprocessing.get_context("forkserver").Process(target=alone, args=(str(tmp_path), ends))
+        process.start()
+        process.join()
+        assert process.exitcode == expected
+
+
+def test_ranks_that_are_to_leave_end_at_their_next_commit_and_a_later_job_goes_on(tmp_path: Path) -> None:
+    kept = {"HORO_ELASTIC_DIR": str(tmp_path / "kept")}
+    with Seats(train, str(tmp_path), Plan(), replace=False, environment=kept) as seats:
+        seats.leaves = True
+        assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
+    assert not list(tmp_path.glob("result.*"))
+    with Seats(train, str(tmp_path), Plan(), replace=False, environment=kept) as seats:
+        assert seats.run(3) == {0: 0, 1: 0, 2: 0}, seats.logs()
+    results = [json.loads((tmp_path / f"result.{worker}").read_text()) for worker in range(3)]
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        assert result["sizes"] == [3] and result["resets"] == 1
+        assert result["commit"][1] < EPOCHS * SAMPLES / 2
+        assert sorted(map(tuple, result["seen"])) == [(e, sample) for e in range(EPOCHS) for sample in range(SAMPLES)]
