@@ -1,4 +1,5 @@
 /* Requests as they are made, and those that are pending: by process set and name, in their order, and in the queue. */
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -239,6 +240,42 @@ void hr_request_destroy(struct hr_request *request) {
     const struct hr_cargo cargo = request->cargo;
     free(request);
     hr_cargo_drop(&cargo);
+}
+
+/* ---- The same call again ---- */
+
+int hr_request_may_be_spare(const struct hr_request *request) {
+    return request->call.tensor_count <= 1 && request->call.device == 0 && request->cargo.hooks == NULL &&
+           request->gathered == NULL && request->splits == NULL && request->error_text == NULL;
+}
+
+int hr_request_is_like(const struct hr_request *request, const horo_request *call) {
+    const horo_request *own = &request->call;
+    const size_t fixed = offsetof(horo_request, op);
+    if (memcmp((const char *)own + fixed, (const char *)call + fixed, offsetof(horo_request, tensors) - fixed) != 0 ||
+        own->tensor_count != call->tensor_count || own->team != call->team || own->device != call->device ||
+        call->name == NULL || strcmp(own->name, call->name) != 0) {
+        return 0;
+    }
+    const horo_tensor *mine = own->tensors;
+    const horo_tensor *other = call->tensors;
+    return own->tensor_count == 0 ||
+           (mine->dtype == other->dtype && mine->wire_dtype == other->wire_dtype && mine->ndim == other->ndim &&
+            memcmp(mine->shape, other->shape, (size_t)mine->ndim * sizeof *mine->shape) == 0);
+}
+
+void hr_request_renew(struct hr_request *request, const horo_request *call) {
+    horo_tensor *tensor = (horo_tensor *)(void *)(request + 1);
+    if (call->tensor_count > 0) {
+        tensor->input = call->tensors->input;
+        tensor->output = call->tensors->output;
+    }
+    request->newer = NULL;
+    request->owners = 1;
+    request->state = HR_REQUEST_QUEUED;
+    request->announced_id = 0;
+    request->submit_ns = hr_now_ns();
+    atomic_store(&request->status, HORO_IN_PROGRESS);
 }
 
 /* ---- Pending ---- */

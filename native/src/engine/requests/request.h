@@ -84,6 +84,13 @@ struct hr_request {
  */
 hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
+/*
+ * One that has ended can do for another call. may_be_spare: it holds nothing but what it was made of. is_like: the call
+ * differs from its own by the memory of the tensor alone. renew: it is that call's, as if made anew.
+ */
+int hr_request_may_be_spare(const struct hr_request *request);
+int hr_request_is_like(const struct hr_request *request, const horo_request *call);
+void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
 static inline int hr_request_is_on_gpu(const struct hr_request *request) {

@@ -37,6 +37,7 @@ struct hr_requests {
     struct hr_request **handles;
     size_t handle_capacity, handle_count; /* half of the places are free at least */
     int64_t last_handle;
+    struct hr_request *spare; /* of the last call that has waited at once and ended well; NULL: none can be used again */
     int calls; /* that wait for requests, in whatever way; each holds up hr_requests_await_calls */
     uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */

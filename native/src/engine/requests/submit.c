@@ -27,6 +27,7 @@ void hr_requests_fini(struct hr_requests *requests) {
         hr_request_destroy(requests->handles[i]);
     }
     free((void *)requests->handles);
+    hr_request_destroy(requests->spare);
 }
 
 /* ---- Events ---- */
@@ -266,7 +267,20 @@ hr_status hr_requests_create(struct hr_requests *requests, const horo_request *c
         hr_end_show(node);
         return error->code;
     }
-    return hr_request_create(call, request, error);
+    *request = NULL;
+    if ((call->flags & HORO_SUBMIT_SYNC) != 0) {
+        hr_drive_lock(requests->drive);
+        if (requests->spare != NULL && hr_request_is_like(requests->spare, call)) {
+            *request = requests->spare;
+            requests->spare = NULL;
+        }
+        hr_drive_unlock(requests->drive);
+    }
+    if (*request == NULL) {
+        return hr_request_create(call, request, error);
+    }
+    hr_request_renew(*request, call);
+    return HORO_OK;
 }
 
 /* With the lock held: makes room for one handle. */

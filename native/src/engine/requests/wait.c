@@ -156,7 +156,12 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
             forget_handle(requests, request);
         }
     }
-    end_call(requests, --request->owners == 0 ? request : NULL);
+    struct hr_request *unowned = --request->owners == 0 ? request : NULL;
+    if (unowned != NULL && status == HORO_OK && end == HR_WAIT_RELEASES_WHAT_FITS && hr_request_may_be_spare(unowned)) {
+        unowned = requests->spare;
+        requests->spare = request;
+    }
+    end_call(requests, unowned);
     return status;
 }
 
