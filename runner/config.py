@@ -140,6 +140,7 @@ class Elastic:
         is_discovered: other hosts may be found while the job runs.
         cooldown_s: the shortest and the longest time for which a host is left alone.
         on_failure: what is left alone if a rank fails: its "slot", or all of its "host".
+        keeps: whether ranks keep the last commit in a folder, so that SIGTERM need not end them at once.
         join: whether ranks are interrupted when others are "ready" to join, or "now", when they are started.
     """
 
@@ -154,6 +155,7 @@ class Elastic:
     cooldown_s: tuple[float, float] = (10.0, 600.0)
     on_failure: str = "slot"
     join: str = "ready"
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class CommitFile:
 
         Raises:
             ResourceError: It cannot be read, or belongs to another user, or others may write to it.
-            UsageError: It is none that ``write`` has made.
+            UsageError: Something else than ``write`` has made it.
         """
         with self._in_words("cannot be read"):
             try:

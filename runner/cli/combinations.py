@@ -34,6 +34,7 @@ _LAUNCHERS_OF = {
     "max_np": _OWN,
     "reset_limit": _OWN,
     "elastic_timeout": _OWN,
+    "elastic_dir": _OWN,
     "check_hosts": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
@@ -72,7 +73,7 @@ _FOR_CHECK_HOSTS = frozenset(
 )
 _IDLE_IN_HOROVOD = ("mpi_args", "binding_args", "tcp", "ssh_port", "ssh_identity_file")
 """Options that Horovod takes in every job, whether they do something there or not."""
-_ELASTIC = ("max_np", "reset_limit", "elastic_timeout")
+_ELASTIC = ("max_np", "reset_limit", "elastic_timeout", "elastic_dir")
 """Options that have a meaning beside ``--min-np`` only."""
 _NOT_ELASTIC = ("torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
 """Options that an elastic job does not have: what they set is fixed at the start of a job."""

@@ -177,7 +177,7 @@ def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> El
         what = f"-np {size}" if given.num_proc is not None else f"{size} ranks"
         raise JobError(f"{what} must lie between --min-np {low} and --max-np {high}")
     timeout_s = 600.0 if given.elastic_timeout is None else given.elastic_timeout
-    return Elastic(size, low, high, given.reset_limit, timeout_s, start_timeout_s)
+    return Elastic(size, low, high, given.reset_limit, timeout_s, start_timeout_s, keeps=given.elastic_dir is not None)
 
 
 def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapping[str, str]) -> bool:
@@ -341,6 +341,8 @@ def _exports(
         exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
+    if given.min_np is not None and given.elastic_dir is not None:
+        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     drop_replaced(given, line.from_file, exports)
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)

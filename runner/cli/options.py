@@ -198,6 +198,10 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--elastic-timeout", type=_positive_seconds, metavar="S",
         help="wait for so long while fewer than --min-np ranks are there; default: 600",
     )  # fmt: skip
+    group.add_argument(
+        "--elastic-dir", metavar="DIR",
+        help="on SIGTERM, ranks end at their next commit, which is kept in DIR; a job that starts with DIR goes on",
+    )  # fmt: skip
 
 
 def _add_launcher(group: argparse._ArgumentGroup) -> None:

@@ -304,7 +304,8 @@ class _Turn(HostTurn):
         if self._now_s >= state.leaves_s and self.workers:
             left = ", ".join(str(number) for number in sorted(self.workers))
             self._finish(
-                f"the time to leave is over, and worker{'s' if len(self.workers) > 1 else ''} {left} still run"
+                f"the time to leave is over, and worker{'s' if len(self.workers) > 1 else ''} {left} still run",
+                EXIT_TERMINATED,
             )
         elif state.phase in (Phase.CONNECTING, Phase.STARTING):
             self._finish("", EXIT_TERMINATED)

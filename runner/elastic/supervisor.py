@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from horo.runner.elastic.state import (
     FoundHost,
     HostUp,
     Kill,
+    Leave,
     Phase,
     Ready,
     Report,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["ElasticSupervisor"]
 
 _STORE_S = 10.0
+_LEAVE_SHARE = 0.5
+"""Of the grace time, that which ranks have until they commit. After it they get SIGTERM, and keep the last commit."""
 
 
 class ElasticSupervisor(Supervisor):
@@ -103,6 +107,14 @@ class ElasticSupervisor(Supervisor):
     def _on_ending(self, ending: Ending) -> None:
         self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
 
+    def _on_signal(self, number: int) -> None:
+        limits = self._job.elastic
+        keeps = limits is not None and limits.keeps and self._running and not self._stopping
+        if number == signal.SIGTERM and keeps and self._state.leaves_s is None:
+            self._take(Leave(None, _LEAVE_SHARE * self._job.grace_s))
+        else:
+            super()._on_signal(number)
+
     def _take(self, event: ElasticEvent) -> None:
         if not self._stopping:
             self._state, actions = driver.step(self._state, event, self._loop.now_s)
@@ -137,7 +149,7 @@ class ElasticSupervisor(Supervisor):
             self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
         elif isinstance(action, Announce):
             key = change_key(self._id, action.generation, action.number)
-            self._client.set(key, Change(added=action.added, removed=action.removed).encode())
+            self._client.set(key, Change(action.added, action.removed, action.leave).encode())
         elif isinstance(action, (Kill, Dismiss)):
             if isinstance(action, Dismiss):
                 self._dismissed.add(action.worker)

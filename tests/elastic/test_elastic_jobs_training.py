@@ -42,6 +42,25 @@ def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
     assert "was killed by SIGKILL" in done.stderr
 
 
+def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: Hororun, tmp_path: Path) -> None:
+    words = ("-np", "2", "--min-np", "1", "--elastic-dir", str(tmp_path / "kept"), "--grace-seconds", "60", EXAMPLE)
+    job = hororun.start(*words, "--epochs", "40")
+    stdout = job.process.stdout
+    assert stdout is not None
+    while "epoch  2/40" not in (line := stdout.readline().decode()):
+        assert line, "the job has ended before its second epoch"
+    job.process.send_signal(signal.SIGTERM)
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 40/40" not in done.stdout
+    assert "the job has to end within 30 s" in done.stderr
+    assert "a job with the same --elastic-dir goes on from it" in done.stderr
+    done = hororun.start(*words, "--epochs", "40").finish(PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 40/40" in done.stdout
+    assert "epoch  1/40" not in done.stdout
+
+
 def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun, tmp_path: Path) -> None:
     plan = {"deaths": {"0": (9, "recorded"), "1": (9, "recorded")}, "every": 4}
     places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
