@@ -162,7 +162,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (created == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }
-    int status = hr_team_init_some(created, hr_engine_world(&context->engine)->team, setup->ranks, setup->size, error);
+    int status = hr_team_init_some(created, context->engine.lanes[0]->team, setup->ranks, setup->size, error);
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }

@@ -22,7 +22,7 @@
  */
 
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error) {
-    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_lane *world = engine->lanes[0];
     if (!engine->tuned.is_on || !world->is_root) {
         return hr_fail(error, HORO_ERR_USAGE, "values are proposed by rank 0, in a job that has begun with some");
     }
@@ -77,7 +77,7 @@ void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {
     struct hr_tuned *tuned = &engine->tuned;
-    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_lane *world = engine->lanes[0];
     const struct hr_tuning *own = &world->team->tuning;
     if (setup->tuned == NULL) {
         return HORO_OK;
@@ -112,7 +112,9 @@ static int announce(struct hr_engine *engine) {
         struct hr_lane *lane = request->port->lane;
         next = request->next;
         lane->part.is_quiet = 0;
-        hr_engine_expect_removal(engine, request);
+        if (request->call.op == HORO_REMOVE_TEAM) {
+            hr_engine_expect_removal(engine, request);
+        }
         if (status == HORO_OK) {
             const int joins = request->call.op == HORO_JOIN;
             status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);

@@ -112,10 +112,6 @@ struct hr_engine {
     struct hr_on_gpu *_Atomic on_gpu; /* NULL: all of them are staged */
 };
 
-static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
-    return engine->lanes[0];
-}
-
 hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                          const horo_setup *setup, struct hr_error *error);
 /*

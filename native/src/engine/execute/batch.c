@@ -116,7 +116,7 @@ int hr_batch_begin(struct hr_lane *lane) {
         .splits = batch->requests[0]->splits,
     };
     struct hr_backend *backend = lane->backend;
-    if (hr_request_is_on_gpu(batch->requests[0])) {
+    if ((call->flags & HORO_SUBMIT_ON_GPU) != 0) {
         backend = lane->executor.ops->backend_on_gpu(batch->requests, batch->request_count);
     }
     if (backend == NULL) {

@@ -82,7 +82,7 @@ static int confirm(struct hr_lane *lane) {
 /* One on the GPU goes on there. 0: that has failed, and the group is about to end. */
 static int may_end_batch(const struct hr_lane *lane) {
     const struct hr_batch *batch = lane->executor.batch;
-    return !hr_request_is_on_gpu(batch->requests[0]) || lane->executor.ops->end_on_gpu(batch->requests);
+    return (batch->requests[0]->call.flags & HORO_SUBMIT_ON_GPU) == 0 || lane->executor.ops->end_on_gpu(batch->requests);
 }
 
 static int progress_task(struct hr_lane *lane) {
@@ -151,7 +151,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     HR_TRY(hr_batch_load(lane, record));
     const struct hr_batch *batch = lane->executor.batch;
     note_record(lane, batch->operand_count > 0,
-                        batch->request_count > 0 && hr_request_is_on_gpu(batch->requests[0]));
+                        batch->request_count > 0 && (batch->requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0);
     hr_requests_note_batch(&lane->engine->requests, batch->requests, batch->request_count, batch->bytes);
     const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
     if (hr_op_is_of_members(op)) {

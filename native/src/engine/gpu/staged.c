@@ -225,7 +225,7 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
         return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
                        request->call.name);
     }
-    if (hr_request_is_on_gpu(request)) {
+    if ((request->call.flags & HORO_SUBMIT_ON_GPU) != 0) {
         returning->mark = request->cargo.data;
         hr_mark_keep(returning->mark);
         return HORO_OK;

@@ -30,7 +30,7 @@
 static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
     const struct hr_engine *engine = owner;
     (void)request;
-    const struct hr_request *change = hr_map_find(&hr_engine_world(engine)->port.names,
+    const struct hr_request *change = hr_map_find(&engine->lanes[0]->port.names,
                                                   hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                                                   sizeof HR_CHANGE_NAME - 1);
     if (change != NULL && (change->refused == 0 || change->behind != NULL)) {

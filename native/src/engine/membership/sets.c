@@ -97,8 +97,7 @@ static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const str
     struct hr_wire_request decoded;
     struct hr_port *port = NULL;
     struct hr_error unused = {0};
-    if (request->call.op == HORO_REMOVE_TEAM &&
-        hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK) {
+    if (hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK) {
         (void)hr_port_find(&engine->requests, (int)hr_wire_u32(decoded.values, 0), NULL, &port, &unused);
     }
     return port == NULL ? NULL : port->lane;
@@ -162,7 +161,7 @@ static int free_number(const struct hr_engine *engine) {
 }
 
 static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
-    const struct hr_team *world = hr_engine_world(engine)->team;
+    const struct hr_team *world = engine->lanes[0]->team;
     for (uint32_t i = 0; i < ranks->value_count; i++) {
         if (world->host_of_rank[hr_wire_u32(ranks->values, i)] == world->host) {
             return 1;

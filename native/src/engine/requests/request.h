@@ -93,8 +93,5 @@ int hr_request_is_like(const struct hr_request *request, const horo_request *cal
 void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
-static inline int hr_request_is_on_gpu(const struct hr_request *request) {
-    return (request->call.flags & HORO_SUBMIT_ON_GPU) != 0;
-}
 
 #endif
