@@ -77,6 +77,24 @@ size_t hr_dtype_bytes(int dtype) {
     return is_known(dtype) ? dtypes[dtype].bytes : 0;
 }
 
+hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    int64_t product = (int64_t)hr_dtype_bytes(dtype);
+    int is_empty = 0;
+    int overflows = 0;
+    for (int i = 0; i < ndim; i++) {
+        if (shape[i] < 0) {
+            return HORO_ERR_INTERNAL;
+        }
+        is_empty |= shape[i] == 0;
+        overflows |= __builtin_mul_overflow(product, shape[i], &product);
+    }
+    if (overflows && !is_empty) {
+        return HORO_ERR_INTERNAL;
+    }
+    *bytes = is_empty ? 0 : product;
+    return HORO_OK;
+}
+
 const char *hr_dtype_name(int dtype) {
     return is_known(dtype) ? dtypes[dtype].name : "unknown";
 }

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include "horo.h"
+#include "base/status.h"
 
 /* ---- Operations ---- */
 
@@ -47,6 +47,11 @@ enum { HR_REDUCED_DTYPE_COUNT = HORO_COMPLEX128 + 1 }; /* of tables of what is r
 
 /* Bytes per element, 0 for an unknown dtype. */
 size_t hr_dtype_bytes(int dtype);
+/*
+ * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
+ * for a negative extent, and for more bytes than int64 holds.
+ */
+hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /* "float32"; "unknown" for an unknown one. */
 const char *hr_dtype_name(int dtype);
 /* bool is none. */

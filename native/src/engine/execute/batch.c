@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/little_endian.h"
 #include "base/traits.h"
 #include "engine/engine.h"
 
@@ -26,23 +25,6 @@ static int grow(void **array, size_t count, size_t element_bytes) {
     return HORO_OK;
 }
 
-static int reserve_requests(struct hr_batch *batch, size_t count) {
-    if (count > batch->request_capacity) {
-        HR_TRY(grow((void **)&batch->requests, count, sizeof *batch->requests));
-        batch->request_capacity = count;
-    }
-    return HORO_OK;
-}
-
-static int reserve_operands(struct hr_batch *batch, size_t count) {
-    if (count > batch->operand_capacity) {
-        HR_TRY(grow((void **)&batch->operands, count, sizeof *batch->operands));
-        HR_TRY(grow((void **)&batch->row_bytes, count, sizeof *batch->row_bytes));
-        batch->operand_capacity = count;
-    }
-    return HORO_OK;
-}
-
 static void add_operand(struct hr_batch *batch, const horo_request *call, int t) {
     const horo_tensor *tensor = &call->tensors[t];
     const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
@@ -51,8 +33,8 @@ static void add_operand(struct hr_batch *batch, const horo_request *call, int t)
     int64_t row_bytes = 0;
     const int rows = tensor->ndim > 0;
     /* it was checked when it was submitted */
-    (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
-    (void)hr_wire_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
+    (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+    (void)hr_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
     const size_t i = batch->operand_count++;
     batch->operands[i] = (struct hr_operand){
         .input = tensor->input,
@@ -65,7 +47,8 @@ static void add_operand(struct hr_batch *batch, const horo_request *call, int t)
     batch->bytes += (uint64_t)bytes;
 }
 
-int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
+/* Makes room for so many requests, of which none is there. */
+static int begin_load(struct hr_lane *lane, size_t count) {
     if (lane->executor.batch == NULL && (lane->executor.batch = calloc(1, sizeof *lane->executor.batch)) == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -73,17 +56,24 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
     batch->request_count = 0;
     batch->operand_count = 0;
     batch->bytes = 0;
-    HR_TRY(reserve_requests(batch, record->count));
-    const uint8_t *cursor = record->items;
+    if (count > batch->request_capacity) {
+        HR_TRY(grow((void **)&batch->requests, count, sizeof *batch->requests));
+        batch->request_capacity = count;
+    }
+    return HORO_OK;
+}
+
+/* Its requests are there. */
+static int load_operands(struct hr_batch *batch) {
     size_t operands = 0;
-    for (uint32_t i = 0; i < record->count; i++) {
-        struct hr_wire_ref ref;
-        hr_wire_next_ref(&cursor, &ref);
-        HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
-        batch->request_count++;
+    for (size_t i = 0; i < batch->request_count; i++) {
         operands += (size_t)batch->requests[i]->call.tensor_count;
     }
-    HR_TRY(reserve_operands(batch, operands));
+    if (operands > batch->operand_capacity) {
+        HR_TRY(grow((void **)&batch->operands, operands, sizeof *batch->operands));
+        HR_TRY(grow((void **)&batch->row_bytes, operands, sizeof *batch->row_bytes));
+        batch->operand_capacity = operands;
+    }
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
         for (int t = 0; t < call->tensor_count; t++) {
@@ -91,6 +81,33 @@ int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
         }
     }
     return HORO_OK;
+}
+
+int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
+    struct hr_wire_text bytes = {NULL, 0};
+    if (ref->name.bytes == 0) {
+        HR_TRY(hr_announcer_take(&lane->announcer, ref->id, request, &bytes));
+        return *request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request);
+    }
+    *request = hr_port_find_name(&lane->port, ref->name);
+    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
+    if (*request == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    return ref->id == 0 ? HORO_OK : hr_announcer_learn(&lane->announcer, *request, ref->id);
+}
+
+int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record) {
+    HR_TRY(begin_load(lane, record->count));
+    struct hr_batch *batch = lane->executor.batch;
+    const uint8_t *cursor = record->items;
+    for (uint32_t i = 0; i < record->count; i++) {
+        struct hr_wire_ref ref;
+        hr_wire_next_ref(&cursor, &ref);
+        HR_TRY(hr_lane_resolve(lane, &ref, &batch->requests[i]));
+        batch->request_count++;
+    }
+    return load_operands(batch);
 }
 
 int hr_batch_begin(struct hr_lane *lane) {
@@ -129,16 +146,15 @@ int hr_batch_begin(struct hr_lane *lane) {
 
 /* ---- Ahead of the agreement ---- */
 
-struct hr_wire_message hr_batch_record(const struct hr_request *request, uint8_t *item) {
-    memset(item, 0, HR_BATCH_ITEM_BYTES);
-    (void)hr_store_u32(item, request->announced_id);
-    return (struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = item};
-}
-
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
-    uint8_t item[HR_BATCH_ITEM_BYTES];
-    const struct hr_wire_message record = hr_batch_record(request, item);
-    if (hr_batch_load(lane, &record) != HORO_OK) {
+    struct hr_wire_text unused;
+    if (begin_load(lane, 1) != HORO_OK) {
+        return 0;
+    }
+    struct hr_batch *batch = lane->executor.batch;
+    batch->request_count = 1;
+    if (hr_announcer_take(&lane->announcer, request->announced_id, batch->requests, &unused) != HORO_OK ||
+        load_operands(batch) != HORO_OK) {
         hr_announcer_put_back(&lane->announcer, request);
         return 0;
     }

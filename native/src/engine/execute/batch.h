@@ -21,9 +21,6 @@ struct hr_batch {
 
 /* Fills lane->executor.batch with what a BATCH record stands for. HORO_OK or a status. */
 int hr_batch_load(struct hr_lane *lane, const struct hr_wire_message *record);
-/* A BATCH record of one request, that has been announced by id; `item` has HR_BATCH_ITEM_BYTES, for as long. */
-enum { HR_BATCH_ITEM_BYTES = 6 };
-struct hr_wire_message hr_batch_record(const struct hr_request *request, uint8_t *item);
 /* Whether the batch of an operation is begun before it is agreed on: not without data, or with sizes of other ranks. */
 static inline int hr_batch_is_begun_ahead(int op) {
     return hr_op_has_tensors(op) && !hr_op_tells_rows(op);

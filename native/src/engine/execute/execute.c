@@ -187,10 +187,10 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
     if (!hr_batch_is_begun_ahead(request->call.op)) {
-        uint8_t item[HR_BATCH_ITEM_BYTES];
-        struct hr_wire_message record = hr_batch_record(request, item);
-        record.rows = rows;
-        return execute_batch(lane, &record);
+        uint8_t ref[4 + 2] = {0}; /* its id, and no name */
+        (void)hr_store_u32(ref, request->announced_id);
+        return execute_batch(
+            lane, &(struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = ref, .rows = rows});
     }
     const struct hr_batch *batch = lane->executor.batch;
     note_record(lane, 1, 0);

@@ -132,7 +132,7 @@ static int allocate_values(struct draft *draft) {
     size_t total = 1;
     for (int32_t i = 0; i < draft->call.tensor_count; i++) {
         int64_t bytes = 0; /* it was checked when it was decoded */
-        (void)hr_wire_shape_bytes(draft->tensors[i].shape, draft->tensors[i].ndim, draft->tensors[i].dtype, &bytes);
+        (void)hr_shape_bytes(draft->tensors[i].shape, draft->tensors[i].ndim, draft->tensors[i].dtype, &bytes);
         draft->tensors[i].output_bytes = bytes;
         if (__builtin_add_overflow(total, ((size_t)bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, &total)) {
             return HORO_ERR_RESOURCE;

@@ -21,7 +21,7 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
     const int first = hr_op_tells_rows(call->op) && tensor->shape[0] == 0;
     int d = first;
     int64_t bytes;
-    while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
+    while (hr_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
         d++;
     }
     return d;
@@ -164,7 +164,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
             *shape++ = call->tensors[i].splits[d];
         }
         int64_t bytes = 0; /* it has been checked */
-        (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
         request->data_bytes += bytes;
     }
     memcpy(name, call->name, name_bytes + 1);
