@@ -187,7 +187,9 @@ static void free_parts(struct hr_engine *engine) {
     hr_drive_fini(&engine->drive);
 }
 
-static void add_parts(struct hr_engine *engine) {
+static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                            const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
@@ -198,12 +200,6 @@ static void add_parts(struct hr_engine *engine) {
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
-}
-
-static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                            const horo_setup *setup, struct hr_error *error) {
-    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
-    add_parts(engine);
     engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
     engine->teams[0].has_local = 1;
     engine->lane_count = 1;

@@ -108,31 +108,29 @@ void hr_drive_end_parts(struct hr_drive *drive, int has_failed) {
     }
 }
 
-/* The first part alone has turns once the group comes to its end. A part may add and remove others behind it. */
-static int turn_parts(struct hr_drive *drive) {
+/*
+ * As hr_node_wait calls it: whether anything has moved, or failed. The first part alone has turns once the group comes
+ * to its end. A part may add and remove others behind it.
+ */
+static int turn(struct hr_node *node, void *arg) {
+    struct hr_drive *drive = arg;
     int moved = HR_STILL;
     int number = 0;
     for (struct hr_part *part = drive->parts; part != NULL; part = part->next, number++) {
-        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(drive->node, number))) {
+        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(node, number))) {
             continue;
         }
         const int turned = part->ops->turn(part);
-        HR_TRY(turned);
+        if (turned < 0) { /* the state is not what it should be on this rank: nobody may wait for it */
+            const int code = turned == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
+            hr_log(&node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(turned));
+            hr_node_abort(node, code, node->rank, HR_REASON_INTERNAL);
+            return 1;
+        }
         moved |= turned;
         if (drive->stage != HR_STAGE_RUNNING) {
             break;
         }
-    }
-    return moved;
-}
-
-/* As hr_node_wait calls it: whether anything has moved, or failed. */
-static int turn(struct hr_node *node, void *arg) {
-    const int moved = turn_parts(arg);
-    if (moved < 0) { /* the state is not what it should be on this rank: nobody may wait for it */
-        const int code = moved == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
-        hr_log(&node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(moved));
-        hr_node_abort(node, code, node->rank, HR_REASON_INTERNAL);
     }
     return moved != HR_STILL;
 }
@@ -184,8 +182,9 @@ static const struct hr_part_ops LINKS = {.rank = HR_PART_LINKS, .due = supervise
 
 /* ---- The wait ---- */
 
-/* The time when the wait must end by itself, which is not behind deadline_ns; 0: none. */
-static int64_t next_due_ns(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
+/* A wait begins: the time when it must end by itself, which is not behind deadline_ns; 0: none. */
+static int64_t begin_wait(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
+    await_others(drive, now_ns);
     const int64_t log_ns = hr_log_check(&drive->node->log, now_ns);
     int64_t until_ns = deadline_ns == 0 ? HR_NEVER : deadline_ns;
     until_ns = log_ns != 0 && log_ns < until_ns ? log_ns : until_ns;
@@ -195,22 +194,16 @@ static int64_t next_due_ns(struct hr_drive *drive, int64_t deadline_ns, int64_t 
         }
         until_ns = part->next_ns < until_ns ? part->next_ns : until_ns;
     }
-    return until_ns == HR_NEVER ? 0 : until_ns;
-}
-
-static void show_moves(const struct hr_drive *drive) {
     struct hr_arena_block *block = &drive->node->arena.blocks[drive->node->local_rank];
-    /* partner: count_moves */
-    atomic_store_explicit(&block->moves, hr_drive_moves(drive), memory_order_relaxed);
+    atomic_store_explicit(&block->moves, hr_drive_moves(drive), memory_order_relaxed); /* partner: count_moves */
+    return until_ns == HR_NEVER ? 0 : until_ns;
 }
 
 /* 1: something has moved, or is due; 0: the caller should get back, for its time is up, or a signal came. */
 static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadline_ns) {
     /* one look at the clock serves all: it costs as much as a small operation can do in between */
     const int64_t now_ns = hr_now_ns();
-    await_others(drive, now_ns);
-    const int64_t until_ns = next_due_ns(drive, deadline_ns, now_ns);
-    show_moves(drive);
+    const int64_t until_ns = begin_wait(drive, deadline_ns, now_ns);
     const int status = hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }
@@ -219,9 +212,7 @@ static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadli
 static int prepare_watch(struct hr_drive *drive) {
     const int64_t now_ns = hr_now_ns();
     await_others(drive, 0);
-    await_others(drive, now_ns); /* as a leader, whose own program computes */
-    const int64_t until_ns = next_due_ns(drive, 0, now_ns);
-    show_moves(drive);
+    const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */
     return (until_ns == 0 || now_ns < until_ns) &&
            !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns);
 }
@@ -399,15 +390,6 @@ static void rest(struct hr_drive *drive) {
     drive->looks_soon = 0;
 }
 
-/* Whether a rank of this host has called it. */
-static int is_called(const struct hr_drive *drive) {
-    int needs = 0;
-    for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
-        needs = part->ops->is_called && part->ops->needs(part);
-    }
-    return needs;
-}
-
 /* Whether it is to take the token: when it has been kicked or called, or the token has been free for a while. */
 static int may_drive(struct hr_drive *drive) {
     const int was_kicked = drive->is_kicked;
@@ -415,8 +397,12 @@ static int may_drive(struct hr_drive *drive) {
     if (drive->owner != HR_TOKEN_FREE) {
         return 0;
     }
+    int is_called = 0; /* by a rank of this host */
+    for (const struct hr_part *part = drive->parts; part != NULL && !is_called; part = part->next) {
+        is_called = part->ops->is_called && part->ops->needs(part);
+    }
     const int serves_hosts = atomic_load(&drive->serves_hosts);
-    return (was_kicked && hr_drive_needs(drive)) || is_called(drive) ||
+    return (was_kicked && hr_drive_needs(drive)) || is_called ||
            (serves_hosts && hr_now_ns() - drive->since_ns >= STREAM_NS);
 }
 

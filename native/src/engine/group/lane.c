@@ -144,14 +144,6 @@ static int may_count(const struct hr_lane *lane, const struct hr_request *reques
            hr_round_may_enter(&lane->round, lane->executor.log_executed, request->announced_id);
 }
 
-/* Puts what the other ranks read in the round where they do: 1, or 0 where that is not possible. */
-static int prepare(struct hr_lane *lane, struct hr_request *request) {
-    if (hr_op_tells_rows(request->call.op)) {
-        return hr_round_show_rows(&lane->round, request);
-    }
-    return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
-}
-
 static void take_back(struct hr_lane *lane, struct hr_request *request) {
     if (hr_batch_is_begun_ahead(request->call.op)) {
         hr_batch_take_back(lane, request);
@@ -160,7 +152,14 @@ static void take_back(struct hr_lane *lane, struct hr_request *request) {
 
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
 static int count_in(struct hr_lane *lane, struct hr_request *request) {
-    if (!may_count(lane, request) || !prepare(lane, request)) {
+    const int op = request->call.op;
+    if (!may_count(lane, request)) {
+        return 0;
+    }
+    /* puts what the other ranks read in the round where they do, if that is possible */
+    const int is_prepared = hr_op_tells_rows(op) ? hr_round_show_rows(&lane->round, request)
+                                                 : !hr_batch_is_begun_ahead(op) || hr_batch_begin_ahead(lane, request);
+    if (!is_prepared) {
         return 0;
     }
     if (!hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
@@ -254,17 +253,6 @@ static int execute(struct hr_lane *lane) {
     return moved;
 }
 
-/* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
-static void note_quiet(struct hr_lane *lane) {
-    const int quiet = *lane->lane_count > 1 && atomic_load(&lane->port.pending) == 0 &&
-                      lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
-                      (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
-    lane->part.is_quiet = quiet && lane->team->number != 0;
-    if (lane->team->transport != NULL) {
-        lane->team->transport->is_quiet = quiet;
-    }
-}
-
 /*
  * A batch that all are counted in for comes before any record, and so is executed before the leader agrees on anything.
  */
@@ -299,7 +287,14 @@ static int turn(struct hr_part *part) {
     HR_TRY(led);
     const int executed = execute(lane);
     HR_TRY(executed);
-    note_quiet(lane);
+    /* whether this rank has nothing under way in the team; others may, and then a message comes on a link */
+    const int quiet = *lane->lane_count > 1 && atomic_load(&lane->port.pending) == 0 &&
+                      lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
+                      (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
+    lane->part.is_quiet = quiet && lane->team->number != 0;
+    if (lane->team->transport != NULL) {
+        lane->team->transport->is_quiet = quiet;
+    }
     return led | executed;
 }
 
