@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from horo.bootstrap.host.identity import read_identity
-from horo.bootstrap.net.interfaces import connect_source, select_addresses
+from horo.bootstrap.net.interfaces import LOOPBACK, connect_source, is_loopback, select_addresses
 from horo.bootstrap.net.interfaces import interface_addresses as addresses_by_interface
 from horo.errors import UsageError
 from horo.runner.hosts import HostSpec
@@ -28,6 +28,7 @@ __all__ = [
     "listen",
     "network_identity",
     "own_address",
+    "own_addresses",
     "resolve",
     "unreachable",
 ]
@@ -70,6 +71,22 @@ def own_address(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def own_addresses(interfaces: Sequence[str]) -> list[str]:
+    """The addresses of this machine at which other hosts may reach it, and in the end that of loopback.
+
+    Args:
+        interfaces: those to be used; none: all.
+
+    Raises:
+        NetworkError: this machine has none of them.
+    """
+    if interfaces:
+        found = interface_addresses(interfaces)
+    else:
+        found = [address for addresses in addresses_by_interface().values() for address in addresses]
+    return [*(each for each in dict.fromkeys(found) if not is_loopback(each) and own_address(each)), LOOPBACK]
 
 
 def address_toward(peer: str) -> str:

@@ -38,6 +38,7 @@ class WorkerMembership:
         worker: its number, which no other process of the job ever has.
         has_joined: it is in a generation.
         generation: the one that it has joined last; 0: none yet.
+        rank: its rank there.
         is_newcomer: the job had begun before this process; its ``init()`` connects to nothing.
         forecast: the seat that the driver has planned for it when it started the process.
     """
@@ -48,6 +49,7 @@ class WorkerMembership:
         self.worker = own.worker
         self.has_joined = False
         self.generation = 0
+        self.rank = own.rank
         self.is_newcomer = (own.generation or 1) > 1
         local = own.local_rank or 0, own.local_size or 1
         cross = own.cross_rank or 0, own.cross_size or 1
@@ -131,7 +133,7 @@ class WorkerMembership:
         if self._seat is None:
             raise UsageError("this worker of an elastic job has no seat")
         self.has_joined, self._waits = True, {}
-        self.generation = self._seat.generation
+        self.generation, self.rank = self._seat.generation, self._seat.rank
         self._changes_seen, self._change = 0, Change()
         with contextlib.suppress(HoroError):  # hororun is gone, and the end of this process is near
             self._connected().post(change_key(self._job_id, self._seat.generation, 1))

@@ -226,12 +226,12 @@ HORO_API int horo_poll(horo_context *context, int64_t handle) {
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     HR_TRY(enter(context, NULL, 0));
-    return hr_sets_added(&context->engine, handle);
+    return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
     HR_TRY(enter(context, NULL, 0));
-    return hr_joined_last(&context->engine, handle);
+    return hr_membership_answer(&context->engine, handle, HORO_JOIN);
 }
 
 static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,

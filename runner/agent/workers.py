@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from horo.elastic import commits
 from horo.runner.agent.command import StartError
@@ -23,10 +23,17 @@ class HostWorkers(HostRanks):
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
         super().__init__(loop, guard, tree, grace_s, emit, each_has=WORKER_NAME)
-        self._memories: dict[int, int] = {}  # by slot
+        self._memories: dict[Hashable, int] = {}  # by slot
 
     def start_worker(
-        self, command: Sequence[str], worker: int, slot: int, environment: Mapping[str, str], *, cwd: str, host: str
+        self,
+        command: Sequence[str],
+        worker: int,
+        slot: Hashable,
+        environment: Mapping[str, str],
+        *,
+        cwd: str,
+        host: str,
     ) -> None:
         """Starts a worker.
 
@@ -45,7 +52,7 @@ class HostWorkers(HostRanks):
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
 
-    def _memory_of(self, slot: int, host: str) -> int:
+    def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:
             try:
                 self._memories[slot] = commits.create()

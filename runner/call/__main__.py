@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from horo.bootstrap.elastic import membership
 from horo.bootstrap.ending import describe_exception
 from horo.config.table import CallVariables, MpiVariables, drop_variables, environment, read_variables
 from horo.errors import HoroError, UnsupportedError
 from horo.runner.call.pickling import Pickler, dumps
-from horo.runner.call.values import CALL, FAILURES, Call, Outcome, connect, get, outcome_key, put, result_key
+from horo.runner.call.values import CALL, FAILURES, WORKERS, Call, Outcome, connect, get, outcome_key, put, result_key
 
 if TYPE_CHECKING:
     from horo.bootstrap.store.client import StoreClient
@@ -35,8 +36,10 @@ def main() -> None:
     call = read_variables(CallVariables, environment())
     if call.store is None or call.secret is None:
         sys.exit("horo.runner.call is for horo.run alone: its variables are not set")
-    rank, process = _rank(environment()), os.getpid()
+    process = os.getpid()
+    member = membership()
     with connect(call.store, call.secret) as store, connect(call.store, call.secret) as watched:
+        rank = _rank(environment()) if member is None else store.add(WORKERS, 1) - 1
         threading.Thread(target=_end_with_caller, args=(watched,), daemon=True).start()
         wanted: Call = get(store, CALL, _CALL_S)
         drop_variables(wanted.hidden)
@@ -50,6 +53,8 @@ def main() -> None:
             raise
         finally:
             if os.getpid() == process:  # else a process that the function has forked
+                if member is not None:
+                    outcome = outcome._replace(place=(member.generation, member.rank))
                 put(store, outcome_key(rank), outcome)
                 _over.set()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
-from horo.runner.call.values import CALL, Call, Outcome, connect, get, outcome_key, put, result_key
+from horo.runner.call.values import CALL, WORKERS, Call, Outcome, connect, get, outcome_key, put, result_key
 from horo.runner.config import EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ __all__ = ["check_outcomes", "run"]
 _REPORT_LINES_MAX = 20
 _NO_ERRORS = ("SystemExit", "SystemExit: 0")
 """The summaries of ranks that have ended without a result and without an error."""
-_ELASTIC = (
-    *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range"),
-    *("host_discovery_script", "min_np", "max_np"),
-)
 
 
 def run(  # noqa: PLR0917 - the order of arguments is Horovod's
@@ -93,18 +89,24 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
         disable_cache: Taken and ignored: there is no cache of earlier checks.
         network_interface: Another name of ``network_interfaces``.
         np: Another name of ``num_proc``.
-        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np: For
-            elastic jobs, which this version does not have.
+        min_num_proc: As ``hororun --min-np``: the job is elastic, and ``func`` calls ``hvd.elastic.run``.
+        max_num_proc: As ``hororun --max-np``.
+        slots: As ``hororun --slots-per-host``.
+        reset_limit: As ``hororun --reset-limit``.
+        cooldown_range: As ``hororun --blacklist-cooldown-range``: the shortest and the longest time in seconds.
+        host_discovery_script: As ``hororun --host-discovery-script``.
+        min_np: Another name of ``min_num_proc``.
+        max_np: Another name of ``max_num_proc``.
         options: Further options of hororun, such as ``["--oversubscribe"]``.
         env: Variables for the ranks beside those of this process.
 
     Returns:
-        What ``func`` has returned, in rank order.
+        What ``func`` has returned, in rank order; of an elastic job, in the ranks of its last generation.
 
     Raises:
         Exception: What ``func`` has raised in the rank that raised first, with the rank's traceback as its cause.
         UsageError: An argument is wrong; the message is hororun's.
-        UnsupportedError: Options of elastic jobs, or ``func`` or an argument that cannot be pickled.
+        UnsupportedError: ``func`` or an argument that cannot be pickled.
         HoroError: A rank ended without a result; the message has hororun's report.
 
     Example:
@@ -115,8 +117,6 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
 
         results = horo.run(rank_and_size, (10,), np=1)  # [(0, 1)]
     """
-    given = locals()
-    _refuse_elastic(given)
     if np is not None and num_proc not in (1, np):
         raise UsageError(f"horo.run: num_proc={num_proc} and np={np} are two names of one argument: give one of them")
     _check(func, args, kwargs, options, env or {}, num_proc if np is None else np)
@@ -126,6 +126,11 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
     words = _words(
         {
             "--num-proc": num_proc if np is None else np,
+            "--min-num-proc": min_num_proc if min_np is None else min_np,
+            "--max-num-proc": max_num_proc if max_np is None else max_np,
+            "--slots-per-host": slots,
+            "--reset-limit": reset_limit,
+            "--host-discovery-script": host_discovery_script,
             "--hosts": hosts,
             "--hostfile": hostfile,
             "--start-timeout": start_timeout,
@@ -139,6 +144,8 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
             "--network-interfaces": (interfaces if isinstance(interfaces, str) else ",".join(interfaces)) or None,
         }
     )
+    if cooldown_range is not None:
+        words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     command = ["-m", "horo.runner.call"] if executable is None else [executable, "-m", "horo.runner.call"]
     call = _pickled(func, args, kwargs or {})
     secret = secrets.token_bytes(32)
@@ -152,6 +159,8 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
             put(store, CALL, call)
             del call
             code, report = _run_hororun(words, environment)
+            if job.elastic is not None:
+                return _results_of_workers(store, code, report)
             return _results(store, job.size, code, report)
 
 
@@ -181,14 +190,6 @@ def _check(  # noqa: PLR0917
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str) or "=" in name or not name:
             raise UsageError(f"horo.run: env: {name!r}={value!r} is no variable: names and values are texts")
-
-
-def _refuse_elastic(given: Mapping[str, object]) -> None:
-    named = next((name for name in _ELASTIC if given[name] is not None), None)
-    if named is not None:
-        raise UnsupportedError(
-            f"horo.run({named}=...) asks for an elastic job, which this version of horo does not have"
-        )
 
 
 def _words(values: Mapping[str, object]) -> list[str]:
@@ -235,8 +236,6 @@ def _parsed(words: Sequence[str], environment: Mapping[str, str]) -> Job:
         job = None
     if job is None or job.dry_run or job.check_hosts:
         raise UsageError("horo.run: options= has one with which hororun starts no ranks")
-    if job.elastic is not None:
-        raise UnsupportedError("horo.run: options= asks for an elastic job, whose workers return no results")
     return job
 
 
@@ -320,6 +319,17 @@ def _results(store: StoreClient, size: int, code: int, report: str) -> list[Any]
     """In rank order; raises as ``check_outcomes``."""
     check_outcomes([_outcome(store, rank) for rank in range(size)], code, report)
     return [_result(store, rank) for rank in range(size)]
+
+
+def _results_of_workers(store: StoreClient, code: int, report: str) -> list[Any]:
+    """Of the last generation of an elastic job, in rank order; raises as ``check_outcomes`` if the job has failed."""
+    found = [(number, _outcome(store, number)) for number in range(store.add(WORKERS, 0))]
+    done = [(each.place, number) for number, each in found if each is not None and each.has_result]
+    if code or not done:
+        check_outcomes([each for _, each in found], code, report)
+        raise HoroError(f"horo.run: no rank has come to the end of the function\n{report}".rstrip())
+    last, _ = max(place for place, _ in done)
+    return [_result(store, number) for (generation, _), number in sorted(done) if generation == last]
 
 
 def _outcome(store: StoreClient, rank: int) -> Outcome | None:

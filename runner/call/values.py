@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["CALL", "FAILURES", "Call", "Outcome", "connect", "get", "outcome_key", "put", "result_key"]
+__all__ = ["CALL", "FAILURES", "WORKERS", "Call", "Outcome", "connect", "get", "outcome_key", "put", "result_key"]
 
 _CONNECT_S = 60.0
 _PIECE_BYTES = 4 << 20
@@ -25,6 +25,8 @@ CALL = "call"
 """The key of the function and its arguments."""
 FAILURES = "failures"
 """The key at which failures are counted."""
+WORKERS = "workers"
+"""The key at which the processes of an elastic job are counted."""
 
 
 class Call(NamedTuple):
@@ -53,6 +55,7 @@ class Outcome(NamedTuple):
         summary: the exception in one line.
         host: of the rank.
         order: number of this failure among those of all ranks; 0: it is no failure.
+        place: in an elastic job, the last generation that the process was in, and its rank there.
     """
 
     has_result: bool
@@ -61,15 +64,16 @@ class Outcome(NamedTuple):
     summary: str
     host: str
     order: int
+    place: tuple[int, int] = (0, 0)
 
 
 def outcome_key(rank: int) -> str:
-    """The key of a rank's ``Outcome``."""
+    """The key of the ``Outcome`` of a rank, or of a process of an elastic job, in the order of their begins."""
     return f"outcome/{rank}"
 
 
 def result_key(rank: int) -> str:
-    """The key of the function's result in a rank."""
+    """The key of the function's result there."""
     return f"result/{rank}"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from horo.runner.config import JobError
-from horo.runner.hosts import HostSpec
-from horo.runner.network import is_local
 
 __all__ = [
     "check_combinations",
@@ -111,14 +109,14 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
             raise JobError(f"{given[name]} has no effect beside {given[other]}: leave out one of them")
 
 
-def check_elastic(given: Mapping[str, str], hosts: Sequence[HostSpec], *, for_horovod: bool) -> tuple[str, ...]:
+def check_elastic(given: Mapping[str, str], *, for_horovod: bool) -> tuple[str, ...]:
     """Checks the options of an elastic job, which ``--min-np`` asks for.
 
     Returns:
         Sentences about options that do nothing, as they may for Horovod's scripts.
 
     Raises:
-        JobError: an option is for elastic jobs only, or for other jobs only, or there is more than this host.
+        JobError: an option is for elastic jobs only, or for other jobs only.
     """
     if "min_np" not in given:
         useless = [given[name] for name in _ELASTIC if name in given]
@@ -128,9 +126,6 @@ def check_elastic(given: Mapping[str, str], hosts: Sequence[HostSpec], *, for_ho
     for name in _NOT_ELASTIC:
         if name in given:
             raise JobError(f"{given[name]} is not for an elastic job, which --min-np asks for: leave out one of them")
-    if len(hosts) > 1 or not is_local(hosts[0]):
-        asked = ", ".join(given[name] for name in ("min_np", *_ELASTIC) if name in given)
-        raise JobError(f"an elastic job ({asked}) runs on this host only: leave other hosts out")
     return ()
 
 

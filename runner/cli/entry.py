@@ -118,7 +118,7 @@ def parse(
     if command or not given.check_hosts:
         _check_command(command)
     where = _where(given, line, environment)
-    without_effect = check_elastic(line.given, where.hosts, for_horovod=given.horovod)
+    without_effect = check_elastic(line.given, for_horovod=given.horovod)
     timeout_s = start_timeout(given.start_timeout, environment)
     elastic = _elastic(given, where.size, timeout_s)
     exports, useless = _exports(given, line, environment)

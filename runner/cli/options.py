@@ -143,7 +143,7 @@ def build_parser() -> _Parser:
         add_help=False,
     )
     _add_where(parser.add_argument_group("ranks and hosts"))
-    _add_elastic(parser.add_argument_group("elastic jobs, on one host"))
+    _add_elastic(parser.add_argument_group("elastic jobs"))
     _add_launcher(parser.add_argument_group("how ranks are started"))
     _add_environment(parser.add_argument_group("environment"))
     _add_output(parser.add_argument_group("output"))

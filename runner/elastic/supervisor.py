@@ -1,24 +1,22 @@
-"""Carries out the decisions of the driver of an elastic job, on this host."""
+"""Carries out the decisions of the driver of an elastic job."""
 
 from __future__ import annotations
 
-import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
-from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.rank_reports import NoteReader
-from horo.runner.agent.ranks import Noted
-from horo.runner.agent.workers import HostWorkers
+from horo.runner.agent.ranks import Noted, NotStarted
 from horo.runner.config import EXIT_USAGE, JobError
 from horo.runner.elastic import driver
+from horo.runner.elastic.agents import HostsSupervisor
 from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
     Connect,
+    Disconnect,
     Dismiss,
     Done,
     DriverState,
@@ -26,8 +24,6 @@ from horo.runner.elastic.state import (
     Ended,
     Fail,
     Finish,
-    FoundHost,
-    HostUp,
     Kill,
     Leave,
     Phase,
@@ -39,9 +35,8 @@ from horo.runner.elastic.state import (
     Within,
     WriteSeats,
 )
-from horo.runner.job.placement import Placement, PlacementError
+from horo.runner.job.placement import PlacementError
 from horo.runner.job.report import Ending, how_it_ended, how_it_failed
-from horo.runner.job.supervise import Supervisor
 
 if TYPE_CHECKING:
     from horo.bootstrap.store.client import StoreClient
@@ -54,13 +49,11 @@ _LEAVE_SHARE = 0.5
 """Of the grace time, that which ranks have until they commit. After it they get SIGTERM, and keep the last commit."""
 
 
-class ElasticSupervisor(Supervisor):
+class ElasticSupervisor(HostsSupervisor):
     """A job that goes on without a rank that has failed; its processes are workers, see ``driver``."""
 
-    process_word = "worker"
     _state: DriverState
     _client: StoreClient
-    _host_ranks: HostWorkers
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -76,25 +69,22 @@ class ElasticSupervisor(Supervisor):
         limits = self._job.elastic
         if limits is None:
             raise JobError("an elastic job has limits", EXIT_USAGE)
-        (host,) = self._hosts
-        slots = self._slots_of(0, host)
+        slots = [host.slots for host in self._hosts if host.slots is not None]
+        is_open = limits.is_discovered or len(slots) < len(self._hosts)
         if self._job.oversubscribe:
-            slots = max(slots, limits.max_size)
-        elif limits.max_size > slots:
+            self._least_slots = -(-limits.max_size // max(1, len(self._hosts)))
+        elif limits.max_size > sum(slots) and not is_open:
             raise PlacementError(
                 f"up to {limits.max_size} ranks (--max-np, or else -np) need as many slots, and there "
-                f"{'is 1' if slots == 1 else f'are {slots}'}: name more with -H localhost:N, or allow it with "
+                f"{'is 1' if sum(slots) == 1 else f'are {sum(slots)}'}: name more with -H HOST:N, or allow it with "
                 "--oversubscribe"
             )
-        self._open_store({0: None})
+        self._serve_hosts(may_grow=limits.is_discovered)
         if self._store is None:
             raise JobError("the store is not open")
-        first, *others = self._store.endpoints
-        self._client = StoreClient(*first, self._secret, _STORE_S, others)
-        self._host_ranks = self._local = HostWorkers(
-            self._loop, self._guard, self._tree, self._job.grace_s, self._on_event
-        )
-        self._state, actions = driver.begin(limits, [FoundHost(host.name, slots)], self._loop.now_s)
+        *others, last = self._store.endpoints
+        self._client = StoreClient(*last, self._secret, _STORE_S, others)  # that of loopback
+        self._state, actions = driver.begin(limits, list(map(self._found, self._hosts)), self._loop.now_s)
         self._do(actions)
 
     # Events
@@ -105,7 +95,8 @@ class ElasticSupervisor(Supervisor):
                 self._take(told)
 
     def _on_ending(self, ending: Ending) -> None:
-        self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
+        if not ending.lost:  # else all of its host is
+            self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
 
     def _on_signal(self, number: int) -> None:
         limits = self._job.elastic
@@ -125,8 +116,6 @@ class ElasticSupervisor(Supervisor):
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             self._do_one(action)
-            if isinstance(action, Connect):  # this host has an agent from the start
-                self._take(HostUp(action.host, 0))
         if self._timer is not None:
             self._timer.cancel()
         due_s = driver.deadline_s(self._state)
@@ -137,7 +126,11 @@ class ElasticSupervisor(Supervisor):
         from horo.bootstrap.generations import Change, change_key, seat_entries  # noqa: PLC0415
         from horo.bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415
 
-        if isinstance(action, StartWorker):
+        if isinstance(action, Connect):
+            self._reach(action.host)
+        elif isinstance(action, Disconnect):
+            self._leave(action.host)
+        elif isinstance(action, StartWorker):
             self._start_worker(action)
         elif isinstance(action, WriteSeats):
             self._seats_given |= {worker: self._seats_given.get(worker, 0) + 1 for worker in action.workers}
@@ -153,46 +146,30 @@ class ElasticSupervisor(Supervisor):
         elif isinstance(action, (Kill, Dismiss)):
             if isinstance(action, Dismiss):
                 self._dismissed.add(action.worker)
-            self._host_ranks.kill_rank(action.worker)
+            self._kill_worker(action.worker)
         elif isinstance(action, Report):
             self._console.say(action.text)
         elif isinstance(action, Finish):
             self._end_all(action)
 
-    def _start_worker(self, action: StartWorker) -> None:
-        name = self._hosts[0].name
-        self._came.append(action.worker)
-        self._names[action.worker] = name
-        self._host_of_rank[action.worker] = 0
-        self._console.place([name] * len(self._came))
-        self._running.add(action.worker)
-        local_rank = action.slot.number
-        local_size = max(action.size, local_rank + 1)
-        placement = Placement(action.rank, action.size, local_rank, local_size, 0, 1, 0)
-        own = {"HORO_GENERATION": str(action.generation)}
-        environment = {**self._environment, **self._variables_of(placement), **own}
-        cwd = str(Path.cwd())
-        command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
-        try:
-            self._host_ranks.start_worker(command, action.worker, local_rank, environment, cwd=cwd, host=name)
-        except StartError as error:
-            if self._state.generation == 0:
-                raise
-            self._running.discard(action.worker)
-            ended = Ended(action.worker, True, f"could not be started: {error}")
-            self._loop.call_later(0.0, lambda: self._take(ended))
+    def _on_not_started(self, event: NotStarted) -> None:
+        if self._state.generation == 0:
+            self._stop_for(JobError(event.reason, event.code))
+        else:
+            self._take(Ended(event.rank, True, f"could not be started: {event.reason}"))
 
     def _end_all(self, finish: Finish) -> None:
         self._finish = finish
         if self._running:
             self._stop()
         else:
-            self._host_ranks.release()
+            for host in self._ranks_by_host():
+                host.release()
 
     # The end
 
     def _conclude(self) -> int:
-        if not self._came:
+        if not self._came and not self._finish.reason:
             return super()._conclude()
         if self._finish.reason:
             self._console.say(self._finish.reason)

@@ -178,7 +178,7 @@ def count_ranks(hosts: Sequence[HostSpec], environment: Mapping[str, str]) -> in
 def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
     """The hosts that may get a rank, in order; of remote ones, slots may still be unknown.
 
-    All of them, where the number of ranks is not known.
+    All of them, where the number of ranks is not known, or may change.
 
     Raises:
         JobError: the slots are known and too few.
@@ -193,6 +193,8 @@ def candidates(job: Job, environment: Mapping[str, str]) -> list[HostSpec]:
         else host
         for host in job.hosts
     ]
+    if job.elastic is not None:
+        return hosts
     if all(host.slots is not None for host in hosts):
         try:
             placements = place(

@@ -80,6 +80,7 @@ class RemoteHost:
         self._silence_s: float | None = None
         self._silence_timer: Timer | None = None
         self._paused = False
+        self._was_silent = False
         self._ping_interval_s = 0.0
         self._open: set[int] = set()
 
@@ -251,6 +252,7 @@ class RemoteHost:
         self._silence_timer = self._loop.call_later(self._silence_s or 0.0, self._on_silence) if is_due else None
 
     def _on_silence(self) -> None:
+        self._was_silent = True
         sentence = f"host {self.host.name} has sent nothing for {self._silence_s:g} s (--host-timeout)"
         self._fail(JobError(sentence, EXIT_UNREACHABLE))
         self.hang_up()
@@ -267,6 +269,12 @@ class RemoteHost:
             if fd in self._open:
                 read_what_is_there(fd, read)
         self._finish()
+
+    @property
+    def may_run_s(self) -> float:
+        """The time for which workers of an elastic job may be at work there after the end of the connection."""
+        has_ended = self._code == 0 or self._was_silent
+        return 0.0 if has_ended or self._silence_s is None else self._silence_s * _OWN_SILENCE
 
     @property
     def why_lost(self) -> str:

@@ -17,7 +17,7 @@ from horo.errors import HoroError
 from horo.runner.agent.command import StartError, with_python
 from horo.runner.agent.machine import Binding, core_count
 from horo.runner.agent.rank_reports import Note, NoteReader
-from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Wrote, reap
+from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Started, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
 from horo.runner.job.console import Console
@@ -264,17 +264,22 @@ class Supervisor:
 
     def _open_store(self, routes: Mapping[int, HostAddresses | None]) -> dict[int, str]:
         """Opens the key-value server for the ranks of hosts, which reach it by ``routes``; returns its addresses."""
+        addresses, by_host = store_addresses(list(routes.values()))
+        endpoints = self._serve_store(addresses)
+        reached = dict(zip(routes, by_host, strict=True))
+        self._stores = {index: ",".join(endpoints[each] for each in mine) for index, mine in reached.items()}
+        return {index: mine[0] for index, mine in reached.items()}
+
+    def _serve_store(self, addresses: Sequence[str]) -> dict[str, str]:
+        """Opens the key-value server at addresses of this host; returns its endpoint at each of them."""
         from horo.bootstrap.auth.handshake import SECRET_BYTES  # noqa: PLC0415 - --help does without
 
-        addresses, by_host = store_addresses(list(routes.values()))
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._store = open_store(self._job, addresses, self._secret, self._console.say)
         self._arrivals = Arrivals(self._store, self._secret, self._id)
         endpoints = {endpoint.address: str(endpoint) for endpoint in self._store.endpoints}
         self._console.explain(f"key-value server at {', '.join(endpoints.values())}")
-        for index, mine in zip(routes, by_host, strict=True):
-            self._stores[index] = ",".join(endpoints[address] for address in mine)
-        return {index: mine[0] for index, mine in zip(routes, by_host, strict=True)}
+        return endpoints
 
     def _variables_of(self, placement: Placement) -> dict[str, str]:
         """The variables of a rank."""
@@ -326,7 +331,7 @@ class Supervisor:
             self._on_exit(event)
         elif isinstance(event, Remained):
             self._console.say(event.sentence)
-        else:
+        elif isinstance(event, Started):
             who = f"{self.process_word} {event.rank} on {self._names[event.rank]}"
             self._console.explain(f"{who} runs as process {event.pid}{event.bound and f', bound to {event.bound}'}")
 
@@ -382,8 +387,7 @@ class Supervisor:
                 self._end(rank, asked=self._stopping, lost=remote.why_lost)
 
     def _on_child(self, _number: int) -> None:
-        owners = [remote.on_child for remote in self._remotes.values()]
-        reap([*owners, self._local.on_child] if self._local is not None else owners)
+        reap([host.on_child for host in self._ranks_by_host()])
 
     def _on_console(self) -> None:
         if self._console.stdout_error is not None and not self._stopping:
@@ -460,10 +464,7 @@ class Supervisor:
             self._pause(False)
         interrupted = self._signal == signal.SIGINT
         for host in self._ranks_by_host():
-            if interrupted:
-                host.interrupt()
-            else:
-                host.terminate()
+            (host.interrupt if interrupted else host.terminate)()
         if interrupted and os.isatty(2):
             self._loop.call_later(_SILENT_END_S, self._say_what_is_awaited)
         grace_s = self._job.grace_s * (2 if interrupted else 1)
@@ -474,8 +475,7 @@ class Supervisor:
             remote.hang_up()
 
     def _over(self) -> bool:
-        local = self._local is None or self._local.finished
-        return local and all(remote.finished for remote in self._remotes.values())
+        return all(host.finished for host in self._ranks_by_host())
 
     def _conclude(self) -> int:
         """Prints why the job failed, if it did; returns the exit code."""

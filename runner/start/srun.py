@@ -68,6 +68,7 @@ class SrunLauncher:
             *(["--overlap"] if self.overlap else []),
             "--cpu-bind=none",
             "--mem=0",
+            "--kill-on-bad-exit=0",
             "--mpi=none",
             "--export=ALL",
             "--chdir=/",

@@ -185,7 +185,7 @@ BREAKS = (
     ),
     Break(
         "lead-silent-news",
-        "native/src/engine/lead/members.c",
+        "native/src/engine/lead/control.c",
         "    leader->has_news = 1;\n    switch (message->type) {",
         "    switch (message->type) {",
         "What another rank announces is agreed on when the leader goes to sleep, a millisecond late.",
@@ -265,9 +265,9 @@ BREAKS = (
     ),
     Break(
         "membership-neutral",
-        "native/src/engine/membership/stand_in.c",
-        "infinity_of(dtype) | sign_of(dtype);",
-        "infinity_of(dtype) & ~sign_of(dtype);",
+        "native/src/engine/membership/join.c",
+        "infinity_of(dtype) | sign;",
+        "infinity_of(dtype);",
         "Max over ranks of which one has joined is infinite.",
         "tests/native/test_join.py -k 'neutral or change_no_reduction'",
     ),

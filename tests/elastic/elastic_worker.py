@@ -2,7 +2,7 @@
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
 itself, ``stop`` itself, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
-``init()``. ``WORKER:done:kill``: after training.
+``init()``. ``WORKER:done:kill``: after training. Training ends before where there is a file of the name in STOP_FILE.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from horo.errors import GroupError, MismatchError, NotInitializedError, UsageErr
 
 STEPS = int(sys.argv[1])
 DEEDS = {(int(worker), step): what for worker, step, what in (word.split(":") for word in sys.argv[2:])}
+STOP = Path(os.environ.get("STOP_FILE", "/"))
 member = membership()
 assert member is not None
 
@@ -63,9 +65,10 @@ def train() -> bool:
         count.add_(hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Max, name="step"))
         member.committed(int(count))
         time.sleep(0.02)
-        change = torch.tensor([1 if member.change() else 0])
-        if hvd.allreduce(change, op=hvd.Max, name="change").item():
-            return False
+        seen = torch.tensor([1 if member.change() else 0, 1 if STOP.is_file() else 0])
+        is_changed, is_over = hvd.allreduce(seen, op=hvd.Max, name="seen").tolist()
+        if is_changed or is_over:
+            return bool(is_over)
     return True
 
 

@@ -170,9 +170,3 @@ def test_options_that_do_not_fit_are_refused(elastic: Elastic, words: tuple[str,
     job = elastic.start(*words, "true").finish()
     assert job.returncode == 2
     assert sentence in job.stderr
-
-
-def test_an_elastic_job_runs_on_this_host_only(elastic: Elastic) -> None:
-    job = elastic.start("-np", "2", "--min-np", "1", "true", where="h1:2,h2:2").finish()
-    assert job.returncode == 2
-    assert "an elastic job (--min-np) runs on this host only" in job.stderr

@@ -8,10 +8,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elastic_training import EPOCHS, SAMPLES
 from jobs import TORCH_S, Hororun, marked_processes
+
+import horo
 
 TRAINING = str(Path(__file__).with_name("elastic_training.py"))
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic.py")
@@ -74,3 +77,27 @@ def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun
         assert result["resets"] == 1  # its state is that of a worker before it
         seen = Counter(map(tuple, result["seen"]))
         assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES))
+
+
+def count_to(steps: int) -> tuple[int, int, int]:
+    import horo.torch as hvd  # noqa: PLC0415 - in a rank
+    from horo.bootstrap.elastic import membership  # noqa: PLC0415
+
+    hvd.init()
+    member = membership()
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        while state.step < steps:
+            if member is not None and (member.worker, state.step) == (0, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.step += 1
+            state.commit()
+        return hvd.rank()
+
+    return train(hvd.elastic.TorchState(step=0)), hvd.size(), member.worker if member else -1
+
+
+def test_a_call_returns_the_results_of_the_last_generation() -> None:
+    results = horo.run(count_to, (30,), np=2, min_np=2, max_np=2, options=["--oversubscribe"])
+    assert results == [(0, 2, 1), (1, 2, 2)]

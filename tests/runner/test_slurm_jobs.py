@@ -26,6 +26,7 @@ while :; do
     case $1 in
         --nodelist=*) node=${{1#*=}};;
         --nodes=1|--ntasks=1|--overlap|--cpu-bind=none|--mem=0|--mpi=none|--export=ALL|--chdir=/|--quiet) ;;
+        --kill-on-bad-exit=0) ;;
         -*) echo "srun: unrecognized option '$1'" >&2; exit 1;;
         *) break;;
     esac

@@ -44,11 +44,11 @@ HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "announce": ("requests",),
         "round": ("drive", "requests"),
         "lead": ("drive", "agree", "announce", "round"),
-        "execute": ("engine.h", "group", "requests"),
+        "execute": ("group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute"),
-        "membership": ("engine.h",),
-        "report": ("engine.h",),
-        "gpu": ("engine.h", "report"),
+        "gpu": ("engine.h",),
+        "membership": ("engine.h", "gpu"),
+        "report": ("engine.h", "gpu"),
     }
 }
 """Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""

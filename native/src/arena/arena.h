@@ -63,7 +63,7 @@ struct hr_arena_header {
     _Atomic uint32_t wants_leave; /* 1: some rank of this host has asked to leave: its leader must drive */
     /* the last question whether the ranks here are still blocked; written by the leader, see report/deadlock.h */
     _Atomic uint32_t blocked_question;
-    /* 1 + the place where the LEAVE record begins, see place in executor.h; written by the leader with it; 0: none */
+    /* 1 + the place (executor.h) where the LEAVE record begins; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at;
     /* when ranks of the team last said here that they have no answer from its leader */
     _Alignas(HR_LINE) _Atomic uint64_t stall_report_ns[HR_TEAMS_MAX];

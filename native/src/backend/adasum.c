@@ -65,7 +65,6 @@ struct adasum {
 
     /* The operand that inner is told. */
     struct hr_operand operand;
-    size_t row_bytes;
     struct hr_gathered result;
 };
 
@@ -91,7 +90,6 @@ static void free_memory(struct adasum *self) {
 static int begin_inner(struct adasum *self, enum hr_adasum_phase stage, struct hr_work work) {
     work.operands = &self->operand;
     work.count = 1;
-    work.row_bytes = &self->row_bytes;
     work.results = &self->result;
     work.prescale = 1.0;
     work.postscale = 1.0;
@@ -114,8 +112,8 @@ static int begin_scatter(struct adasum *self) {
     }
     self->operand = (struct hr_operand){.input = self->is_packed ? self->packed : self->fused.pieces[0].input,
                                         .bytes = self->count * self->width,
-                                        .dtype = HORO_UINT8};
-    self->row_bytes = self->width;
+                                        .dtype = HORO_UINT8,
+                                        .row_bytes = self->width};
     self->result = (struct hr_gathered){.data = self->shares,
                                         .is_given = 1,
                                         .bytes = (int64_t)(size * self->own_count * self->width),
@@ -128,7 +126,6 @@ static int begin_sum(struct adasum *self) {
     const size_t bytes = pairs * self->fused.count * PRODUCTS * sizeof *self->sums;
     self->operand =
         (struct hr_operand){.input = self->sums, .output = self->sums, .bytes = bytes, .dtype = HORO_FLOAT64};
-    self->row_bytes = bytes;
     return begin_inner(self, HR_ADASUM_SUM, (struct hr_work){.op = HORO_ALLREDUCE, .reduce_op = HORO_SUM});
 }
 
@@ -248,9 +245,10 @@ static int end_level(struct adasum *self) {
             const struct hr_codec *codec = self->fused.codec;
             codec->scale(codec, self->team->node->kernel, self->shares, self->own_count, scale);
         }
-        self->operand =
-            (struct hr_operand){.input = self->shares, .bytes = self->own_count * self->width, .dtype = HORO_UINT8};
-        self->row_bytes = self->width;
+        self->operand = (struct hr_operand){.input = self->shares,
+                                            .bytes = self->own_count * self->width,
+                                            .dtype = HORO_UINT8,
+                                            .row_bytes = self->width};
         self->result = (struct hr_gathered){.data = self->is_packed ? self->packed : self->fused.pieces[0].output,
                                             .is_given = 1,
                                             .bytes = (int64_t)(self->count * self->width),
@@ -304,7 +302,6 @@ static hr_status adasum_begin(struct hr_backend *backend, const struct hr_work *
     }
     self->kinds = (struct hr_kinds){.operands = work->operands,
                                     .count = work->count,
-                                    .row_bytes = work->row_bytes,
                                     .rank = self->team->rank,
                                     .size = self->team->size};
     HR_TRY(hr_pieces_reserve(&self->pieces, work->count));

@@ -19,6 +19,7 @@ struct hr_operand {
     size_t bytes; /* of the input; of a reduce-scatter the output has the rows that fall to this rank */
     int dtype;
     int wire_dtype; /* of a reduction: travels as this 16-bit float; 0: as it is */
+    size_t row_bytes; /* the product of the other extents times the element */
 };
 
 /* The result of an allgather or alltoall for one tensor, ready to be written before the work begins. */
@@ -40,8 +41,6 @@ struct hr_work {
     double prescale, postscale; /* of a reduction */
     const struct hr_operand *operands;
     size_t count;
-    /* [count] bytes per row: the product of the other extents times the element */
-    const size_t *row_bytes;
     struct hr_gathered *results; /* allgather, alltoall: [count] */
     /* alltoall: [size][count][size] rows that each rank has of each tensor for each rank; no sum of bytes overflows */
     const int64_t *splits;

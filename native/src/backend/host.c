@@ -130,7 +130,7 @@ static int begin_kind(struct host_backend *host) {
 
 static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
     const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
-    return (size_t)work->splits[place] * work->row_bytes[i];
+    return (size_t)work->splits[place] * work->operands[i].row_bytes;
 }
 
 /*
@@ -200,7 +200,7 @@ static hr_status lay_out_move(struct host_backend *host) {
         by_rank[r] = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
-            const size_t bytes = (size_t)result->first_dims[r] * work->row_bytes[i];
+            const size_t bytes = (size_t)result->first_dims[r] * work->operands[i].row_bytes;
             hr_fuse_append(&by_rank[r], pieces, work->operands[i].input, (char *)result->data + offsets[i], bytes);
             offsets[i] += bytes;
         }
@@ -260,7 +260,6 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     host->way = WAY_SLOTS;
     host->kinds = (struct hr_kinds){.operands = work->operands,
                                     .count = work->count,
-                                    .row_bytes = work->row_bytes,
                                     .rank = host->team->rank,
                                     .size = host->team->size};
     const int op = host->work.op;

@@ -58,7 +58,8 @@ static void add(struct hr_nccl_calls *self, const struct hr_nccl_call *call) {
 
 /* The rows of each rank where they are equally many; else a reduction for each rank. */
 static void add_scatter(struct hr_nccl_calls *self, const struct hr_team *team, const struct hr_operand *operand,
-                        size_t row_bytes, struct hr_nccl_call call) {
+                        struct hr_nccl_call call) {
+    const size_t row_bytes = operand->row_bytes;
     const size_t width = hr_dtype_bytes(operand->dtype);
     const size_t size = (size_t)team->size;
     const size_t all = operand->bytes == 0 ? 0 : operand->bytes / row_bytes;
@@ -92,7 +93,7 @@ static void add_operand(struct hr_nccl_calls *self, const struct hr_team *team, 
         .root = work->root_rank,
     };
     if (work->op == HORO_REDUCESCATTER) {
-        add_scatter(self, team, operand, work->row_bytes[i], call);
+        add_scatter(self, team, operand, call);
         return;
     }
     if (work->op == HORO_BROADCAST) {

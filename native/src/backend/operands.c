@@ -61,10 +61,9 @@ static struct hr_fused fuse(const struct hr_kinds *kinds, struct hr_piece *piece
         size_t begin = 0;
         size_t bytes = operand->bytes;
         if (r >= 0 && bytes > 0) {
-            const size_t row_bytes = kinds->row_bytes[i];
-            hr_part(bytes / row_bytes, (size_t)kinds->size, (size_t)r, &begin, &bytes);
-            begin *= row_bytes;
-            bytes *= row_bytes;
+            hr_part(bytes / operand->row_bytes, (size_t)kinds->size, (size_t)r, &begin, &bytes);
+            begin *= operand->row_bytes;
+            bytes *= operand->row_bytes;
         }
         fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
         hr_fuse_append(&fused, pieces, (const char *)operand->input + begin,

@@ -25,7 +25,6 @@ void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void 
 struct hr_kinds {
     const struct hr_operand *operands;
     size_t count;
-    const size_t *row_bytes; /* [count] */
     int rank, size;
     int next; /* private */
 };

@@ -112,12 +112,11 @@ static int announce(struct hr_engine *engine) {
         struct hr_lane *lane = request->port->lane;
         next = request->next;
         lane->part.is_quiet = 0;
-        if (request->call.op == HORO_REMOVE_TEAM) {
-            hr_engine_expect_removal(engine, request);
-        }
         if (status == HORO_OK) {
-            const int joins = request->call.op == HORO_JOIN;
-            status = joins ? hr_join_begin(lane, request) : hr_lane_announce(lane, request);
+            const struct hr_cargo *cargo = &request->cargo;
+            status = cargo->hooks != NULL && cargo->hooks->announce != NULL
+                         ? cargo->hooks->announce(cargo->owner, request)
+                         : hr_lane_announce(lane, request);
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
@@ -138,11 +137,6 @@ static int turn(struct hr_part *part) {
     if (has_queue) {
         HR_TRY(announce(engine));
         moved = HR_MOVED;
-    }
-    for (int i = 0; engine->held_joins > 0 && i < engine->lane_count; i++) {
-        const int joined = hr_join_go_on(engine->lanes[i]);
-        HR_TRY(joined);
-        moved |= joined;
     }
     return moved;
 }
@@ -165,15 +159,7 @@ static const struct hr_executor_ops EXECUTOR_OPS = {
                  [HR_WIRE_TUNE] = execute_tune},
     .change = hr_membership_change,
     .absent = hr_stand_in_for,
-    .backend_on_gpu = hr_gpu_backend,
-    .end_on_gpu = hr_gpu_end_batch,
-    .bury = hr_gpu_bury,
 };
-
-static const struct hr_membership_ops MEMBERSHIP_OPS = {
-    .added = hr_gpu_attach, .going = hr_gpu_detach, .is_quiet = hr_gpu_is_quiet};
-
-static const struct hr_report_ops REPORT_OPS = {.awaits = hr_gpu_awaits};
 
 static void free_parts(struct hr_engine *engine) {
     hr_requests_fini(&engine->requests);
@@ -212,8 +198,6 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .membership = &MEMBERSHIP_OPS,
-        .report = &REPORT_OPS,
         .lane_setup =
             {
                 .leader.drive = &engine->drive,
@@ -279,33 +263,6 @@ void hr_engine_fini(struct hr_engine *engine) {
     free_parts(engine);
 }
 
-/* Its tensors stay on the GPU, or are on their way to the host; none of what is refused. */
-static hr_status submit_on_gpu(struct hr_engine *engine, const horo_request *call, int64_t *handle,
-                               struct hr_error *error) {
-    struct hr_request *request = NULL;
-    HR_TRY(hr_requests_create(&engine->requests, call, &request, error));
-    hr_drive_lock(&engine->drive);
-    hr_status status = hr_requests_check(&engine->requests, request, error);
-    const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
-    hr_drive_unlock(&engine->drive);
-    if (status == HORO_OK) {
-        status = stays ? hr_gpu_place(engine, request, error) : HORO_OK;
-    }
-    if (status == HORO_OK && request->cargo.data == NULL) {
-        status = hr_engine_stage(engine, request, error);
-    }
-    if (status != HORO_OK) {
-        hr_request_destroy(request);
-        return status;
-    }
-    const int is_staged = request->state == HR_REQUEST_STAGING;
-    HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
-    if (is_staged) {
-        hr_engine_launch(engine, request, *handle);
-    }
-    return HORO_OK;
-}
-
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
                            struct hr_error *error) {
     if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
@@ -319,7 +276,7 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
                        call->name == NULL ? "" : call->name);
     }
     return call->device != 0
-               ? submit_on_gpu(engine, call, handle, error)
+               ? hr_gpu_submit(engine, call, handle, error)
                : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
 }
 

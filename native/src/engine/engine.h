@@ -86,16 +86,10 @@ struct hr_tuned {
     int is_final;                      /* likewise */
 };
 
-struct hr_membership_ops;
-struct hr_report_ops;
-
 struct hr_engine {
     struct hr_node *node;
     struct hr_lane_setup lane_setup;
-    const struct hr_membership_ops *membership;
-    const struct hr_report_ops *report;
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
-    int held_joins;              /* the driver's: JOINs that are to be announced, in all lanes */
     struct hr_drive drive;
     struct hr_requests requests;
     struct hr_blocked blocked;
@@ -139,7 +133,5 @@ extern const struct hr_part_ops hr_part_end;         /* leave.c */
 extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
 
-/* Before the announcement of one that removes a team, which from then on may end on other ranks. */
-void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request);
 
 #endif

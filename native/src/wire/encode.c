@@ -294,11 +294,23 @@ void hr_frame_end(struct hr_buffer *out, size_t mark) {
 }
 
 hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
+    const size_t before = hr_buffer_size(out);
     size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put(out, message));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    hr_status status = hr_frame_begin(out, &mark);
+    status = status == HORO_OK ? hr_wire_put(out, message) : status;
+    if (status == HORO_OK) {
+        hr_frame_end(out, mark);
+    } else {
+        out->end = out->begin + before;
+    }
+    return status;
+}
+
+hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message) {
+    uint8_t length[4];
+    (void)hr_store_u32(length, (uint32_t)message->byte_count);
+    HR_TRY(hr_buffer_append(out, length, sizeof length));
+    return hr_buffer_append(out, message->bytes, message->byte_count);
 }
 
 int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes) {

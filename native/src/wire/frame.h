@@ -7,8 +7,10 @@
 
 #include "wire/wire.h"
 
-/* Appends one message, whole. HORO_OK or a status. */
+/* Appends one message: HORO_OK, or a status and nothing of it. */
 hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
+/* The same for one that has been decoded, as it came. */
+hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message);
 /* begin gives the position that end takes; what is appended in between is the message. */
 hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);
 void hr_frame_end(struct hr_buffer *out, size_t mark);
@@ -18,5 +20,12 @@ void hr_frame_end(struct hr_buffer *out, size_t mark);
  * HR_WIRE_MESSAGE_MAX or it is no message.
  */
 int hr_frame_peek(const struct hr_buffer *in, struct hr_wire_message *message, size_t *bytes);
+
+/* Whether a message that comes down the tree is a record of the log. */
+static inline int hr_wire_is_record(enum hr_wire_type type) {
+    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
+                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
+    return (records >> type & 1) != 0;
+}
 
 #endif

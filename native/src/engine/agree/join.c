@@ -1,7 +1,7 @@
 /*
  * Ranks that have joined, in the agreement. A member that has announced JOIN counts as announced for whatever another
- * one announces. What the job needs of it, it does when the record comes (stand_in.c); what it cannot do for another
- * rank is refused here, and fails like a difference between requests: on all ranks, with a sentence.
+ * one announces. What the job needs of it, it does when the record comes (membership/join.c); what it cannot do for
+ * another rank is refused here, and fails like a difference between requests: on all ranks, with a sentence.
  */
 #include <stdio.h>
 #include <string.h>

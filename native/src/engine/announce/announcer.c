@@ -160,10 +160,6 @@ int hr_announcer_take(struct hr_announcer *announcer, uint32_t id, struct hr_req
     return HORO_OK;
 }
 
-void hr_announcer_put_back(const struct hr_announcer *announcer, struct hr_request *request) {
-    find_id(announcer, request->announced_id)->pending = request;
-}
-
 void hr_announcer_drop(const struct hr_announcer *announcer, const struct hr_request *request) {
     for (uint32_t slot = 0; slot < announcer->capacity; slot++) {
         struct hr_known *known = announcer->slots[slot];

@@ -52,8 +52,6 @@ struct hr_request *hr_announcer_pending(const struct hr_announcer *announcer, ui
  */
 int hr_announcer_take(struct hr_announcer *announcer, uint32_t id, struct hr_request **request,
                       struct hr_wire_text *bytes);
-/* It is announced by its id as before, in spite of take. */
-void hr_announcer_put_back(const struct hr_announcer *announcer, struct hr_request *request);
 /* It has failed, or all that is announced is about to (NULL), and is not to be touched any more. */
 void hr_announcer_drop(const struct hr_announcer *announcer, const struct hr_request *request);
 /* A record has given the request's name an id. What was announced by an id that is evicted is announced in full. */

@@ -1,228 +1,327 @@
-/* Taking records out of the log and running them. */
+/* Takes records out of the log and runs them: the requests of this rank that they mean, and the batches of these. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "arena/arena.h"
 #include "backend/carried.h"
 #include "base/traits.h"
-#include "engine/execute/batch.h"
-#include "engine/engine.h"
+#include "engine/group/lane.h"
+#include "engine/requests/requests.h"
+#include "node/end.h"
 #include "wire/frame.h"
-
-/* The growth of its place at the end of what is executed. */
-static uint64_t step_of(const struct hr_lane *lane) {
-    return lane->executor.record_bytes == 0 ? 1 : lane->executor.record_bytes;
-}
 
 enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
 
-/* The record that was begun last is over. */
-static void end_record(struct hr_lane *lane) {
+/* The growth of the place at the end of what is executed. */
+static uint64_t step(const struct hr_executor *executor) {
+    return executor->record_bytes == 0 ? 1 : executor->record_bytes;
+}
+
+/* For a timeline: the record that is executed, and how its data moves; and for the flight recorder its requests. */
+static void note_begun(const struct hr_lane *lane, struct hr_request *const *requests, size_t count, uint64_t bytes,
+                       int moves_data) {
+    const struct hr_transport *transport = lane->team->transport;
+    if (hr_recorder_is_traced(&lane->node->recorder)) {
+        const int via = !moves_data                                                  ? HR_VIA_NONE
+                        : (requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0        ? HR_VIA_GPU
+                        : transport == NULL                                          ? HR_VIA_SHM
+                        : strcmp(transport->ops->name, "mpi") == 0                   ? HR_VIA_MPI
+                                                                                     : HR_VIA_TCP;
+        hr_recorder_add(&lane->node->recorder, &(struct hr_event){
+                                                   .event = HR_EVENT_RECORD,
+                                                   .op = -1,
+                                                   .team = lane->team->number,
+                                                   .number = via,
+                                                   .bytes = (int64_t)(lane->executor.place + step(&lane->executor)),
+                                               });
+    }
+    hr_requests_note_batch(lane->port.requests, requests, count, bytes);
+}
+
+/* The record that was begun last is over, and so are its requests, if this rank has any, with this outcome. */
+static void end_record(struct hr_lane *lane, struct hr_request *const *requests, size_t count, int status,
+                       const char *text) {
+    struct hr_executor *executor = &lane->executor;
+    struct hr_requests *table = lane->port.requests;
     const struct hr_arena *arena = &lane->node->arena;
     const int number = lane->team->number;
-    lane->executor.log_executed += lane->executor.record_bytes;
-    lane->executor.place += step_of(lane);
+    executor->log_executed += executor->record_bytes;
+    executor->place += step(executor);
     /* partner: hr_arena_has_closed */
-    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], lane->executor.place);
+    atomic_store(&arena->blocks[arena->local_rank].log_executed[number], executor->place);
     if (number == 0 && atomic_load(&arena->header->leave_at) != 0) {
         hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
     }
-    lane->executor.record_bytes = 0;
-    lane->executor.state = HR_EXECUTION_IDLE;
-}
-
-static void count_batch(struct hr_lane *lane, uint64_t tensors, uint64_t bytes) {
-    struct hr_counts *counts = &lane->node->counts;
-    atomic_fetch_add_explicit(&counts->batches, 1, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counts->tensors, tensors, memory_order_relaxed);
-    atomic_fetch_add_explicit(&counts->bytes, bytes, memory_order_relaxed);
-}
-
-static void end_batch(struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    char text[HORO_MESSAGE_MAX];
-    const int status = hr_gather_outcome(batch->requests[0], text, sizeof text);
-    count_batch(lane, batch->operand_count, batch->bytes);
-    end_record(lane);
-    hr_requests_complete(&lane->engine->requests, batch->requests, batch->request_count, status,
-                         status == HORO_OK ? NULL : text);
-}
-
-static void cancel_task(struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    lane->executor.backend->ops->cancel(lane->executor.backend);
-    lane->executor.ops->bury(lane, batch->requests, batch->request_count);
-}
-
-/*
- * The task has lost a peer. That rank need not be the cause: it may have ended because it had heard of another's death.
- * So other ranks get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
- */
-static int suspect(struct hr_lane *lane) {
-    cancel_task(lane);
-    lane->executor.state = HR_EXECUTION_LOST;
-    lane->executor.confirm_ns =
-        hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
-    hr_part_expect(&lane->part, lane->executor.confirm_ns);
-    return HR_MOVED;
-}
-
-static int confirm(struct hr_lane *lane) {
-    const struct hr_abort who = lane->team->suspect;
-    if (hr_team_is_left(lane->team)) {
-        return HR_STILL;
+    executor->record_bytes = 0;
+    executor->state = HR_EXECUTION_IDLE;
+    if (count > 0) {
+        hr_requests_complete(table, requests, count, status, text);
+        return;
     }
-    if (hr_now_ns() < lane->executor.confirm_ns) {
-        return HR_STILL;
+    hr_drive_lock(table->drive);
+    table->passed++; /* the last report of this rank holds no more: it is further now */
+    hr_drive_unlock(table->drive);
+}
+
+/* ---- The requests of a record ---- */
+
+/* The request that a ref stands for, or a stand-in; this rank learns what the record says of it. */
+static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
+    struct hr_wire_text bytes = {NULL, 0};
+    if (ref->name.bytes == 0) {
+        HR_TRY(hr_announcer_take(&lane->announcer, ref->id, request, &bytes));
+        return *request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request);
     }
-    hr_node_abort(lane->node, who.code, who.rank, who.reason);
-    return HR_MOVED;
+    *request = hr_port_find_name(&lane->port, ref->name);
+    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
+    if (*request == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    return ref->id == 0 ? HORO_OK : hr_announcer_learn(&lane->announcer, *request, ref->id);
 }
 
-/* One on the GPU goes on there. 0: that has failed, and the group is about to end. */
-static int may_end_batch(const struct hr_lane *lane) {
-    const struct hr_batch *batch = lane->executor.batch;
-    return (batch->requests[0]->call.flags & HORO_SUBMIT_ON_GPU) == 0 || lane->executor.ops->end_on_gpu(batch->requests);
-}
-
-static int progress_task(struct hr_lane *lane) {
-    const int moved = lane->executor.backend->ops->progress(lane->executor.backend);
-    switch (moved) {
-    case HR_STILL: return HR_STILL;
-    case HR_DONE:
-        if (!may_end_batch(lane)) {
-            return HR_STILL;
+/* Room for `count` elements. */
+static int reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+    if (count > *capacity) {
+        void *larger = realloc(*array, count * element_bytes);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
         }
-        end_batch(lane);
-        break;
-    case HR_MOVED: break;
-    case HORO_ERR_PEER_LOST: return suspect(lane);
-    default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
+        *array = larger;
+        *capacity = count;
     }
-    lane->executor.moves++;
-    return HR_MOVED;
-}
-
-static int change(struct hr_lane *lane) {
-    struct hr_request *request = lane->executor.batch->requests[0]; /* such an operation shares its batch with none */
-    char text[HORO_MESSAGE_MAX];
-    int outcome;
-    const int moved = lane->executor.ops->change(lane, request, lane->executor.row, &outcome, text, sizeof text);
-    if (moved != HR_DONE) {
-        return moved;
-    }
-    end_record(lane);
-    lane->executor.moves++;
-    hr_requests_complete(&lane->engine->requests, &request, 1, outcome, outcome == HORO_OK ? NULL : text);
-    return HR_MOVED;
-}
-
-/* One request, whose results are too large for anybody: all ranks see the same rows, and none begins. */
-static int refuse_batch(struct hr_lane *lane, const char *text) {
-    struct hr_request *request = lane->executor.batch->requests[0];
-    end_record(lane);
-    hr_requests_complete(&lane->engine->requests, &request, 1, HORO_ERR_USAGE, text);
     return HORO_OK;
 }
 
-static int via(const struct hr_lane *lane, int moves_data) {
-    const struct hr_transport *transport = lane->team->transport;
-    if (!moves_data || transport == NULL) {
-        return moves_data ? HR_VIA_SHM : HR_VIA_NONE;
-    }
-    return strcmp(transport->ops->name, "mpi") == 0 ? HR_VIA_MPI : HR_VIA_TCP;
+static int reserve_requests(struct hr_batch *batch, size_t count) {
+    batch->request_count = 0;
+    return reserve((void **)&batch->requests, &batch->request_capacity, count, sizeof *batch->requests);
 }
 
-/* For a timeline: the record of the log that is executed; before its batch is noted. */
-static void note_record(const struct hr_lane *lane, int moves_data, int on_gpu) {
-    struct hr_recorder *recorder = &lane->node->recorder;
-    if (hr_recorder_is_traced(recorder)) {
-        hr_recorder_add(recorder, &(struct hr_event){
-                                      .event = HR_EVENT_RECORD,
-                                      .op = -1,
-                                      .team = lane->team->number,
-                                      .number = on_gpu ? HR_VIA_GPU : via(lane, moves_data),
-                                      .bytes = (int64_t)(lane->executor.place + step_of(lane)),
-                                  });
+/* The operands of the requests that are in the batch. */
+static int add_operands(struct hr_batch *batch) {
+    size_t count = 0;
+    for (size_t i = 0; i < batch->request_count; i++) {
+        count += (size_t)batch->requests[i]->call.tensor_count;
     }
+    HR_TRY(reserve((void **)&batch->operands, &batch->operand_capacity, count, sizeof *batch->operands));
+    batch->operand_count = 0;
+    batch->bytes = 0;
+    for (size_t i = 0; i < batch->request_count; i++) {
+        const horo_request *call = &batch->requests[i]->call;
+        const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
+        for (int t = 0; t < call->tensor_count; t++) {
+            const horo_tensor *tensor = &call->tensors[t];
+            const int rows = tensor->ndim > 0;
+            int64_t bytes = 0;     /* it was checked when it was submitted */
+            int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused */
+            (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+            (void)hr_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
+            batch->operands[batch->operand_count++] = (struct hr_operand){
+                .input = tensor->input,
+                .output = tensor->output,
+                .bytes = (size_t)bytes,
+                .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
+                .wire_dtype = tensor->wire_dtype,
+                .row_bytes = (size_t)row_bytes,
+            };
+            batch->bytes += (uint64_t)bytes;
+        }
+    }
+    return HORO_OK;
 }
 
-static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
-    HR_TRY(hr_batch_load(lane, record));
-    const struct hr_batch *batch = lane->executor.batch;
-    note_record(lane, batch->operand_count > 0,
-                        batch->request_count > 0 && (batch->requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0);
-    hr_requests_note_batch(&lane->engine->requests, batch->requests, batch->request_count, batch->bytes);
-    const int op = batch->request_count == 0 ? HORO_BARRIER : batch->requests[0]->call.op;
-    if (hr_op_is_of_members(op)) {
-        const uint8_t *cursor = record->rows.data;
-        lane->executor.row = record->rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
-        lane->executor.state = HR_EXECUTION_CHANGING;
-        return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
+/* ---- Batches ---- */
+
+static void end_batch(struct hr_lane *lane) {
+    const struct hr_batch *batch = &lane->executor.batch;
+    struct hr_counts *counts = &lane->node->counts;
+    struct hr_error error;
+    error.code = HORO_OK; /* without its long text */
+    if (batch->requests[0]->misfit != 0) {
+        hr_gather_refuse(batch->requests[0], &error);
     }
-    if (!hr_op_tells_rows(op) && record->rows.count > 0) {
+    atomic_fetch_add_explicit(&counts->batches, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counts->tensors, batch->operand_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counts->bytes, batch->bytes, memory_order_relaxed);
+    end_record(lane, batch->requests, batch->request_count, error.code,
+               error.code == HORO_OK ? NULL : error.text);
+}
+
+/* HR_DONE where that all have agreed is all there is to it, else HR_MOVED or a status. */
+static int begin_batch(struct hr_lane *lane) {
+    const struct hr_batch *batch = &lane->executor.batch;
+    /* requests that may share a batch agree in all that is looked at here */
+    const horo_request *call = &batch->requests[0]->call;
+    if (!hr_op_has_tensors(call->op)) {
+        return HR_DONE;
+    }
+    const struct hr_work work = {
+        .op = call->op,
+        .reduce_op = call->reduce_op,
+        .root_rank = call->op == HORO_BROADCAST ? hr_team_member(lane->team, call->root_rank) : 0,
+        .prescale = call->prescale,
+        .postscale = call->postscale,
+        .operands = batch->operands,
+        .count = batch->operand_count,
+        .results = batch->requests[0]->gathered,
+        .splits = batch->requests[0]->splits,
+    };
+    const int is_on_gpu = (call->flags & HORO_SUBMIT_ON_GPU) != 0;
+    struct hr_backend *backend = is_on_gpu ? atomic_load(&lane->on_gpu) : lane->backend;
+    if (backend == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    if (hr_op_tells_rows(op)) {
-        char text[HORO_MESSAGE_MAX];
-        const int status = batch->request_count == 1 ? hr_gather_prepare(batch->requests[0], lane->team, record->rows,
-                                                                         text, sizeof text)
-                                                     : HORO_ERR_INTERNAL;
-        if (status == HORO_ERR_USAGE) {
-            return refuse_batch(lane, text);
+    lane->executor.backend = backend;
+    HR_TRY(backend->ops->begin(backend, &work));
+    return HR_MOVED;
+}
+
+/* The requests and operands are there. */
+static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
+    struct hr_executor *executor = &lane->executor;
+    const struct hr_batch *batch = &executor->batch;
+    if (batch->request_count == 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    note_begun(lane, batch->requests, batch->request_count, batch->bytes, batch->operand_count > 0);
+    struct hr_request *first = batch->requests[0];
+    if (hr_op_is_of_members(first->call.op)) {
+        const uint8_t *cursor = rows.data;
+        executor->row = rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
+        executor->state = HR_EXECUTION_CHANGING;
+        return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
+    }
+    if (hr_op_tells_rows(first->call.op)) {
+        struct hr_error error = {0};
+        const int status =
+            batch->request_count == 1 ? hr_gather_prepare(first, lane->team, rows, &error) : HORO_ERR_INTERNAL;
+        if (status == HORO_ERR_USAGE) { /* too large for anybody: all ranks see the same rows, and none begins */
+            end_record(lane, batch->requests, 1, status, error.text);
+            return HORO_OK;
         }
         HR_TRY(status);
+    } else if (rows.count > 0) {
+        return HORO_ERR_INTERNAL;
     }
-    const int begun = hr_batch_begin(lane);
+    const int begun = begin_batch(lane);
     HR_TRY(begun);
     if (begun == HR_DONE) {
         end_batch(lane);
     } else {
-        lane->executor.state = HR_EXECUTION_RUNNING;
+        executor->state = HR_EXECUTION_RUNNING;
     }
     return HORO_OK;
 }
 
+static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_batch *batch = &lane->executor.batch;
+    const uint8_t *cursor = record->items;
+    HR_TRY(reserve_requests(batch, record->count));
+    for (uint32_t i = 0; i < record->count; i++) {
+        struct hr_wire_ref ref;
+        hr_wire_next_ref(&cursor, &ref);
+        HR_TRY(resolve(lane, &ref, &batch->requests[i]));
+        batch->request_count++;
+    }
+    HR_TRY(add_operands(batch));
+    return run_batch(lane, record->rows);
+}
+
+/* Gives up what the backend does, which may still work on the memory of requests. */
+static void cancel_task(struct hr_lane *lane) {
+    const struct hr_batch *batch = &lane->executor.batch;
+    lane->executor.backend->ops->cancel(lane->executor.backend);
+    for (size_t i = 0; i < batch->request_count; i++) {
+        struct hr_cargo *cargo = &batch->requests[i]->cargo;
+        if (cargo->hooks != NULL && cargo->hooks->buried != NULL) {
+            hr_node_bury(lane->node, cargo->data, cargo->hooks->buried);
+            *cargo = (struct hr_cargo){0};
+        }
+    }
+}
+
+static int progress_task(struct hr_lane *lane) {
+    struct hr_executor *executor = &lane->executor;
+    const int moved = executor->backend->ops->progress(executor->backend);
+    switch (moved) {
+    case HR_STILL: return HR_STILL;
+    case HR_DONE: end_batch(lane); break;
+    case HR_MOVED: break;
+    case HORO_ERR_PEER_LOST:
+        /*
+         * That rank need not be the cause: it may have ended because it had heard of another's death. So other ranks
+         * get a moment to tell of the cause before this one names the suspect. Silence is nobody else's doing.
+         */
+        cancel_task(lane);
+        executor->state = HR_EXECUTION_LOST;
+        executor->confirm_ns = hr_now_ns();
+        executor->confirm_ns += lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0;
+        hr_part_expect(&lane->part, executor->confirm_ns);
+        return HR_MOVED;
+    default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
+    }
+    executor->moves++;
+    return HR_MOVED;
+}
+
+/* ---- Batches without a record ---- */
+
+static int load_lone(struct hr_batch *batch, struct hr_request *request) {
+    HR_TRY(reserve_requests(batch, 1));
+    batch->requests[batch->request_count++] = request;
+    return add_operands(batch);
+}
+
+int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
+    if (load_lone(&lane->executor.batch, request) != HORO_OK) {
+        return 0;
+    }
+    lane->executor.batch.segment_before = lane->team->segment;
+    if (begin_batch(lane) == HR_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
+        return 1;
+    }
+    hr_batch_take_back(lane);
+    return 0;
+}
+
+void hr_batch_take_back(const struct hr_lane *lane) {
+    lane->backend->ops->cancel(lane->backend);
+    lane->team->segment = lane->executor.batch.segment_before;
+}
+
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows) {
+    struct hr_batch *batch = &lane->executor.batch;
+    struct hr_wire_text unused;
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
+    HR_TRY(hr_announcer_take(&lane->announcer, request->announced_id, &request, &unused));
     if (!hr_batch_is_begun_ahead(request->call.op)) {
-        uint8_t ref[4 + 2] = {0}; /* its id, and no name */
-        (void)hr_store_u32(ref, request->announced_id);
-        return execute_batch(
-            lane, &(struct hr_wire_message){.type = HR_WIRE_BATCH, .count = 1, .items = ref, .rows = rows});
+        HR_TRY(load_lone(batch, request));
+        return run_batch(lane, rows);
     }
-    const struct hr_batch *batch = lane->executor.batch;
-    note_record(lane, 1, 0);
-    hr_requests_note_batch(&lane->engine->requests, batch->requests, batch->request_count, batch->bytes);
+    note_begun(lane, batch->requests, 1, batch->bytes, 1);
     lane->backend->ops->show_ahead(lane->backend);
     lane->executor.state = HR_EXECUTION_RUNNING;
     return HORO_OK;
 }
 
+/* ---- Records ---- */
+
 /* A batch of one tensor whose result has come with the record. */
 static int execute_result(struct hr_lane *lane, const struct hr_wire_message *record) {
+    struct hr_batch *batch = &lane->executor.batch;
     struct hr_request *request = NULL;
-    const struct hr_wire_ref ref = {.id = record->id};
-    HR_TRY(hr_lane_resolve(lane, &ref, &request));
+    HR_TRY(resolve(lane, &(struct hr_wire_ref){.id = record->id}, &request));
+    HR_TRY(load_lone(batch, request));
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
-    note_record(lane, 0, 0);
-    hr_requests_note_batch(&lane->engine->requests, &request, 1, (uint64_t)request->data_bytes);
+    note_begun(lane, &request, 1, batch->bytes, 0);
     hr_carried_unpack(lane->team, &request->call, record->data);
-    count_batch(lane, 1, (uint64_t)request->data_bytes);
-    end_record(lane);
-    hr_requests_complete(&lane->engine->requests, &request, 1, HORO_OK, NULL);
+    end_batch(lane);
     return HORO_OK;
-}
-
-/* One that ends no request of this rank: what it has said of itself before, and of how far it is, holds no more. */
-static void pass_record(struct hr_lane *lane) {
-    end_record(lane);
-    hr_drive_lock(&lane->engine->drive);
-    lane->engine->requests.passed++;
-    hr_drive_unlock(&lane->engine->drive);
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
@@ -230,21 +329,18 @@ static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *reco
     if (request == NULL) {
         const struct hr_wire_text none = {NULL, 0};
         HR_TRY(lane->executor.ops->absent(lane, record->name, none, &request));
-        pass_record(lane);
+        end_record(lane, NULL, 0, HORO_OK, NULL);
         return HORO_OK;
     }
     char text[HORO_MESSAGE_MAX];
-    const size_t bytes = record->text.bytes < sizeof text - 1 ? record->text.bytes : sizeof text - 1;
-    memcpy(text, record->text.data, bytes);
-    text[bytes] = '\0';
+    (void)snprintf(text, sizeof text, "%.*s", (int)record->text.bytes, record->text.data);
     hr_announcer_drop(&lane->announcer, request);
-    end_record(lane);
-    hr_requests_complete(&lane->engine->requests, &request, 1, record->status, text);
+    end_record(lane, &request, 1, record->status, text);
     return HORO_OK;
 }
 
 /* The last record of the world's log: nothing that is still pending there will ever be agreed on. */
-static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
+static void execute_leave(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_arena *arena = &lane->node->arena;
     const struct hr_wire_text words = record->text;
     if (words.bytes > 0) {
@@ -257,8 +353,21 @@ static int execute_leave(struct hr_lane *lane, const struct hr_wire_message *rec
                                         .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     lane->executor.has_executed_leave = 1;
     hr_end_note(lane->node);
-    end_record(lane);
-    return HORO_OK;
+    end_record(lane, NULL, 0, HORO_OK, NULL);
+}
+
+static int execute_record(struct hr_lane *lane, const struct hr_wire_message *record) {
+    hr_record_handler *handler = lane->executor.ops->handlers[record->type];
+    switch (record->type) {
+    case HR_WIRE_BATCH: return execute_batch(lane, record);
+    case HR_WIRE_RESULT: return execute_result(lane, record);
+    case HR_WIRE_FAIL: return execute_fail(lane, record);
+    case HR_WIRE_LEAVE: execute_leave(lane, record); return HORO_OK;
+    default:
+        HR_TRY(handler == NULL ? HORO_ERR_INTERNAL : handler(lane, record));
+        end_record(lane, NULL, 0, HORO_OK, NULL);
+        return HORO_OK;
+    }
 }
 
 /* Moves what is in the ring to log_in and lets the leader know that there is room. */
@@ -272,7 +381,7 @@ static int take_log(struct hr_lane *lane) {
     HR_TRY(hr_buffer_reserve(in, available));
     in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
                             &lane->executor.log_position, in->data + in->end, available);
-    /* partner: slowest_reader */
+    /* partner: flush_log */
     atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position);
     if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
         hr_team_wake_leader(lane->team);
@@ -280,45 +389,51 @@ static int take_log(struct hr_lane *lane) {
     return HORO_OK;
 }
 
-static int execute_record(struct hr_lane *lane, const struct hr_wire_message *record) {
-    switch (record->type) {
-    case HR_WIRE_BATCH: return execute_batch(lane, record);
-    case HR_WIRE_RESULT: return execute_result(lane, record);
-    case HR_WIRE_FAIL: return execute_fail(lane, record);
-    case HR_WIRE_LEAVE: return execute_leave(lane, record);
-    default: break;
-    }
-    hr_record_handler *handler = lane->executor.ops->handlers[record->type];
-    if (handler == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    HR_TRY(handler(lane, record));
-    pass_record(lane);
-    return HORO_OK;
-}
-
-int hr_lane_execute(struct hr_lane *lane) {
-    if (lane->executor.state == HR_EXECUTION_RUNNING) {
-        return progress_task(lane);
-    }
-    if (lane->executor.state == HR_EXECUTION_LOST) {
-        return confirm(lane);
-    }
-    if (lane->executor.state == HR_EXECUTION_CHANGING) {
-        return change(lane);
-    }
-    HR_TRY(take_log(lane));
+static int execute_next(struct hr_lane *lane) {
+    struct hr_executor *executor = &lane->executor;
     struct hr_wire_message record;
     size_t bytes;
-    const int whole = hr_frame_peek(&lane->executor.log_in, &record, &bytes);
+    HR_TRY(take_log(lane));
+    const int whole = hr_frame_peek(&executor->log_in, &record, &bytes);
     if (whole != HORO_OK) {
         return whole < 0 ? whole : HR_STILL;
     }
-    lane->executor.record_bytes = bytes;
+    executor->record_bytes = bytes;
     HR_TRY(execute_record(lane, &record));
-    hr_buffer_consume(&lane->executor.log_in, bytes); /* the batch has its own copy */
-    lane->executor.moves++;
+    hr_buffer_consume(&executor->log_in, bytes); /* the batch has its own copy */
+    executor->moves++;
     return HR_MOVED;
+}
+
+static int change(struct hr_lane *lane) {
+    struct hr_executor *executor = &lane->executor;
+    struct hr_error error = {0};
+    const int moved = executor->ops->change(lane, executor->batch.requests[0], executor->row, &error);
+    if (moved != HR_DONE) {
+        return moved;
+    }
+    end_record(lane, executor->batch.requests, 1, error.code, error.code == HORO_OK ? NULL : error.text);
+    executor->moves++;
+    return HR_MOVED;
+}
+
+/* The suspect is named, unless another rank has told of the cause. */
+static int confirm(const struct hr_lane *lane) {
+    const struct hr_abort who = lane->team->suspect;
+    if (hr_team_is_left(lane->team) || hr_now_ns() < lane->executor.confirm_ns) {
+        return HR_STILL;
+    }
+    hr_node_abort(lane->node, who.code, who.rank, who.reason);
+    return HR_MOVED;
+}
+
+int hr_lane_execute(struct hr_lane *lane) {
+    switch (lane->executor.state) {
+    case HR_EXECUTION_RUNNING: return progress_task(lane);
+    case HR_EXECUTION_CHANGING: return change(lane);
+    case HR_EXECUTION_LOST: return confirm(lane);
+    default: return execute_next(lane);
+    }
 }
 
 void hr_executor_cancel(struct hr_lane *lane) {
@@ -328,7 +443,8 @@ void hr_executor_cancel(struct hr_lane *lane) {
     lane->executor.state = HR_EXECUTION_IDLE;
 }
 
-int hr_lane_is_ending_batch(const struct hr_lane *lane) {
-    const struct hr_backend *backend = lane->executor.backend;
-    return lane->executor.state == HR_EXECUTION_RUNNING && backend->ops->is_ending(backend);
+void hr_executor_fini(struct hr_executor *executor) {
+    free((void *)executor->batch.requests);
+    free(executor->batch.operands);
+    hr_buffer_fini(&executor->log_in);
 }

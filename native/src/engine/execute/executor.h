@@ -5,14 +5,13 @@
 #ifndef HR_ENGINE_EXECUTE_EXECUTOR_H
 #define HR_ENGINE_EXECUTE_EXECUTOR_H
 
+#include "backend/backend.h"
 #include "base/buffer.h"
+#include "base/traits.h"
 #include "wire/wire.h"
 
-struct hr_backend;
-struct hr_batch;
 struct hr_lane;
 struct hr_request;
-struct hr_team;
 
 /* A record of the log that ends no request of this rank. HORO_OK or a status. */
 typedef int hr_record_handler(void *owner, const struct hr_wire_message *record);
@@ -22,20 +21,14 @@ struct hr_executor_ops {
     hr_record_handler *handlers[HR_WIRE_TYPES]; /* NULL: no correct log has such a record, unless it is done here */
     /*
      * Does what a request is about that changes who takes part (hr_op_is_of_members), as hr_task.progress; `row` is
-     * that of its record, -1: it has none. At HR_DONE the status of the request is in *outcome, with a sentence if it
-     * is an error.
+     * that of its record, -1: it has none. HR_DONE: the status of the request is error->code, with its sentence.
      */
-    int (*change)(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text, size_t text_bytes);
+    int (*change)(void *owner, struct hr_request *request, int64_t row, struct hr_error *error);
     /*
      * A record is about what this rank has not submitted: the request that stands in, by its name, or made from its
      * canonical bytes; NULL where a name needs none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
      */
     int (*absent)(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request);
-    /* Of requests on a GPU: what does their batch, NULL if nothing can; all is on its way, 0 if that fails. */
-    struct hr_backend *(*backend_on_gpu)(struct hr_request *const *requests, size_t count);
-    int (*end_on_gpu)(struct hr_request *const *requests);
-    /* A batch has been cut off: buries host memory that its backend may still work on. */
-    void (*bury)(void *owner, struct hr_request *const *requests, size_t count);
 };
 
 /* The state of the record at the front of the log. */
@@ -44,6 +37,16 @@ enum hr_execution {
     HR_EXECUTION_RUNNING,  /* a batch: its task is the backend's */
     HR_EXECUTION_CHANGING, /* a batch that changes who takes part */
     HR_EXECUTION_LOST,     /* a batch whose task has lost a peer: other ranks may tell of the cause until confirm_ns */
+};
+
+/* The requests of a record, and their operands as the backend takes them. The arrays grow and never shrink. */
+struct hr_batch {
+    struct hr_request **requests;
+    size_t request_count, request_capacity;
+    struct hr_operand *operands;
+    size_t operand_count, operand_capacity;
+    uint64_t bytes;
+    uint64_t segment_before; /* team->segment, where it was begun ahead */
 };
 
 struct hr_executor {
@@ -55,14 +58,14 @@ struct hr_executor {
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;   /* bytes of the log executed */
     /*
-     * In the order of all that the team does: the bytes of the log executed, and the batches that have no record there
-     * (round.h) and are over. It grows with each of both, on all ranks alike.
+     * The place of this rank in the order of all that the team does: the bytes of the log executed, and the batches
+     * that have no record there (round.h) and are over. It grows with each of both, on all ranks alike.
      */
     uint64_t place;
     uint64_t moves;          /* stages of tasks and records of the log done */
     uint64_t record_bytes;   /* of the record that is being executed; 0: of a batch that has none */
     int has_executed_leave;  /* the last record of the log */
-    struct hr_batch *batch;
+    struct hr_batch batch;
     struct hr_backend *backend; /* whose task the batch is: the lane's, or that of the GPU */
 };
 
@@ -70,26 +73,35 @@ struct hr_executor {
 
 /* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
 int hr_lane_execute(struct hr_lane *lane);
-/* The batch of one request that has no record, with the rows of all ranks where it tells rows. HORO_OK or a status. */
+/* Whether the batch of an operation is begun before it is agreed on: not without data, or with sizes of other ranks. */
+static inline int hr_batch_is_begun_ahead(int op) {
+    return hr_op_has_tensors(op) && !hr_op_tells_rows(op);
+}
+/*
+ * Begins such a batch, of one request, which the other ranks may not do: 1, or 0 where it cannot be prepared.
+ * take_back: they do not; all is as before.
+ */
+int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request);
+void hr_batch_take_back(const struct hr_lane *lane);
+/*
+ * The batch of one request that has no record and is announced by id, with the rows of all ranks where it tells rows.
+ * HORO_OK or a status.
+ */
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
 /* After the end of the group: gives the current batch up. */
 void hr_executor_cancel(struct hr_lane *lane);
-/* The request that a ref of a record stands for, or a stand-in; this rank learns what the record says of it. */
-int hr_lane_resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request);
-/* Whether the current batch has posted all that it sends (hr_task.is_ending). */
-int hr_lane_is_ending_batch(const struct hr_lane *lane);
-void hr_lane_free_batch(struct hr_lane *lane);
+void hr_executor_fini(struct hr_executor *executor);
 
 /* ---- rows.c ---- */
 
 /*
  * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.
- * HORO_ERR_USAGE with a sentence, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
+ * HORO_ERR_USAGE with *error set, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
  * HORO_ERR_INTERNAL for rows that are not those of this request.
  */
-int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
-                      size_t text_bytes);
-/* The outcome of a request whose batch is done: HORO_OK, or HORO_ERR_USAGE with a sentence. */
-int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes);
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,
+                      struct hr_error *error);
+/* Of a request with a misfit: *error is HORO_ERR_USAGE. */
+void hr_gather_refuse(const struct hr_request *request, struct hr_error *error);
 
 #endif

@@ -8,24 +8,13 @@
 
 #include "backend/operands.h"
 #include "base/traits.h"
-#include "engine/engine.h"
+#include "engine/group/lane.h"
 
 enum { TENSOR_TEXT_BYTES = 48 };
 
-/* gathered[i].first_dims point into one allocation, that of the first tensor. */
-static int allocate_rows(struct hr_request *request, size_t size) {
-    const size_t count = (size_t)request->call.tensor_count;
-    int64_t *first_dims = calloc(count * size, sizeof *first_dims);
-    if (first_dims == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    if (request->call.op == HORO_ALLTOALL) {
-        request->splits = calloc(count * size * size, sizeof *request->splits);
-    }
-    for (size_t i = 0; i < count; i++) {
-        request->gathered[i].first_dims = first_dims + i * size;
-    }
-    return request->call.op == HORO_ALLTOALL && request->splits == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+/* The rows of a tensor that a rank has for each, of an alltoall. */
+static int64_t *splits_of(const struct hr_request *request, int size, int rank, int i) {
+    return request->splits + ((size_t)rank * (size_t)request->call.tensor_count + (size_t)i) * (size_t)size;
 }
 
 /* Reads how many rows a rank has for all, or for each. */
@@ -36,23 +25,11 @@ static void read_tensor(struct hr_request *request, const struct hr_team *team, 
         *given = hr_wire_next_row(cursor);
         return;
     }
-    const size_t place = (size_t)rank * (size_t)request->call.tensor_count + (size_t)i;
-    int64_t *splits = request->splits + place * (size_t)team->size;
+    int64_t *splits = splits_of(request, team->size, rank, i);
     for (int r = 0; r < team->size; r++) {
         splits[r] = hr_wire_next_row(cursor);
     }
     *given = splits[team->rank];
-}
-
-/* Whether what is copied from here is as long as everybody believes. */
-static int is_what_i_told(const struct hr_request *request, const struct hr_team *team, int i) {
-    const horo_tensor *tensor = &request->call.tensors[i];
-    if (request->call.op == HORO_ALLGATHER) {
-        return request->gathered[i].first_dims[team->rank] == tensor->shape[0];
-    }
-    const size_t place = (size_t)team->rank * (size_t)request->call.tensor_count + (size_t)i;
-    const size_t bytes = (size_t)team->size * sizeof(int64_t);
-    return memcmp(request->splits + place * (size_t)team->size, tensor->splits, bytes) == 0;
 }
 
 /* The record has them host by host, as the announcements came together. */
@@ -64,28 +41,15 @@ static int read_rows(struct hr_request *request, const struct hr_team *team, str
             read_tensor(request, team, team->rank_by_host[r], i, &cursor);
         }
     }
-    for (int i = 0; i < count; i++) {
-        if (!is_what_i_told(request, team, i)) {
-            return HORO_ERR_INTERNAL;
-        }
+    for (int i = 0; i < count; i++) { /* whether what is copied from here is as long as everybody believes */
+        const horo_tensor *tensor = &request->call.tensors[i];
+        const int is_told = request->splits == NULL
+                                ? request->gathered[i].first_dims[team->rank] == tensor->shape[0]
+                                : memcmp(splits_of(request, team->size, team->rank, i), tensor->splits,
+                                         (size_t)team->size * sizeof(int64_t)) == 0;
+        HR_TRY(is_told ? HORO_OK : HORO_ERR_INTERNAL);
     }
     return HORO_OK;
-}
-
-/* Adds the bytes that all ranks have for all ranks; 0 where they are more than a number here holds. */
-static int add_splits(const struct hr_request *request, int i, int size, int64_t row_bytes, int64_t *total) {
-    const size_t count = (size_t)request->call.tensor_count;
-    for (size_t r = 0; r < (size_t)size; r++) {
-        for (size_t to = 0; to < (size_t)size; to++) {
-            int64_t bytes;
-            if (__builtin_mul_overflow(request->splits[(r * count + (size_t)i) * (size_t)size + to], row_bytes,
-                                       &bytes) ||
-                __builtin_add_overflow(*total, bytes, total)) {
-                return 0;
-            }
-        }
-    }
-    return 1;
 }
 
 /* Sets the bytes of a result, or says no: no memory, and no number here, is as large as that. */
@@ -94,23 +58,29 @@ static int measure(struct hr_request *request, int i, int size, int64_t *total) 
     const horo_tensor *tensor = &request->call.tensors[i];
     int64_t rows = 0;
     int64_t row_bytes = 0;
+    int64_t bytes;
     /* it was checked when it was submitted */
     (void)hr_shape_bytes(tensor->shape + 1, tensor->ndim - 1, tensor->dtype, &row_bytes);
     for (int r = 0; r < size; r++) {
         if (__builtin_add_overflow(rows, result->first_dims[r], &rows)) {
             return 0;
         }
+        /* of an alltoall each rank has another result, and all must come to the same conclusion */
+        for (int to = 0; to < size && request->splits != NULL; to++) {
+            if (__builtin_mul_overflow(splits_of(request, size, r, i)[to], row_bytes, &bytes) ||
+                __builtin_add_overflow(*total, bytes, total)) {
+                return 0;
+            }
+        }
     }
-    /* of an alltoall each rank has another result, and all must come to the same conclusion */
-    return !__builtin_mul_overflow(rows, row_bytes, &result->bytes) &&
-           (request->splits == NULL || add_splits(request, i, size, row_bytes, total));
+    return !__builtin_mul_overflow(rows, row_bytes, &result->bytes);
 }
 
-/* " of tensor 3 of the group", or nothing where there is only one. */
-static const char *which(const struct hr_request *request, int i, char *out, size_t out_bytes) {
+/* " of tensor 3 of the group", or nothing where there is only one. Returns out, which has TENSOR_TEXT_BYTES. */
+static const char *which(const struct hr_request *request, int i, char *out) {
     out[0] = '\0';
     if (request->call.tensor_count > 1) {
-        (void)snprintf(out, out_bytes, " of tensor %d of the group", i);
+        (void)snprintf(out, TENSOR_TEXT_BYTES, " of tensor %d of the group", i);
     }
     return out;
 }
@@ -132,24 +102,32 @@ static int place(struct hr_request *request, int i) {
     return HORO_OK;
 }
 
-int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, char *text,
-                      size_t text_bytes) {
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,
+                      struct hr_error *error) {
     const int count = request->call.tensor_count;
-    const uint64_t told = request->call.op == HORO_ALLTOALL ? (uint64_t)team->size : 1;
+    const int is_alltoall = request->call.op == HORO_ALLTOALL;
+    const size_t all = (size_t)count * (size_t)team->size; /* first extents */
+    const size_t splits = is_alltoall ? all * (size_t)team->size : 0;
     int64_t total = 0;
-    if (rows.count != (uint64_t)team->size * (uint64_t)count * told) {
+    if (rows.count != (is_alltoall ? splits : all)) {
         return HORO_ERR_INTERNAL;
     }
-    HR_TRY(allocate_rows(request, (size_t)team->size));
+    int64_t *first_dims = calloc(all, sizeof *first_dims); /* of the first tensor; the others' point into it */
+    HR_TRY(first_dims == NULL ? HORO_ERR_RESOURCE : HORO_OK);
+    for (int i = 0; i < count; i++) {
+        request->gathered[i].first_dims = first_dims + (size_t)i * (size_t)team->size;
+    }
+    if (is_alltoall && (request->splits = calloc(splits, sizeof *request->splits)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
     HR_TRY(read_rows(request, team, rows));
     for (int i = 0; i < count; i++) {
         if (!measure(request, i, team->size, &total)) {
             char tensor[TENSOR_TEXT_BYTES];
-            (void)snprintf(text, text_bytes,
+            return hr_fail(error, HORO_ERR_USAGE,
                            "%s '%s': the rows of all %d ranks together make the result%s larger than %lld bytes",
                            hr_op_name(request->call.op), request->call.name, team->size,
-                           which(request, i, tensor, sizeof tensor), (long long)INT64_MAX);
-            return HORO_ERR_USAGE;
+                           which(request, i, tensor), (long long)INT64_MAX);
         }
     }
     for (int i = 0; i < count; i++) {
@@ -158,14 +136,10 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
     return HORO_OK;
 }
 
-int hr_gather_outcome(const struct hr_request *request, char *text, size_t text_bytes) {
-    if (request->misfit == 0) {
-        return HORO_OK;
-    }
+void hr_gather_refuse(const struct hr_request *request, struct hr_error *error) {
     char tensor[TENSOR_TEXT_BYTES];
     const int i = request->misfit - 1;
-    (void)snprintf(text, text_bytes, "%s '%s': the result%s has %lld bytes, but its output has %lld",
-                   hr_op_name(request->call.op), request->call.name, which(request, i, tensor, sizeof tensor),
-                   (long long)request->gathered[i].bytes, (long long)request->call.tensors[i].output_bytes);
-    return HORO_ERR_USAGE;
+    (void)hr_fail(error, HORO_ERR_USAGE, "%s '%s': the result%s has %lld bytes, but its output has %lld",
+                  hr_op_name(request->call.op), request->call.name, which(request, i, tensor),
+                  (long long)request->gathered[i].bytes, (long long)request->call.tensors[i].output_bytes);
 }

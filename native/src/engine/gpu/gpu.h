@@ -6,29 +6,16 @@
 #ifndef HR_ENGINE_GPU_H
 #define HR_ENGINE_GPU_H
 
-#include <stddef.h>
-#include <stdint.h>
-
-#include "engine/report/report.h"
+#include "engine/engine.h"
 #include "horo_gpu.h"
-
-struct hr_backend;
-struct hr_engine;
-struct hr_error;
-struct hr_lane;
-struct hr_request;
 
 /* ---- staged.c ---- */
 
 /* As horo_use_cuda, and horo_copy_back. */
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error);
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error);
-/* Before submission: begins to copy the values to the host, where the request has them then. Without the lock. */
-int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
-/* After submission of one that is staged: it gets into the queue when the values are there. Without the lock. */
-void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle);
-/* Driver: buries the memory on the host of a batch of the lane that was cut off. */
-void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count);
+/* As hr_requests_submit, of a call with tensors on a GPU: they stay there, or are on their way to the host. */
+hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error);
 /* After all requests are gone. */
 void hr_engine_end_cuda(struct hr_engine *engine);
 
@@ -45,7 +32,7 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
 int hr_engine_nccl_id(struct hr_engine *engine, void *id, struct hr_error *error);
 int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, int rank, struct hr_error *error);
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error);
-/* Driver: a lane has been opened, and has what this rank has connected for it; or it is about to go. */
+/* A lane has been opened (by the driver, or the world's) and has what this rank has connected; or it is about to go. */
 void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane);
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane);
 /* Whether something may run on a GPU that somebody has to look after. Any thread. */
@@ -62,11 +49,11 @@ void hr_gpu_end(struct hr_engine *engine);
 
 /* ---- nccl_order.c ---- */
 
-/* Driver: what does a batch of such requests, behind their marks; NULL: its team has not been connected. */
-struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count);
-/* It is all on the stream: the marks are behind it now. 0 where that fails, which ends the group. */
-int hr_gpu_end_batch(struct hr_request *const *requests);
-/* Driver: what the lane's batch waits for, see report.h. */
+/*
+ * The cause for which the batch of a lane waits. GPU: that of this rank, which shows on no other. BESIDE: it is not
+ * NCCL's, and kernels of NCCL run here, which another rank may wait for. Driver.
+ */
+enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane);
 
 #endif

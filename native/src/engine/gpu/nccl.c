@@ -62,10 +62,14 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
 
 /* ---- Callers: connecting ---- */
 
-static int open_device(struct hr_engine *engine, struct hr_on_gpu *made, int number, horo_gpu *found,
-                       struct hr_error *error) {
+/* The library, the device and a stream there. */
+static int open_nccl(struct hr_engine *engine, struct hr_on_gpu *made, const char *const *paths, size_t path_count,
+                     int device, horo_gpu *found, struct hr_error *error) {
+    horo_library library = {0};
     struct hr_device_visit visit;
-    HR_TRY(hr_stager_device(atomic_load(&engine->stager), number, &made->device, error));
+    HR_TRY(hr_library_load(&hr_nccl_library, paths, path_count, &made->nccl, &library, error));
+    found->nccl_version = library.version;
+    HR_TRY(hr_stager_device(atomic_load(&engine->stager), device, &made->device, error));
     const struct hr_cuda *cuda = made->device->cuda;
     HR_TRY(hr_cuda_check(cuda, cuda->device_get_uuid((char *)found->uuid, made->device->handle), "cuDeviceGetUuid",
                          error));
@@ -75,31 +79,22 @@ static int open_device(struct hr_engine *engine, struct hr_on_gpu *made, int num
     return status;
 }
 
-static int use(struct hr_engine *engine, const char *const *paths, size_t path_count, int device, horo_gpu *found,
-               struct hr_error *error) {
-    horo_library library = {0};
-    if (atomic_load(&engine->stager) == NULL || atomic_load(&engine->on_gpu) != NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
-    }
+int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
+                       horo_gpu *found, struct hr_error *error) {
     struct hr_on_gpu *made = calloc(1, sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
-    int status = hr_library_load(&hr_nccl_library, paths, path_count, &made->nccl, &library, error);
-    found->nccl_version = library.version;
-    status = status == HORO_OK ? open_device(engine, made, device, found, error) : status;
-    if (status != HORO_OK) {
-        free(made);
-        return status;
-    }
-    atomic_store(&engine->on_gpu, made);
-    return HORO_OK;
-}
-
-int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
-                       horo_gpu *found, struct hr_error *error) {
     (void)pthread_mutex_lock(&engine->staging_lock);
-    const int status = use(engine, paths, path_count, device, found, error);
+    const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
+    const int status =
+        may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
+                : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
+    if (status == HORO_OK) {
+        atomic_store(&engine->on_gpu, made);
+    } else {
+        free(made);
+    }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }
@@ -144,18 +139,6 @@ int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, i
     return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, &ranks, error);
 }
 
-static void attach(struct hr_on_gpu *gpu, struct hr_lane *lane) {
-    struct hr_gpu_team *team = gpu->connecting;
-    gpu->connecting = NULL;
-    team->lane = lane;
-    team->next = atomic_load(&gpu->teams);
-    if (lane->team->number != 0) {
-        (void)hr_team_name(lane->team, team->name);
-    }
-    atomic_store(&gpu->teams, team);
-    atomic_store(&lane->on_gpu, team);
-}
-
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error) {
     const int64_t until_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     struct hr_on_gpu *gpu;
@@ -174,7 +157,7 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
         return hr_fail(error, HORO_ERR_RESOURCE, "%s", comm->failure.text);
     }
     if (is_world) {
-        attach(gpu, engine->lanes[0]);
+        hr_gpu_attach(engine, engine->lanes[0]);
     }
     return HORO_OK;
 }
@@ -183,16 +166,24 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
 
 void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
-    if (gpu != NULL && gpu->connecting != NULL) {
-        attach(gpu, lane);
+    struct hr_gpu_team *team = gpu == NULL ? NULL : gpu->connecting;
+    if (team == NULL) {
+        return;
     }
+    gpu->connecting = NULL;
+    team->lane = lane;
+    team->next = atomic_load(&gpu->teams);
+    if (lane->team->number != 0) {
+        (void)hr_team_name(lane->team, team->name);
+    }
+    atomic_store(&gpu->teams, team);
+    atomic_store(&lane->on_gpu, &team->base);
 }
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_gpu_team *team = atomic_load(&lane->on_gpu);
+    struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
     if (team != NULL) {
         team->lane = NULL;
-        team->is_gone = 1;
         atomic_store(&atomic_load(&engine->on_gpu)->is_busy, 1);
     }
 }
@@ -206,26 +197,6 @@ static int wind_up(struct hr_nccl_comm *comm) {
     return hr_nccl_poll(comm);
 }
 
-static int is_over(const struct hr_gpu_team *team) {
-    return team->is_gone && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
-}
-
-/* Takes teams out of the list that are gone and at their end. */
-static void drop_gone(struct hr_engine *engine, struct hr_on_gpu *gpu) {
-    struct hr_gpu_team *left = NULL;
-    struct hr_gpu_team *next;
-    for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = next) {
-        next = team->next;
-        if (is_over(team)) {
-            drop(engine, team);
-        } else {
-            team->next = left;
-            left = team;
-        }
-    }
-    atomic_store(&gpu->teams, left);
-}
-
 /* ---- The driver: looking after them ---- */
 
 static int64_t look_within(const struct hr_gpu_team *team) {
@@ -233,18 +204,13 @@ static int64_t look_within(const struct hr_gpu_team *team) {
     case HR_NCCL_LAUNCHING: return HR_NCCL_LOOK_SOON_NS;
     case HR_NCCL_IDLE:
         return team->batch.phase == HR_NCCL_HELD ? HR_NCCL_LOOK_SOON_NS
-               : team->is_gone                   ? GONE_LOOK_NS
+               : team->lane == NULL                   ? GONE_LOOK_NS
                : team->comm.is_in_flight         ? HR_NCCL_LOOK_NS
                                                  : 0;
     case HR_NCCL_ENDING: return GONE_LOOK_NS;
     case HR_NCCL_BROKEN: return HR_NCCL_LOOK_NS;
     default: return 0;
     }
-}
-
-static int is_busy(const struct hr_gpu_team *team) {
-    return team->batch.phase != HR_NCCL_NO_BATCH || team->comm.is_in_flight || team->is_gone ||
-           (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
 }
 
 /*
@@ -261,7 +227,7 @@ static int look(struct hr_gpu_team *team) {
         return 0;
     }
     team->look_ns = now_ns + within_ns;
-    return team->is_gone ? wind_up(&team->comm) : hr_nccl_poll(&team->comm);
+    return team->lane == NULL ? wind_up(&team->comm) : hr_nccl_poll(&team->comm);
 }
 
 /* NCCL does not say who is to blame. A rank that is gone is heard of in a moment; else this one ends the group. */
@@ -286,6 +252,10 @@ static int turn_broken(struct hr_gpu_team *team) {
     return 1;
 }
 
+static int is_over(const struct hr_gpu_team *team) {
+    return team->lane == NULL && team->comm.state == HR_NCCL_NONE && !team->comm.is_in_flight;
+}
+
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
@@ -297,12 +267,24 @@ static int turn(struct hr_part *part) {
         moved |= look(team) | team->has_moved | turn_broken(team);
         team->has_moved = 0;
         any_over |= is_over(team);
-        any_busy |= is_busy(team);
+        any_busy |= team->batch.phase != HR_NCCL_NO_BATCH || team->comm.is_in_flight || team->lane == NULL ||
+                    (team->comm.state == HR_NCCL_BROKEN && !team->is_told);
         const int64_t within_ns = look_within(team);
         soonest_ns = within_ns > 0 && (soonest_ns == 0 || within_ns < soonest_ns) ? within_ns : soonest_ns;
     }
-    if (any_over) {
-        drop_gone(engine, gpu);
+    if (any_over) { /* teams that are gone and at their end are taken out of the list */
+        struct hr_gpu_team *left = NULL;
+        struct hr_gpu_team *next;
+        for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = next) {
+            next = team->next;
+            if (is_over(team)) {
+                drop(engine, team);
+            } else {
+                team->next = left;
+                left = team;
+            }
+        }
+        atomic_store(&gpu->teams, left);
     }
     if (gpu != NULL) {
         engine->node->poll_within_ns = soonest_ns;
@@ -403,15 +385,6 @@ static void await_ends(struct hr_engine *engine, struct hr_on_gpu *gpu) {
     }
 }
 
-static void destroy_stream(const struct hr_on_gpu *gpu) {
-    struct hr_error ignored = {0};
-    struct hr_device_visit visit;
-    if (hr_device_enter(gpu->device, &visit, &ignored) == HORO_OK) {
-        (void)gpu->device->cuda->stream_destroy(gpu->stream);
-        hr_device_leave(gpu->device, &visit);
-    }
-}
-
 void hr_gpu_end(struct hr_engine *engine) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     if (gpu == NULL) {
@@ -435,7 +408,12 @@ void hr_gpu_end(struct hr_engine *engine) {
         drop(engine, team);
     }
     drop(engine, gpu->connecting);
-    destroy_stream(gpu);
+    struct hr_error ignored = {0};
+    struct hr_device_visit visit;
+    if (hr_device_enter(gpu->device, &visit, &ignored) == HORO_OK) {
+        (void)gpu->device->cuda->stream_destroy(gpu->stream);
+        hr_device_leave(gpu->device, &visit);
+    }
     atomic_store(&engine->on_gpu, NULL);
     free(gpu);
 }

@@ -4,7 +4,6 @@
 
 #include "backend/nccl_backend.h"
 #include "device/mark.h"
-#include "engine/engine.h"
 #include "engine/gpu/gpu.h"
 
 /* Of a request that is done on the GPU: behind the caller's work, and once it is done, behind its results. */
@@ -31,7 +30,6 @@ struct hr_nccl_batch {
     int64_t number; /* its place in the order; ORDERING: what this rank proposes, which it is at least */
     int64_t agreed; /* the result of all proposals */
     struct hr_operand operand;
-    size_t row_bytes;
 };
 
 /* Of a team whose ranks NCCL connects or has connected, also when the team is gone, until all has come to its end. */
@@ -44,7 +42,6 @@ struct hr_gpu_team {
     struct hr_nccl_calls calls;
     struct hr_nccl_batch batch;
     char name[HR_TEAM_NAME_BYTES]; /* for messages; empty: the world */
-    int is_gone;
     int has_moved;   /* a batch has changed the communicator */
     int is_told;     /* the group has been told that it is BROKEN */
     int64_t look_ns; /* when to look again at what runs on the GPU */

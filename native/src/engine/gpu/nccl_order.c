@@ -34,19 +34,6 @@ static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
 
 /* ---- The order ---- */
 
-/*
- * Of a batch of the world: whether there is no other team. All ranks answer alike, for the world's log says which teams
- * there are at this record. What was launched without a number comes before the first record that adds a team.
- */
-static int is_alone(const struct hr_gpu_team *team) {
-    for (int i = 1; i < HR_TEAMS_MAX; i++) {
-        if (team->engine->requests.places[i].is_used) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* Equal numbers go by the number of the team. */
 static int is_first(const struct hr_gpu_team *team) {
     const int64_t mine = team->batch.number;
@@ -65,7 +52,6 @@ static int propose(struct hr_gpu_team *team) {
     batch->number = ++gpu_of(team)->clock;
     batch->operand = (struct hr_operand){
         .input = &batch->number, .output = &batch->agreed, .bytes = sizeof batch->number, .dtype = HORO_INT64};
-    batch->row_bytes = sizeof batch->number;
     const struct hr_work exchange = {
         .op = HORO_ALLREDUCE,
         .reduce_op = HORO_MAX,
@@ -73,7 +59,6 @@ static int propose(struct hr_gpu_team *team) {
         .postscale = 1.0,
         .operands = &batch->operand,
         .count = 1,
-        .row_bytes = &batch->row_bytes,
     };
     batch->phase = HR_NCCL_ORDERING;
     return team->lane->backend->ops->begin(team->lane->backend, &exchange);
@@ -106,15 +91,6 @@ void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight) {
     }
 }
 
-/* Requests whose marks the stream must wait for. */
-static int count_awaited(const struct hr_nccl_batch *batch) {
-    int count = 0;
-    for (size_t i = 0; i < batch->count; i++) {
-        count += !hr_mark_is_reached(hr_nccl_mark(batch->requests[i]));
-    }
-    return count;
-}
-
 /* The marks of a batch are in front of it, so they are reached without it; what is in flight ends without it, too. */
 static int has_room(struct hr_gpu_team *team) {
     struct hr_nccl_batch *batch = &team->batch;
@@ -123,7 +99,10 @@ static int has_room(struct hr_gpu_team *team) {
            hr_mark_is_reached(in_flight->marks[in_flight->first % HR_NCCL_BATCHES_MAX])) {
         pop_mark(in_flight);
     }
-    const int awaited = count_awaited(batch);
+    int awaited = 0; /* marks that the stream must wait for */
+    for (size_t i = 0; i < batch->count; i++) {
+        awaited += !hr_mark_is_reached(hr_nccl_mark(batch->requests[i]));
+    }
     const size_t calls = hr_nccl_calls_of(team->lane->team, &batch->work);
     batch->weight = awaited + LAUNCH_WEIGHT + (int)(calls / CALLS_PER_LAUNCH);
     return in_flight->count == 0 ? awaited <= MOST
@@ -131,14 +110,6 @@ static int has_room(struct hr_gpu_team *team) {
 }
 
 /* ---- The work ---- */
-
-static int await_marks(const struct hr_nccl_batch *batch, struct hr_nccl_comm *comm) {
-    for (size_t i = 0; i < batch->count; i++) {
-        const struct hr_mark *mark = hr_nccl_mark(batch->requests[i]);
-        HR_TRY(hr_mark_is_reached(mark) ? HORO_OK : hr_mark_await(mark, comm->stream, &comm->failure));
-    }
-    return HORO_OK;
-}
 
 /* Puts the batch on the stream, if there is room. What fails there is the communicator's, which ends the group. */
 static int go_out(struct hr_gpu_team *team) {
@@ -155,9 +126,12 @@ static int go_out(struct hr_gpu_team *team) {
     if (comm->state != HR_NCCL_IDLE) {
         return HR_MOVED;
     }
-    if (await_marks(&team->batch, comm) != HORO_OK) {
-        comm->state = HR_NCCL_BROKEN;
-        return HR_MOVED;
+    for (size_t i = 0; i < team->batch.count; i++) {
+        const struct hr_mark *mark = hr_nccl_mark(team->batch.requests[i]);
+        if (!hr_mark_is_reached(mark) && hr_mark_await(mark, comm->stream, &comm->failure) != HORO_OK) {
+            comm->state = HR_NCCL_BROKEN;
+            return HR_MOVED;
+        }
     }
     const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
     return status == HORO_OK ? HR_MOVED : status;
@@ -165,12 +139,52 @@ static int go_out(struct hr_gpu_team *team) {
 
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
     struct hr_gpu_team *team = team_of(backend);
-    team->batch.work = *work;
-    if (team->lane->team->number == 0 && is_alone(team)) {
+    const struct hr_batch *batch = &team->lane->executor.batch;
+    atomic_store(&gpu_of(team)->is_busy, 1); /* in front of all that it puts on the stream */
+    team->batch = (struct hr_nccl_batch){.requests = batch->requests, .count = batch->request_count, .work = *work};
+    /*
+     * All ranks answer alike whether there is another team, for the world's log says which there are at this record.
+     * What was launched without a number comes before the first record that adds a team.
+     */
+    int is_alone = team->lane->team->number == 0;
+    for (int i = 1; i < HR_TEAMS_MAX; i++) {
+        is_alone &= !team->engine->requests.places[i].is_used;
+    }
+    if (is_alone) {
         const int moved = go_out(team);
         return moved < 0 ? moved : HORO_OK;
     }
     return propose(team);
+}
+
+/* It is all on the stream: one mark is behind it, for all its requests. One event for each would fill the stream. */
+static int end_batch(struct hr_gpu_team *team) {
+    const struct hr_nccl_batch *batch = &team->batch;
+    struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
+    struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
+    struct hr_device_visit visit;
+    atomic_store(&gpu_of(team)->is_busy, 1);
+    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
+    if (status == HORO_OK) {
+        status = hr_mark_move(mark, team->comm.stream, &team->comm.failure);
+        hr_device_leave(team->comm.device, &visit);
+    }
+    if (status != HORO_OK) {
+        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
+        return HR_STILL;
+    }
+    hr_mark_keep(mark);
+    const unsigned last = (in_flight->first + in_flight->count++) % HR_NCCL_BATCHES_MAX;
+    in_flight->marks[last] = mark;
+    in_flight->weights[last] = batch->weight;
+    in_flight->weight += batch->weight;
+    for (size_t i = 1; i < batch->count; i++) {
+        hr_mark_keep(mark);
+        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
+        batch->requests[i]->cargo.data = mark;
+    }
+    team->batch.phase = HR_NCCL_NO_BATCH;
+    return HR_DONE;
 }
 
 static int progress(struct hr_backend *backend) {
@@ -182,7 +196,7 @@ static int progress(struct hr_backend *backend) {
     default: break;
     }
     (void)(team->comm.state == HR_NCCL_LAUNCHING && hr_nccl_poll(&team->comm));
-    return team->comm.state == HR_NCCL_IDLE ? HR_DONE : HR_STILL;
+    return team->comm.state == HR_NCCL_IDLE ? end_batch(team) : HR_STILL;
 }
 
 /* Cancels the batch; what is on the stream is aborted with all that is there, when the group ends. */
@@ -211,18 +225,8 @@ const struct hr_backend_ops hr_nccl_ops = {
     .destroy = destroy,
 };
 
-struct hr_backend *hr_gpu_backend(struct hr_request *const *requests, size_t count) {
-    struct hr_gpu_team *team = atomic_load(&requests[0]->port->lane->on_gpu);
-    if (team == NULL) {
-        return NULL;
-    }
-    atomic_store(&gpu_of(team)->is_busy, 1); /* in front of all that it puts on the stream */
-    team->batch = (struct hr_nccl_batch){.requests = requests, .count = count};
-    return &team->base;
-}
-
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
-    const struct hr_gpu_team *team = atomic_load(&lane->on_gpu);
+    const struct hr_gpu_team *team = team_of(atomic_load(&lane->on_gpu));
     switch (team == NULL ? HR_NCCL_OUT : team->batch.phase) {
     case HR_NCCL_ORDERING: return HR_GPU_OTHER_RANKS;
     case HR_NCCL_WAITING: return HR_GPU_OTHER_LANES;
@@ -230,42 +234,4 @@ enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
     case HR_NCCL_NO_BATCH: return hr_gpu_is_busy(team->engine) ? HR_GPU_BESIDE : HR_GPU_NOTHING;
     default: return HR_GPU_NOTHING;
     }
-}
-
-/* ---- Its end ---- */
-
-/* One mark serves all requests of the batch: thousands of events, one for each, would fill the stream. */
-static int move_marks(struct hr_gpu_team *team) {
-    const struct hr_nccl_batch *batch = &team->batch;
-    struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
-    struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
-    HR_TRY(hr_mark_move(mark, team->comm.stream, &team->comm.failure));
-    for (size_t i = 1; i < batch->count; i++) {
-        hr_mark_keep(mark);
-        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
-        batch->requests[i]->cargo.data = mark;
-    }
-    hr_mark_keep(mark);
-    const unsigned last = (in_flight->first + in_flight->count++) % HR_NCCL_BATCHES_MAX;
-    in_flight->marks[last] = mark;
-    in_flight->weights[last] = batch->weight;
-    in_flight->weight += batch->weight;
-    return HORO_OK;
-}
-
-int hr_gpu_end_batch(struct hr_request *const *requests) {
-    struct hr_gpu_team *team = atomic_load(&requests[0]->port->lane->on_gpu);
-    struct hr_device_visit visit;
-    int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
-    if (status == HORO_OK) {
-        status = move_marks(team);
-        hr_device_leave(team->comm.device, &visit);
-    }
-    if (status != HORO_OK) {
-        team->comm.state = HR_NCCL_BROKEN; /* which ends the group: the driver's next turn looks at it */
-    } else {
-        team->batch.phase = HR_NCCL_NO_BATCH;
-    }
-    atomic_store(&gpu_of(team)->is_busy, 1);
-    return status == HORO_OK;
 }

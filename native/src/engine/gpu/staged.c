@@ -26,15 +26,6 @@ static void on_ready(void *owner, void *launched) {
     hr_drive_unlock(&engine->drive);
 }
 
-static void end_for_copy(struct hr_engine *engine, const horo_request *call, const char *text) {
-    char words[HORO_MESSAGE_MAX];
-    const int length = snprintf(words, sizeof words,
-                                "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
-                                "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
-                                call->device - 1, hr_op_name(call->op), call->name, text);
-    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
-}
-
 /* A request whose values do not come; with the lock held. The other ranks wait for it, and are told. */
 static void fail_locked(struct hr_engine *engine, struct hr_request *request, int status, const char *text) {
     if (atomic_load(&request->status) != HORO_IN_PROGRESS) {
@@ -45,7 +36,12 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     const horo_request *call = &request->call;
     const int is_told = hr_requests_refuse(&engine->requests, call->team, call->name, status, text) == 1;
     if (!is_told && !atomic_load(&engine->drive.stop)) {
-        end_for_copy(engine, &request->call, text);
+        char words[HORO_MESSAGE_MAX];
+        const int length = snprintf(words, sizeof words,
+                                    "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
+                                    "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
+                                    call->device - 1, hr_op_name(call->op), call->name, text);
+        hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
     }
     hr_drive_kick(&engine->drive); /* a caller that waits for it may drive meanwhile */
     hr_drive_wake_waiters(&engine->drive);
@@ -81,27 +77,11 @@ void hr_engine_end_cuda(struct hr_engine *engine) {
     }
 }
 
-/* Whether the collective needs the values of this rank. */
-static int counts_here(const struct hr_engine *engine, const horo_request *call) {
-    return call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
-}
-
-static int refuse(const horo_request *call, struct hr_error *error) {
-    if (call->op == HORO_BARRIER) {
-        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
-    }
-    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
-                       hr_op_name(call->op), call->name);
-    }
-    return HORO_OK;
-}
-
 /* One piece of host memory for values and result, but for a reduce-scatter, whose result lies behind the values. */
 static void describe(const struct hr_engine *engine, const struct hr_request *request,
                      struct hr_staged_tensor *staged) {
     const horo_request *call = &request->call;
+    const int counts_here = call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
     for (int i = 0; i < call->tensor_count; i++) {
         const horo_tensor *tensor = &call->tensors[i];
         int64_t bytes = 0; /* it has been checked */
@@ -110,7 +90,7 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
         staged[i] = (struct hr_staged_tensor){
             .source = (uint64_t)(uintptr_t)tensor->input,
             .target = (uint64_t)(uintptr_t)tensor->output,
-            .source_bytes = counts_here(engine, call) ? (size_t)bytes : 0,
+            .source_bytes = counts_here ? (size_t)bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
         };
@@ -122,27 +102,29 @@ static void drop_staging(void *engine, void *staging) {
     hr_engine_trim_pinned(engine);
 }
 
-static const struct hr_hooks staged_hooks = {.freed = drop_staging};
+static void bury_staging(void *staging) {
+    hr_staging_drop(staging);
+}
+
+static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = bury_staging};
 
 /* NULL: its tensors are in host memory, or stay on the GPU. */
 static struct hr_staging *staging_of(const struct hr_request *request) {
     return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
 }
 
-static void substitute(struct hr_request *request) {
-    const struct hr_staging *staging = staging_of(request);
-    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
-    for (int i = 0; i < request->call.tensor_count; i++) {
-        char *host = hr_staging_host(staging, (size_t)i);
-        tensors[i].input = host;
-        tensors[i].output = host + staging->tensors[i].result_at;
-    }
-}
-
-int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+/* Begins to copy the values to the host, where the request has them then. */
+static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
     const horo_request *call = &request->call;
     struct hr_stager *stager = atomic_load(&engine->stager);
-    HR_TRY(refuse(call, error));
+    if (call->op == HORO_BARRIER) {
+        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+    }
+    if ((call->flags & HORO_SUBMIT_INTO) != 0) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
+                       hr_op_name(call->op), call->name);
+    }
     if (stager == NULL) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
                        hr_op_name(call->op), call->name);
@@ -162,34 +144,45 @@ int hr_engine_stage(struct hr_engine *engine, struct hr_request *request, struct
     }
     request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
     request->state = HR_REQUEST_STAGING;
-    substitute(request);
+    horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
+    for (int i = 0; i < call->tensor_count; i++) {
+        char *host = hr_staging_host(staging, (size_t)i);
+        tensors[i].input = host;
+        tensors[i].output = host + staging->tensors[i].result_at;
+    }
     return HORO_OK;
 }
 
-void hr_engine_launch(struct hr_engine *engine, struct hr_request *request, int64_t handle) {
-    struct hr_error error = {0};
-    if (hr_staging_launch(staging_of(request), request, &error) == HORO_OK) {
-        return;
-    }
-    hr_drive_lock(&engine->drive);
-    struct hr_request *refused = hr_requests_find(&engine->requests, handle); /* it may have been released meanwhile */
-    if (refused != NULL) {
-        fail_locked(engine, refused, error.code, error.text);
-    }
+hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle, struct hr_error *error) {
+    struct hr_request *request = NULL;
+    struct hr_error failure = {0};
+    HR_TRY(hr_requests_create(&engine->requests, call, &request, error));
+    hr_drive_lock(&engine->drive); /* nothing is done on the GPU for one that is refused */
+    hr_status status = hr_requests_check(&engine->requests, request, error);
+    const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
     hr_drive_unlock(&engine->drive);
-}
-
-static void drop(void *staging) {
-    hr_staging_drop(staging);
-}
-
-void hr_gpu_bury(void *lane, struct hr_request *const *requests, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (staging_of(requests[i]) != NULL) {
-            hr_node_bury(((struct hr_lane *)lane)->node, staging_of(requests[i]), drop);
-            requests[i]->cargo = (struct hr_cargo){0};
-        }
+    if (stays) {
+        status = hr_gpu_place(engine, request, error);
     }
+    if (status == HORO_OK && request->cargo.data == NULL) {
+        status = stage(engine, request, error);
+    }
+    if (status != HORO_OK) {
+        hr_request_destroy(request);
+        return status;
+    }
+    struct hr_staging *staging = staging_of(request);
+    HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
+    /* one that is staged gets into the queue when its values are there */
+    if (staging != NULL && hr_staging_launch(staging, request, &failure) != HORO_OK) {
+        hr_drive_lock(&engine->drive);
+        struct hr_request *refused = hr_requests_find(&engine->requests, *handle); /* it may have been released */
+        if (refused != NULL) {
+            fail_locked(engine, refused, failure.code, failure.text);
+        }
+        hr_drive_unlock(&engine->drive);
+    }
+    return HORO_OK;
 }
 
 /* The parts that a call needs of a request that another thread may release meanwhile. */
@@ -244,40 +237,29 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
     return HORO_OK;
 }
 
-/* The results are not on their way after all: another call may begin that. */
-static void take_back_return(struct hr_engine *engine, int64_t handle) {
-    hr_drive_lock(&engine->drive);
-    struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    if (request != NULL) {
-        request->is_returned = 0;
-    }
-    hr_drive_unlock(&engine->drive);
-}
-
-/* With staging_lock held. */
-static int return_results(struct hr_engine *engine, int64_t handle, void *stream, struct hr_error *error) {
+int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
+    void *to = (void *)(uintptr_t)stream;
     struct returning returning = {0};
+    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
     hr_drive_lock(&engine->drive);
     int status = begin_return(hr_requests_find(&engine->requests, handle), handle, &returning, error);
     hr_drive_unlock(&engine->drive);
-    HR_TRY(status);
     if (returning.mark != NULL) {
-        status = hr_mark_await(returning.mark, stream, error);
+        status = hr_mark_await(returning.mark, to, error);
         hr_mark_drop(returning.mark);
-        return status;
+    } else if (returning.staging != NULL) {
+        status = hr_staging_copy_back(returning.staging, returning.bytes, to, error);
+        if (status != HORO_OK && returning.bytes != NULL) { /* another call may begin that */
+            hr_drive_lock(&engine->drive);
+            struct hr_request *request = hr_requests_find(&engine->requests, handle);
+            if (request != NULL) {
+                request->is_returned = 0;
+            }
+            hr_drive_unlock(&engine->drive);
+        }
+        free(returning.bytes);
+        hr_staging_drop(returning.staging);
     }
-    status = hr_staging_copy_back(returning.staging, returning.bytes, stream, error);
-    if (status != HORO_OK && returning.bytes != NULL) {
-        take_back_return(engine, handle);
-    }
-    free(returning.bytes);
-    hr_staging_drop(returning.staging);
-    return status;
-}
-
-int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
-    (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
-    const int status = return_results(engine, handle, (void *)(uintptr_t)stream, error);
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }

@@ -2,7 +2,6 @@
 
 #include "backend/carried.h"
 #include "base/traits.h"
-#include "engine/execute/batch.h"
 #include "engine/group/lane.h"
 
 /* ---- The values that operations run with where they may change; see engine.c ---- */
@@ -50,8 +49,7 @@ void hr_lane_destroy(struct hr_lane *lane) {
     }
     hr_announcer_fini(&lane->announcer);
     hr_round_fini(&lane->round);
-    hr_lane_free_batch(lane);
-    hr_buffer_fini(&lane->executor.log_in);
+    hr_executor_fini(&lane->executor);
     hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
@@ -144,9 +142,9 @@ static int may_count(const struct hr_lane *lane, const struct hr_request *reques
            hr_round_may_enter(&lane->round, lane->executor.log_executed, request->announced_id);
 }
 
-static void take_back(struct hr_lane *lane, struct hr_request *request) {
+static void take_back(const struct hr_lane *lane, const struct hr_request *request) {
     if (hr_batch_is_begun_ahead(request->call.op)) {
-        hr_batch_take_back(lane, request);
+        hr_batch_take_back(lane);
     }
 }
 
@@ -271,9 +269,10 @@ static int lead(struct hr_lane *lane) {
         hr_round_close(&lane->round);
     }
     /* of the record whose batch has posted all that it sends to other hosts; 0: there is none */
-    const int ends_batch = lane->team->host_count > 1 && hr_lane_is_ending_batch(lane);
-    const int agreed =
-        hr_leader_agree(leader, lane->executor.place, ends_batch ? lane->executor.record_bytes : 0);
+    const struct hr_executor *executor = &lane->executor;
+    const int ends_batch = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                           executor->backend->ops->is_ending(executor->backend);
+    const int agreed = hr_leader_agree(leader, executor->place, ends_batch ? executor->record_bytes : 0);
     HR_TRY(agreed);
     if (leader->batch_due_ns != HR_NEVER) {
         hr_part_expect(&lane->part, leader->batch_due_ns);

@@ -15,7 +15,6 @@
 #include "node/team.h"
 
 struct hr_engine;
-struct hr_gpu_team;
 struct hr_absence;
 
 /* The memory of the check for stalls; stall.c. */
@@ -43,7 +42,7 @@ struct hr_lane {
     struct hr_node *node;
     struct hr_team *team;
     struct hr_backend *backend;
-    struct hr_gpu_team *_Atomic on_gpu; /* NULL: all tensors on GPUs are staged */
+    struct hr_backend *_Atomic on_gpu; /* NCCL's; NULL: all tensors on GPUs are staged */
     int is_leader, is_root; /* of the team: on this host, of all */
     const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
     int may_count;

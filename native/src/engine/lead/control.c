@@ -1,4 +1,11 @@
-/* The talk between leaders: the links along the tree of hosts, the messages on them, and the end of both. */
+/*
+ * The members of a leader's agreement, what they announce and what becomes of it once all have; and the talk between
+ * leaders along the tree of hosts.
+ *
+ * A control link: whatever has gathered while the last bytes were on their way goes next, in one piece, and a receive
+ * takes whatever has come, so the messages of a small operation are one send and one receive. A receive is always
+ * posted, so a broken link is noticed while a leader waits for anything.
+ */
 #include <stdlib.h>
 #include <string.h>
 
@@ -6,6 +13,14 @@
 #include "engine/lead/private.h"
 #include "node/linked.h"
 #include "wire/frame.h"
+
+enum { RECEIVE_BYTES = 1 << 16 };
+
+/* ---- Links ---- */
+
+static int post_receive(const struct hr_leader *leader, struct hr_link *link) {
+    return hr_post_recv_some(leader->team->transport, link->host, link->received, RECEIVE_BYTES, &link->recv);
+}
 
 int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
     const struct hr_team *team = leader->team;
@@ -18,21 +33,178 @@ int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
             continue;
         }
         leader->has_parent |= host < team->host;
-        const int status = hr_link_open(leader, &leader->links[leader->link_count++], host);
+        const int rank = team->job_rank[team->leader_of_host[host]];
+        struct hr_link *link = &leader->links[leader->link_count++];
+        *link = (struct hr_link){.host = host, .leader_rank = rank, .open = 1, .received = malloc(RECEIVE_BYTES)};
+        const int status = link->received == NULL ? HORO_ERR_RESOURCE : post_receive(leader, link);
         if (status == HORO_ERR_RESOURCE) {
             return hr_fail(error, status, "no memory for the link to host %d", host);
         }
         if (status != HORO_OK) {
             return hr_fail(error, status, "host %d has no connection for agreement to host %d (%s)", team->host, host,
-                           leader->team->node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
+                           team->node->host_name_of_rank[rank]);
         }
     }
     return HORO_OK;
 }
 
+void hr_leader_close_links(struct hr_leader *leader) {
+    for (int i = 0; i < leader->link_count; i++) {
+        struct hr_link *link = &leader->links[i];
+        hr_buffer_fini(&link->in);
+        hr_buffer_fini(&link->out);
+        hr_buffer_fini(&link->sending);
+        free(link->received);
+    }
+    free(leader->links);
+}
+
+/* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
+static int progress_link(const struct hr_leader *leader, struct hr_link *link) {
+    struct hr_transport *transport = leader->team->transport;
+    int moved = HR_STILL;
+    if (!link->open) {
+        return HR_STILL;
+    }
+    if (!link->has_no_memory && link->recv.state == HR_IO_FAILED) {
+        return HORO_ERR_PEER_LOST;
+    }
+    if (!link->has_no_memory && link->recv.state == HR_IO_DONE) {
+        int status = hr_buffer_append(&link->in, link->received, link->recv.done_bytes);
+        status = status == HORO_OK ? post_receive(leader, link) : status;
+        if (status != HORO_OK) {
+            link->has_no_memory = status != HORO_ERR_PEER_LOST;
+            return status;
+        }
+        moved = HR_MOVED;
+    }
+    if (link->send.state != HR_IO_POSTED && hr_buffer_size(&link->out) > 0) {
+        struct hr_buffer sent = link->sending;
+        hr_buffer_consume(&sent, hr_buffer_size(&sent));
+        link->sending = link->out;
+        link->out = sent;
+        HR_TRY(transport->ops->post(transport, HR_SEND, link->host, HR_CHANNEL_CONTROL,
+                                    (char *)link->sending.data + link->sending.begin, hr_buffer_size(&link->sending),
+                                    &link->send));
+        atomic_fetch_add_explicit(&leader->team->node->counts.messages_sent, 1, memory_order_relaxed);
+        moved = HR_MOVED;
+    }
+    return moved;
+}
+
+int hr_leader_sends_left(const struct hr_leader *leader) {
+    for (int i = 0; i < leader->link_count; i++) {
+        const struct hr_link *link = &leader->links[i];
+        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* ---- Members ---- */
+
+int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
+    const uint8_t *front = hr_buffer_front(&leader->log_out);
+    const size_t bytes = hr_buffer_size(&leader->log_out) - mark;
+    if (bytes == 0) {
+        return HORO_OK;
+    }
+    hr_carry_clear(&leader->carry);
+    for (int i = leader->has_parent; i < leader->link_count; i++) {
+        struct hr_link *link = &leader->links[i];
+        HR_TRY(link->open ? hr_buffer_append(&link->out, front + mark, bytes) : HORO_OK);
+    }
+    return HORO_OK;
+}
+
+int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
+    struct hr_carry *carry = &leader->carry;
+    const uint32_t id = hr_carry_whole(carry);
+    const int is_whole = id != 0 && hr_agree_lone(&leader->agree) == id;
+    /* this rank is a member, too, but has none any more where its requests have failed at the end of the group */
+    const struct hr_request *request = is_whole ? hr_announcer_pending(leader->announcer, id) : NULL;
+    *is_put = request != NULL;
+    if (!*is_put) {
+        return HORO_OK;
+    }
+    HR_TRY(hr_carry_reduce(carry, leader->team, request));
+    hr_agree_take_lone(&leader->agree);
+    return hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
+                                                       .id = id,
+                                                       .data = carry->data,
+                                                       .data_bytes = carry->bytes});
+}
+
+int hr_leader_report(struct hr_leader *leader) {
+    if (!hr_agree_is_complete(&leader->agree) || leader->log_closed) {
+        return HR_STILL; /* behind the LEAVE record nothing is agreed on */
+    }
+    struct hr_buffer *out = leader->is_root ? &leader->log_out : &leader->links[0].out;
+    const size_t mark = hr_buffer_size(out);
+    uint32_t frames = 0;
+    int is_put = 0;
+    HR_TRY(leader->is_root ? HORO_OK : hr_leader_put_carried(leader, out, &is_put));
+    HR_TRY(is_put ? HORO_OK : hr_agree_collect(&leader->agree, out, &frames));
+    HR_TRY(leader->is_root ? hr_leader_hand_down(leader, mark) : HORO_OK);
+    return HR_MOVED;
+}
+
+/* A rank of this subtree wants to leave; one LEAVE record closes the log for all. */
+static int note_leaver(struct hr_leader *leader, const struct hr_wire_message *message) {
+    if (message->rank >= leader->team->node->size || leader->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (leader->leaver != 0) {
+        return HORO_OK;
+    }
+    leader->leaver = message->rank + 1;
+    if (leader->is_root) {
+        return hr_frame_put(&leader->leave_record, message); /* see form_batches */
+    }
+    const int reported = hr_leader_report(leader); /* earlier announcements travel first */
+    return reported < 0 ? reported : hr_frame_put(&leader->links[0].out, message);
+}
+
+/* A message for somebody above this room. */
+static int handle(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    hr_leader_handler *handler = leader->handlers[message->type];
+    return handler == NULL || message->rank >= leader->team->node->size
+               ? HORO_ERR_INTERNAL
+               : handler(leader->owner, member, message, now_ns);
+}
+
+int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
+    struct hr_agree *agree = &leader->agree;
+    leader->has_news = 1;
+    switch (message->type) {
+    case HR_WIRE_IDS:
+        for (uint32_t i = 0; i < message->count; i++) {
+            HR_TRY(hr_agree_announce_id(agree, member, hr_wire_u32(message->items, i), message->rows, now_ns));
+        }
+        return HORO_OK;
+    case HR_WIRE_DATA:
+        hr_carry_add(&leader->carry, member, message->id, message->data, message->data_bytes);
+        return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
+    case HR_WIRE_ROWS: return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
+    case HR_WIRE_REQUEST: return hr_agree_announce_request(agree, member, message, now_ns);
+    case HR_WIRE_LEAVE: return note_leaver(leader, message);
+    default: return handle(leader, member, message, now_ns);
+    }
+}
+
+void hr_leader_close_log(struct hr_leader *leader) {
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
+    atomic_store(&leader->team->node->arena.header->leave_at,
+                 written + hr_buffer_size(&leader->log_out) + leader->round->rounds + 1);
+    leader->log_closed = 1;
+}
+
+/* ---- Messages of other leaders ---- */
+
 /* Not the root: the next record of the log. */
-static int take_record(struct hr_leader *leader, const struct hr_wire_message *record, const uint8_t *frame,
-                       size_t frame_bytes) {
+static int take_record(struct hr_leader *leader, const struct hr_wire_message *record) {
     const int moved = hr_leader_report(leader); /* before apply, see agree.h */
     HR_TRY(moved);
     if (leader->log_closed || (record->type == HR_WIRE_LEAVE && leader->team->number != 0)) {
@@ -45,19 +217,12 @@ static int take_record(struct hr_leader *leader, const struct hr_wire_message *r
         HR_TRY(hr_agree_apply(&leader->agree, record));
     }
     const size_t mark = hr_buffer_size(&leader->log_out);
-    HR_TRY(hr_buffer_append(&leader->log_out, frame, frame_bytes));
+    HR_TRY(hr_frame_pass(&leader->log_out, record));
     return hr_leader_hand_down(leader, mark);
 }
 
-/* Whether a message of the parent is a record of the log. */
-static int is_record(enum hr_wire_type type) {
-    const uint32_t records = 1u << HR_WIRE_BATCH | 1u << HR_WIRE_RESULT | 1u << HR_WIRE_FAIL | 1u << HR_WIRE_REQUEST |
-                             1u << HR_WIRE_JOINED | 1u << HR_WIRE_TUNE | 1u << HR_WIRE_LEAVE;
-    return (records >> type & 1) != 0;
-}
-
 static int handle_message(struct hr_leader *leader, int link_index, const struct hr_wire_message *message,
-                          const uint8_t *frame, size_t frame_bytes, int64_t now_ns) {
+                          int64_t now_ns) {
     struct hr_node *node = leader->team->node;
     const int from_parent = leader->has_parent && link_index == 0;
     if (message->rank >= node->size || message->by >= node->size) {
@@ -76,66 +241,56 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
         return HORO_OK;
     default: break;
     }
-    if (from_parent && is_record(message->type)) {
-        return take_record(leader, message, frame, frame_bytes);
+    if (from_parent && hr_wire_is_record(message->type)) {
+        return take_record(leader, message);
     }
     const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
     const int member = leader->team->local_size + link_index - leader->has_parent;
-    return from_parent ? hr_leader_handle(leader, -1, message, at_ns)
+    return from_parent ? handle(leader, -1, message, at_ns)
                        : hr_leader_announce(leader, member, message, at_ns);
 }
 
-static int handle_frames(struct hr_leader *leader, int link_index, int64_t now_ns) {
-    struct hr_buffer *in = &leader->links[link_index].in;
-    struct hr_wire_message message;
-    size_t bytes;
-    int status;
-    while ((status = hr_frame_peek(in, &message, &bytes)) == HORO_OK) {
-        leader->has_news = 1;
-        HR_TRY(handle_message(leader, link_index, &message, hr_buffer_front(in), bytes, now_ns));
-        hr_buffer_consume(in, bytes);
-    }
-    return status < 0 ? status : HORO_OK;
-}
-
-static void link_broke(struct hr_leader *leader, struct hr_link *link) {
-    link->open = 0;
-    if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(leader->team)) {
-        const enum hr_loss how = leader->team->transport->ops->loss(leader->team->transport, link->host);
-        hr_node_abort(leader->team->node, HORO_ERR_PEER_LOST, link->leader_rank,
-                      how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
-    }
-}
-
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
+    const struct hr_team *team = leader->team;
     int moved = HR_STILL;
     for (int i = 0; i < leader->link_count; i++) {
         struct hr_link *link = &leader->links[i];
-        const int status = hr_link_progress(leader, link);
+        const int status = progress_link(leader, link);
         if (status == HR_STILL) {
             continue;
         }
         if (status < 0 && status != HORO_ERR_PEER_LOST) {
             return status;
         }
-        HR_TRY(handle_frames(leader, i, now_ns)); /* also what came before the link broke: the LEAVE record perhaps */
+        struct hr_wire_message message; /* also one from before the link broke: the LEAVE record perhaps */
+        size_t bytes;
+        int peeked;
+        while ((peeked = hr_frame_peek(&link->in, &message, &bytes)) == HORO_OK) {
+            leader->has_news = 1;
+            HR_TRY(handle_message(leader, i, &message, now_ns));
+            hr_buffer_consume(&link->in, bytes);
+        }
+        HR_TRY(peeked);
         if (status == HORO_ERR_PEER_LOST) {
-            link_broke(leader, link);
+            link->open = 0;
+            if (!link->has_said_done && !leader->expects_removal && !hr_team_is_left(team)) {
+                const enum hr_loss how = team->transport->ops->loss(team->transport, link->host);
+                hr_node_abort(team->node, HORO_ERR_PEER_LOST, link->leader_rank,
+                              how == HR_LOSS_SILENT ? HR_REASON_SILENT : HR_REASON_LINK);
+            }
         }
         moved = HR_MOVED;
     }
     return moved;
 }
 
-/* A rank that has nothing pending has executed all that stands in the log, for no record comes about without it. */
-static int has_local_done(const struct hr_arena *arena, int local_rank) {
-    return hr_arena_has_closed(arena, local_rank) ||
-           atomic_load(&arena->blocks[local_rank].state) == HR_MEMBER_LEFT;
-}
+/* ---- The end ---- */
 
 int hr_leader_is_done(const struct hr_leader *world) {
+    const struct hr_arena *arena = &world->team->node->arena;
     for (int i = 1; i < world->team->local_size; i++) {
-        if (!has_local_done(&world->team->node->arena, i)) {
+        /* one that has nothing pending has executed all that stands in the log: no record comes about without it */
+        if (!hr_arena_has_closed(arena, i) && atomic_load(&arena->blocks[i].state) != HR_MEMBER_LEFT) {
             return 0;
         }
     }
@@ -154,53 +309,33 @@ static int tell(struct hr_leader *leader, const struct hr_wire_message *message)
     return HORO_OK;
 }
 
-int hr_leader_tell_done(struct hr_leader *leader) {
-    const int is_told = leader->told_done;
-    leader->told_done = 1;
-    return is_told ? HORO_OK : tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE,
-                                                                      .rank = leader->team->node->rank});
-}
-
-/* Each leader passes an abort on once, to all its neighbours. */
-static int tell_abort(struct hr_leader *leader) {
+/* Tells the neighbours, once of each: that all here is done, or of an abort. */
+static int tell_end(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
-    if (end.code == 0 || leader->told_abort) {
+    if (end.code == 0 ? leader->told_done : leader->told_abort) {
         return HORO_OK;
+    }
+    if (end.code == 0) {
+        leader->told_done = 1;
+        return tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = leader->team->node->rank});
     }
     leader->told_abort = 1;
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
-    struct hr_wire_message message = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
-                                      .rank = end.rank,
-                                      .status = end.code,
-                                      .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
-                                      .by = end.by};
-    if (words != NULL) {
-        message.text = (struct hr_wire_text){words, strlen(words)};
-    }
-    return tell(leader, &message);
-}
-
-struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
-    const int local_size = leader->team->local_size;
-    return member < local_size ? NULL : &leader->links[leader->has_parent + member - local_size];
-}
-
-int hr_leader_sends_left(const struct hr_leader *leader) {
-    for (int i = 0; i < leader->link_count; i++) {
-        const struct hr_link *link = &leader->links[i];
-        if (link->open && (hr_buffer_size(&link->out) > 0 || link->send.state == HR_IO_POSTED)) {
-            return 1;
-        }
-    }
-    return 0;
+    return tell(leader, &(struct hr_wire_message){
+                            .type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
+                            .rank = end.rank,
+                            .status = end.code,
+                            .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
+                            .by = end.by,
+                            .text = {words, words == NULL ? 0 : strlen(words)}});
 }
 
 int hr_leader_flush_links(struct hr_leader *leader) {
-    HR_TRY(tell_abort(leader));
+    HR_TRY(tell_end(leader));
     (void)hr_node_progress(leader->team->node);
     for (int i = 0; i < leader->link_count; i++) {
-        if (hr_link_progress(leader, &leader->links[i]) < 0) {
+        if (progress_link(leader, &leader->links[i]) < 0) {
             leader->links[i].open = 0; /* later messages change nothing */
         }
     }

@@ -91,10 +91,7 @@ int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup
 }
 
 void hr_leader_fini(struct hr_leader *leader) {
-    for (int i = 0; i < leader->link_count; i++) {
-        hr_link_close(&leader->links[i]);
-    }
-    free(leader->links);
+    hr_leader_close_links(leader);
     for (int i = 0; leader->request_in != NULL && i < leader->team->local_size; i++) {
         hr_buffer_fini(&leader->request_in[i]);
     }
@@ -180,22 +177,17 @@ int hr_leader_collect(struct hr_leader *leader) {
 
 /* ---- What goes out ---- */
 
-/*
- * Whether the log is all executed here, or nearly: between hosts a record takes a while to get down, so the next one is
- * on its way while the last bytes of the batch before it are.
- */
-static int log_runs_out(const struct hr_leader *leader, uint64_t place, uint64_t ending) {
-    /* by me */
-    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
-    const uint64_t left = written + leader->round->rounds - place;
-    return hr_buffer_size(&leader->log_out) == 0 && (left == 0 || left == ending);
-}
-
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
 static int may_form_batch(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     leader->batch_due_ns = HR_NEVER;
-    if (!leader->is_root || leader->log_closed || !hr_agree_is_ready(&leader->agree) ||
-        !log_runs_out(leader, place, ending)) {
+    if (!leader->is_root || leader->log_closed || !hr_agree_is_ready(&leader->agree)) {
+        return 0;
+    }
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
+    const uint64_t left = written + leader->round->rounds - place;
+    /* between hosts a record takes a while to get down: the next one is on its way while this batch sends the last */
+    if (hr_buffer_size(&leader->log_out) > 0 || (left != 0 && left != ending)) {
         return 0;
     }
     if (leader->cycle_ns == 0) {
@@ -247,14 +239,6 @@ static int write_records(struct hr_leader *leader, struct hr_buffer *records) {
     return HR_MOVED;
 }
 
-static int write_tuning(struct hr_leader *leader) {
-    hr_drive_lock(leader->drive);
-    const int written = write_records(leader, &leader->tuning);
-    atomic_store(&leader->is_tuning_due, 0);
-    hr_drive_unlock(leader->drive);
-    return written;
-}
-
 static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     if (hr_buffer_size(&leader->at_once) > 0 && !leader->log_closed) {
         return write_records(leader, &leader->at_once);
@@ -268,8 +252,13 @@ static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t endin
     if (!may_form_batch(leader, place, ending)) {
         return HR_STILL;
     }
-    const int tuned = leader->is_tuning_due ? write_tuning(leader) : HR_STILL;
-    HR_TRY(tuned);
+    if (leader->is_tuning_due) {
+        hr_drive_lock(leader->drive);
+        const int written = write_records(leader, &leader->tuning);
+        atomic_store(&leader->is_tuning_due, 0);
+        hr_drive_unlock(leader->drive);
+        HR_TRY(written);
+    }
     HR_TRY(write_batches(leader, leader->team->host_count > 1)); /* between hosts what is ready goes at once */
     return HR_MOVED;
 }
@@ -279,29 +268,25 @@ int hr_leader_is_idle(const struct hr_leader *leader) {
            !leader->log_closed && !leader->is_tuning_due && hr_buffer_size(&leader->at_once) == 0;
 }
 
-static uint64_t slowest_reader(const struct hr_leader *leader) {
-    const struct hr_team *team = leader->team;
-    uint64_t slowest = UINT64_MAX;
-    for (int i = 0; i < team->local_size; i++) {
-        const int index = team->index_of_local[i];
-        const uint64_t read = atomic_load(&team->partition.blocks[index].log_read); /* partner: take_log */
-        if (read < slowest && atomic_load(&leader->team->node->arena.blocks[index].state) != HR_MEMBER_LEFT) {
-            slowest = read;
-        }
-    }
-    return slowest;
-}
-
 static int flush_log(struct hr_leader *leader) {
     struct hr_buffer *out = &leader->log_out;
     if (hr_buffer_size(out) == 0) {
         return HR_STILL;
     }
-    const struct hr_partition *partition = &leader->team->partition;
+    const struct hr_team *team = leader->team;
+    const struct hr_partition *partition = &team->partition;
+    uint64_t slowest = UINT64_MAX;
     /* before looking for room: a reader that makes some wakes us */
     atomic_store(&partition->header->log_wants_room, 1);
-    const size_t written = hr_ring_write(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
-                                         slowest_reader(leader), hr_buffer_front(out), hr_buffer_size(out));
+    for (int i = 0; i < team->local_size; i++) {
+        const int index = team->index_of_local[i];
+        const uint64_t read = atomic_load(&partition->blocks[index].log_read); /* partner: take_log */
+        if (read < slowest && atomic_load(&team->node->arena.blocks[index].state) != HR_MEMBER_LEFT) {
+            slowest = read;
+        }
+    }
+    const size_t written = hr_ring_write(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES, slowest,
+                                         hr_buffer_front(out), hr_buffer_size(out));
     hr_buffer_consume(out, written);
     if (hr_buffer_size(out) == 0) {
         atomic_store(&partition->header->log_wants_room, 0);
@@ -310,25 +295,12 @@ static int flush_log(struct hr_leader *leader) {
         if (hr_leader_is_idle(leader)) {
             hr_round_reopen(leader->round);
         }
-        hr_team_wake_all(leader->team);
+        hr_team_wake_all(team);
     }
     return written > 0 ? HR_MOVED : HR_STILL;
 }
 
 /* ---- The step ---- */
-
-/*
- * Sends what was just written, before this rank executes it, and before a caller that then has what it waits for stops
- * driving.
- */
-static int send_at_once(struct hr_leader *leader) {
-    const int sent = hr_leader_progress_links(leader, 0);
-    if (sent >= 0 && hr_leader_sends_left(leader)) {
-        struct hr_transport *transport = leader->team->transport;
-        (void)transport->ops->progress(transport);
-    }
-    return sent;
-}
 
 int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     HR_TRY(collect_own(leader)); /* the request of a round that has been closed */
@@ -348,6 +320,11 @@ int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending) {
     if (leader->link_count == 0 || (!moved && !hr_leader_sends_left(leader))) {
         return moved;
     }
-    const int sent = send_at_once(leader);
+    /* before this rank executes it, and before a caller that then has what it waits for stops driving */
+    const int sent = hr_leader_progress_links(leader, 0);
+    if (sent >= 0 && hr_leader_sends_left(leader)) {
+        struct hr_transport *transport = leader->team->transport;
+        (void)transport->ops->progress(transport);
+    }
     return sent < 0 ? sent : moved | sent;
 }

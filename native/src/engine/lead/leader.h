@@ -113,10 +113,6 @@ static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
     leader->has_news = 1;
     return leader->is_root ? &leader->at_once : &leader->links[0].out;
 }
-/* Frames for all child hosts: HORO_OK or a status. */
-int hr_leader_send_down(struct hr_leader *leader, const void *frames, size_t bytes);
-/* The link of a member that is a child host; NULL: it is a rank of this host. */
-struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member);
 /* Moves what the links have, as of now_ns. HR_STILL, HR_MOVED or a status. */
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns);
 /* Whether something for another leader has not been handed to the system yet. */
@@ -126,9 +122,7 @@ int hr_leader_sends_left(const struct hr_leader *leader);
 
 /* CLOSING: whether all of this host, and all hosts below it, have executed what stands before the LEAVE record. */
 int hr_leader_is_done(const struct hr_leader *world);
-/* The last message on every link, for ENDING after CLOSING. */
-int hr_leader_tell_done(struct hr_leader *leader);
-/* Tells the neighbours of an abort and sends what there is. 1: all is sent or cannot be; 0; a status. */
+/* ENDING: tells the neighbours of the end and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_leader_flush_links(struct hr_leader *leader);
 
 #endif

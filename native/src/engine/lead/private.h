@@ -1,20 +1,13 @@
-/* Files of this room, each of which calls only those before it: link.c, members.c, control.c, leader.c. */
+/* Of control.c, which calls nothing of leader.c. */
 #ifndef HR_ENGINE_LEAD_PRIVATE_H
 #define HR_ENGINE_LEAD_PRIVATE_H
 
 #include "engine/lead/leader.h"
 
-/* link.c */
-int hr_link_open(const struct hr_leader *leader, struct hr_link *link, int host);
-void hr_link_close(struct hr_link *link);
-/* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
-int hr_link_progress(const struct hr_leader *leader, struct hr_link *link);
-
-/* members.c */
+hr_status hr_leader_open_links(struct hr_leader *leader, struct hr_error *error);
+void hr_leader_close_links(struct hr_leader *leader);
 /* Takes in what a member announces. */
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns);
-/* A message for somebody above this room. */
-int hr_leader_handle(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns);
 /*
  * Takes the tensor out of the agreement whose data all members have carried, if all that is complete (the root: ready)
  * is that one, and appends a DATA or, at the root, a RESULT message. HORO_OK or a status.
@@ -26,8 +19,5 @@ int hr_leader_report(struct hr_leader *leader);
 int hr_leader_hand_down(struct hr_leader *leader, size_t mark);
 /* The next record for the log is LEAVE. */
 void hr_leader_close_log(struct hr_leader *leader);
-
-/* control.c */
-int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error);
 
 #endif

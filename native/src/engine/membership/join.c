@@ -1,10 +1,11 @@
 /*
  * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
- * (agree/join.c), and it takes part in what they do by stand-ins (stand_in.c): with values that change no result, which
- * are zeros, and for min, max and product what leaves the others' values as they are. An average is over all ranks.
- * An allgather has no rows of it; of a broadcast it drops what comes. What no rank can do for another fails on all that
- * have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank that has joined, reducescatter, alltoall, changes
- * of teams, and min, max and product with a prescale. What a rank has submitted before it joined goes on.
+ * (agree/join.c), and it takes part in what they do by stand-ins: requests of its own, made of the bytes that they have
+ * agreed on, with values that change no result. These are zeros, and for min, max and product what leaves the others'
+ * values as they are. An average is over all ranks. An allgather has no rows of it; of a broadcast it drops what comes.
+ * What no rank can do for another fails on all that have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank
+ * that has joined, reducescatter, alltoall, changes of teams, and min, max and product with a prescale. What a rank has
+ * submitted before it joined goes on.
  *
  *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
  *                       id, and evicts no id
@@ -20,13 +21,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/cut.h"
 #include "base/traits.h"
-#include "engine/membership/private.h"
+#include "engine/membership/membership.h"
 #include "wire/frame.h"
 
-/* ---- The callers' side, with the lock held ---- */
+enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };
 
-/* Whether this rank may join: not while a change of teams is pending. */
+/* Of a rank that joins a team, or has done so at some time. The driver's. */
+struct hr_absence {
+    struct hr_part part;      /* while a JOIN is held */
+    struct hr_request *held;  /* the JOIN that is to be announced */
+    int is_heard;             /* the record JOINED of this rank has been executed */
+    int has_joined;           /* JOIN is announced */
+    struct hr_map stand_ins;  /* name -> request that stands in for one */
+};
+
+static int has_joined(const struct hr_lane *lane) {
+    return lane->absence != NULL && lane->absence->has_joined;
+}
+
+/* ---- The request to join ---- */
+
+/* With the lock held: whether this rank may join: not while a change of teams is pending. */
 static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
     const struct hr_engine *engine = owner;
     (void)request;
@@ -42,16 +59,67 @@ static hr_status check(void *owner, const struct hr_request *request, struct hr_
     return HORO_OK;
 }
 
+/*
+ * Announces the JOIN that is held, unless this rank may still have something to announce: what waits for values from a
+ * GPU, or what an eviction makes it announce again.
+ */
+static int turn(struct hr_part *part) {
+    struct hr_lane *lane = part->owner;
+    struct hr_drive *drive = &lane->engine->drive;
+    struct hr_absence *absence = lane->absence;
+    int waits = 0;
+    hr_drive_lock(drive);
+    for (const struct hr_request *request = NULL; !waits && (request = hr_port_next(&lane->port, request)) != NULL;) {
+        waits = request->state != HR_REQUEST_ANNOUNCED || (!absence->is_heard && request->announced_id != 0);
+    }
+    if (!waits) {
+        hr_drive_remove(drive, part);
+    }
+    hr_drive_unlock(drive);
+    if (waits) {
+        return HR_STILL;
+    }
+    struct hr_request *request = absence->held;
+    absence->held = NULL;
+    absence->has_joined = 1;
+    HR_TRY(hr_announcer_put_full(&lane->announcer, request));
+    return HR_MOVED;
+}
+
+static const struct hr_part_ops part_of_absence = {.rank = HR_PART_ABSENCE, .turn = turn};
+
+static int announce(void *owner, struct hr_request *request) {
+    struct hr_engine *engine = owner;
+    struct hr_lane *lane = request->port->lane;
+    HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
+    if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    lane->is_absent = 1;
+    lane->absence->held = request;
+    hr_drive_lock(&engine->drive);
+    /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
+    hr_port_drop_refusals(&lane->port, 1);
+    hr_drive_add(&engine->drive, &lane->absence->part, &part_of_absence, lane);
+    hr_drive_unlock(&engine->drive);
+    return hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                                        .rank = lane->node->rank,
+                                                                        .at = (uint64_t)request->submit_ns});
+}
+
 /* Well or not. */
 static void end_join(void *owner, struct hr_request *request, int status) {
     struct hr_engine *engine = owner;
     struct hr_lane *lane = request->port->lane;
+    struct hr_absence *absence = lane->absence;
     (void)status;
     request->port->state = HR_PORT_OPEN;
     lane->is_absent = 0;
-    if (lane->absence != NULL) {
-        engine->held_joins -= lane->absence->held != NULL;
-        *lane->absence = (struct hr_absence){.stand_ins = lane->absence->stand_ins};
+    if (absence != NULL) {
+        if (absence->held != NULL) {
+            hr_drive_remove(&engine->drive, &absence->part);
+        }
+        *absence = (struct hr_absence){.part = absence->part, .stand_ins = absence->stand_ins};
     }
 }
 
@@ -64,67 +132,8 @@ int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, stru
         .prescale = 1.0,
         .postscale = 1.0,
     };
-    static const struct hr_hooks hooks = {.check = check, .ended = end_join};
+    static const struct hr_hooks hooks = {.check = check, .announce = announce, .ended = end_join};
     return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, engine, NULL}, handle, error);
-}
-
-int hr_joined_last(struct hr_engine *engine, int64_t handle) {
-    hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    const int is_known = request != NULL && request->call.op == HORO_JOIN && atomic_load(&request->status) == HORO_OK;
-    const int rank = is_known ? request->answer : HORO_ERR_USAGE;
-    hr_drive_unlock(&engine->drive);
-    return rank;
-}
-
-/* ---- Announcer ---- */
-
-/*
- * Whether this rank may still have something to announce: what is held, what waits for values from a GPU,
- * or what an eviction makes it announce again.
- */
-static int has_to_announce(const struct hr_lane *lane) {
-    const int is_heard = lane->absence->is_heard;
-    int found = 0;
-    hr_drive_lock(&lane->engine->drive);
-    const struct hr_request *request = NULL;
-    while (!found && (request = hr_port_next(&lane->port, request)) != NULL) {
-        found = request->state != HR_REQUEST_ANNOUNCED || (!is_heard && request->announced_id != 0);
-    }
-    hr_drive_unlock(&lane->engine->drive);
-    return found;
-}
-
-hr_status hr_join_begin(struct hr_lane *lane, struct hr_request *request) {
-    /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
-    hr_drive_lock(&lane->engine->drive);
-    hr_port_drop_refusals(&lane->port, 1);
-    hr_drive_unlock(&lane->engine->drive);
-    HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
-    if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    lane->is_absent = 1;
-    lane->absence->held = request;
-    lane->engine->held_joins++;
-    HR_TRY(hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
-                                                                        .rank = lane->node->rank,
-                                                                        .at = (uint64_t)request->submit_ns}));
-    const int announced = hr_join_go_on(lane);
-    return announced < 0 ? announced : HORO_OK;
-}
-
-int hr_join_go_on(struct hr_lane *lane) {
-    struct hr_absence *join = lane->absence;
-    if (join == NULL || join->held == NULL || has_to_announce(lane)) {
-        return HR_STILL;
-    }
-    struct hr_request *request = join->held;
-    join->held = NULL;
-    join->has_joined = 1;
-    lane->engine->held_joins--;
-    HR_TRY(hr_announcer_put_full(&lane->announcer, request));
-    return HR_MOVED;
 }
 
 int hr_join_execute(void *owner, const struct hr_wire_message *record) {
@@ -141,28 +150,260 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
 
 /* ---- Leaders ---- */
 
-/* At a time of this host's: when the rank called, or when the message of another host came. */
-static int note_joined(struct hr_leader *leader, int rank, uint64_t at) {
-    const struct hr_wire_message joined = {
-        .type = HR_WIRE_JOINED, .rank = rank, .at = leader->is_root ? 0 : at}; /* a record has none */
-    hr_agree_note_absence(&leader->agree, rank, at);
-    return hr_frame_put(hr_leader_up(leader), &joined);
-}
-
 int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_lane *lane = owner;
     struct hr_leader *leader = &lane->leader;
-    struct hr_link *link = hr_leader_link_of(leader, member);
+    const int below = leader->team->local_size - leader->has_parent; /* the member of a link, less its index */
+    uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
     if (member == 0 && leader->link_count > 0) {
         /* a leader that joins after others has heard of those: it reads what its links have for it first */
         (void)hr_node_progress(lane->node);
         const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
         HR_TRY(heard);
     }
-    if (link == NULL) {
-        return note_joined(leader, message->rank, message->at);
+    if (member >= leader->team->local_size) {
+        struct hr_link *link = &leader->links[member - below];
+        const int is_later = message->at > link->told_at;
+        link->told_at = is_later ? message->at : link->told_at;
+        at = is_later ? (uint64_t)now_ns : 0;
     }
-    const int is_later = message->at > link->told_at;
-    link->told_at = is_later ? message->at : link->told_at;
-    return note_joined(leader, message->rank, is_later ? (uint64_t)now_ns : 0);
+    hr_agree_note_absence(&leader->agree, message->rank, at);
+    return hr_frame_put(hr_leader_up(leader),
+                        &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                  .rank = message->rank,
+                                                  .at = leader->is_root ? 0 : at}); /* a record has none */
+}
+
+/* ---- Stand-ins: neutral elements ---- */
+
+static uint64_t lowest_integer(int dtype) {
+    const int bits = 8 * (int)hr_dtype_bytes(dtype);
+    return dtype == HORO_UINT8 || dtype == HORO_BOOL ? 0 : (uint64_t)1 << (bits - 1);
+}
+
+/*
+ * The bits of 1, and of infinity, as a float of this dtype; its sign is the highest bit. Of a complex 1 those of its
+ * real part, which comes first: all behind them are 0.
+ */
+static uint64_t one_of(int dtype) {
+    switch (hr_dtype_real(dtype)) {
+    case HORO_FLOAT16: return 0x3c00;
+    case HORO_BFLOAT16: return 0x3f80;
+    case HORO_FLOAT32: return 0x3f800000;
+    case HORO_FLOAT64: return 0x3ff0000000000000;
+    default: return 1;
+    }
+}
+
+static uint64_t infinity_of(int dtype) {
+    switch (dtype) {
+    case HORO_FLOAT16: return 0x7c00;
+    case HORO_BFLOAT16: return 0x7f80;
+    case HORO_FLOAT32: return 0x7f800000;
+    default: return 0x7ff0000000000000;
+    }
+}
+
+/*
+ * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
+ * wider, its other bits are 0. No complex number leaves a product as it is beside an infinite or NaN part: 1 does for
+ * all others, but for the sign of a zero.
+ */
+static uint64_t neutral_element(int dtype, int reduce_op) {
+    if (!hr_dtype_reducible(dtype, reduce_op)) {
+        return 0; /* it is refused before it is run */
+    }
+    const int is_integer = hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
+    const uint64_t sign = (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1) % 64; /* of a float */
+    switch (reduce_op) {
+    case HORO_MIN: return is_integer ? (dtype == HORO_BOOL ? 1 : ~lowest_integer(dtype)) : infinity_of(dtype);
+    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | sign;
+    case HORO_PRODUCT: return one_of(dtype);
+    default: return 0;
+    }
+}
+
+static void fill(void *data, size_t bytes, int dtype, uint64_t bits) {
+    const size_t width = hr_dtype_bytes(dtype);
+    uint8_t element[ELEMENT_MAX] = {0};
+    for (size_t i = 0; i < sizeof bits; i++) {
+        element[i] = (uint8_t)(bits >> 8 * i); /* values in memory are little-endian, as on the wire */
+    }
+    for (size_t at = 0; at < bytes; at += width) {
+        memcpy((uint8_t *)data + at, element, width);
+    }
+}
+
+/* ---- Making one ---- */
+
+/* The call that theirs is, without values. Its tensors, shapes and name are in *memory, which is the caller's. */
+static int draft(const struct hr_lane *lane, const struct hr_wire_request *request, horo_request *call,
+                 void **memory) {
+    const size_t count = request->tensor_count;
+    horo_tensor *tensors =
+        calloc(1, count * (sizeof *tensors + sizeof(struct hr_wire_tensor)) + request->name.bytes + 1);
+    struct hr_wire_tensor *decoded = (struct hr_wire_tensor *)(void *)(tensors + count);
+    char *name = (char *)(decoded + count);
+    if (tensors == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    memcpy(name, request->name.data, request->name.bytes);
+    const uint8_t *cursor = request->tensors;
+    for (size_t i = 0; i < count; i++) {
+        hr_wire_next_tensor(&cursor, &decoded[i]);
+        tensors[i] = (horo_tensor){.shape = decoded[i].shape,
+                                   .ndim = decoded[i].ndim,
+                                   .dtype = decoded[i].dtype,
+                                   .wire_dtype = decoded[i].wire_dtype};
+    }
+    *call = (horo_request){
+        .name = name,
+        .op = request->op,
+        .reduce_op = request->reduce_op,
+        .root_rank = request->root_rank,
+        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0,
+        .team = lane->team->id,
+        .prescale = request->prescale,
+        .postscale = request->postscale,
+        .tensors = tensors,
+        .tensor_count = (int32_t)count,
+    };
+    *memory = tensors;
+    return HORO_OK;
+}
+
+/* In place. Of an allgather there is nothing: the extents agreed on are those of no rows. */
+static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8_t **data) {
+    size_t total = 1;
+    for (int32_t i = 0; i < call->tensor_count; i++) {
+        int64_t bytes = 0; /* it was checked when it was decoded */
+        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        tensors[i].output_bytes = bytes;
+        if (__builtin_add_overflow(total, hr_round_up((size_t)bytes, ALIGNMENT), &total)) {
+            return HORO_ERR_RESOURCE;
+        }
+    }
+    uint8_t *at = calloc(total, 1); /* pages of zeros that nobody has touched yet, where it is large */
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *data = at;
+    for (int32_t i = 0; i < call->tensor_count; i++) {
+        const size_t bytes = (size_t)tensors[i].output_bytes;
+        const uint64_t bits = hr_op_reduces(call->op) ? neutral_element(tensors[i].dtype, call->reduce_op) : 0;
+        if (bits != 0) {
+            fill(at, bytes, tensors[i].dtype, bits);
+        }
+        tensors[i].input = at;
+        tensors[i].output = at;
+        at += hr_round_up(bytes, ALIGNMENT);
+    }
+    return HORO_OK;
+}
+
+static void end_stand_in(void *owner, struct hr_request *request, int status) {
+    struct hr_lane *lane = owner;
+    (void)status;
+    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
+    hr_request_destroy(request);
+}
+
+static void free_values(void *lane, void *values) {
+    (void)lane;
+    free(values);
+}
+
+/* The request, whose values are `data`. */
+static int create(struct hr_lane *lane, const horo_request *call, void *data, struct hr_request **request) {
+    static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free_values};
+    struct hr_error error = {0};
+    const struct hr_cargo cargo = {&hooks, lane, data};
+    struct hr_request *made = NULL;
+    int status = hr_request_create(call, &made, &error);
+    if (status != HORO_OK) {
+        hr_cargo_drop(&cargo);
+        return status;
+    }
+    made->port = &lane->port;
+    made->team_size = lane->team->size;
+    made->state = HR_REQUEST_STANDS_IN;
+    made->cargo = cargo;
+    status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
+    if (status != HORO_OK) {
+        hr_request_destroy(made);
+        return status;
+    }
+    *request = made;
+    return HORO_OK;
+}
+
+/*
+ * Makes one from the canonical bytes of theirs, for the record that comes next. HORO_OK, HORO_ERR_RESOURCE, or
+ * HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in: the others have refused that.
+ */
+static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request) {
+    struct hr_wire_request decoded = {0};
+    HR_TRY(hr_wire_decode_request(bytes, byte_count, &decoded));
+    const int op = decoded.op;
+    const int can_stand_in =
+        op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BARRIER ||
+        (op == HORO_BROADCAST && hr_team_member(lane->team, decoded.root_rank) >= 0);
+    if (!has_joined(lane) || !can_stand_in || decoded.on_gpu) {
+        return HORO_ERR_INTERNAL;
+    }
+    horo_request call;
+    void *memory;
+    uint8_t *data = NULL;
+    HR_TRY(draft(lane, &decoded, &call, &memory));
+    int status = allocate_values(&call, memory, &data);
+    status = status == HORO_OK ? create(lane, &call, data, request) : status;
+    free(memory);
+    return status;
+}
+
+/* ---- Until it is over ---- */
+
+static struct hr_request *find(const struct hr_lane *lane, struct hr_wire_text name) {
+    return lane->absence == NULL
+               ? NULL
+               : hr_map_find(&lane->absence->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
+}
+
+int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request) {
+    struct hr_lane *lane = owner;
+    if (bytes.bytes > 0) {
+        return make(lane, bytes.data, bytes.bytes, request);
+    }
+    *request = find(lane, name);
+    return *request != NULL || has_joined(lane) ? HORO_OK : HORO_ERR_INTERNAL;
+}
+
+int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
+    struct hr_lane *lane = owner;
+    const struct hr_wire_request *request = &record->request;
+    struct hr_request *made;
+    if (hr_port_find_name(&lane->port, request->name) != NULL) {
+        return HORO_OK; /* submitted here, too */
+    }
+    return find(lane, request->name) != NULL ? HORO_ERR_INTERNAL
+                                             : make(lane, request->bytes, request->byte_count, &made);
+}
+
+static void destroy(void *request) {
+    hr_request_destroy(request);
+}
+
+void hr_membership_forget(struct hr_lane *lane) {
+    if (lane->absence == NULL) {
+        return;
+    }
+    struct hr_map *stand_ins = &lane->absence->stand_ins;
+    for (size_t i = 0; i < stand_ins->capacity; i++) {
+        if (stand_ins->slots[i].value != NULL) {
+            hr_node_bury(lane->node, stand_ins->slots[i].value, destroy);
+        }
+    }
+    hr_map_fini(stand_ins);
+    free(lane->absence);
+    lane->absence = NULL;
 }

@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
 enum {
@@ -47,22 +47,18 @@ static struct hr_wire_text words_of(struct hr_engine *engine) {
     return text;
 }
 
-static void leave_at_once(struct hr_engine *engine) {
-    const struct hr_wire_text words = words_of(engine);
-    const int status = engine->leaving.status;
-    if (words.bytes > 0) {
-        hr_node_end(engine->node, status, engine->node->rank, words.data, words.bytes);
-    } else {
-        hr_node_abort(engine->node, status, engine->node->rank, HR_REASON_LEFT);
-    }
-}
-
 /* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
 static void stop_waiting(struct hr_engine *engine) {
     struct hr_leaving *leaving = &engine->leaving;
     leaving->is_late = engine->lanes[0]->executor.has_executed_leave && engine->drive.stage == HR_STAGE_RUNNING;
-    if (atomic_load(&engine->drive.stop) && !leaving->is_late) {
-        leave_at_once(engine);
+    if (!atomic_load(&engine->drive.stop) || leaving->is_late) {
+        return;
+    }
+    const struct hr_wire_text words = words_of(engine);
+    if (words.bytes > 0) {
+        hr_node_end(engine->node, leaving->status, engine->node->rank, words.data, words.bytes);
+    } else {
+        hr_node_abort(engine->node, leaving->status, engine->node->rank, HR_REASON_LEFT);
     }
 }
 
@@ -106,50 +102,16 @@ static int ask_to_leave(struct hr_engine *engine) {
     return HR_MOVED;
 }
 
-/* Whether this rank has nothing more to do in a batch of the lane that some members may have begun. */
-static int has_run_out(const struct hr_lane *lane) {
-    /* partner: hr_ring_write */
-    const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
-    return (lane->executor.state == HR_EXECUTION_IDLE || lane->executor.state == HR_EXECUTION_LOST) &&
-           lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
-           written == lane->executor.log_position && hr_buffer_size(&lane->executor.log_in) == 0;
-}
-
-/* The LEAVE record has been executed, and what other teams have begun is over, or is not waited for any longer. */
-static int may_close(const struct hr_engine *engine) {
-    for (int i = 1; i < engine->lane_count; i++) {
-        if (!has_run_out(engine->lanes[i])) {
-            return engine->leaving.is_late;
-        }
-    }
-    return 1;
-}
-
-/* From CLOSING on every message counts. */
-static void end_quiet(struct hr_engine *engine) {
+/* CLOSING or ENDING: from now on every message counts. */
+static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     for (int i = 0; i < engine->lane_count; i++) {
         if (engine->lanes[i]->team->transport != NULL) {
             engine->lanes[i]->team->transport->is_quiet = 0;
         }
     }
-}
-
-static void begin_flush(struct hr_engine *engine, enum hr_stage stage, int64_t now_ns) {
     engine->drive.stage = stage;
-    engine->leaving.flush_ns = now_ns + FLUSH_MS * 1000000ll;
+    engine->leaving.flush_ns = hr_now_ns() + FLUSH_MS * 1000000ll;
     hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
-}
-
-/* Operations of other teams that are not done by now end here. */
-static int begin_closing(struct hr_engine *engine) {
-    const int64_t now_ns = hr_now_ns();
-    end_quiet(engine);
-    for (int i = 1; i < engine->lane_count; i++) {
-        hr_lane_cancel(engine->lanes[i]);
-    }
-    begin_flush(engine, HR_STAGE_CLOSING, now_ns);
-    begin_grace(engine, now_ns);
-    return HR_MOVED;
 }
 
 static int turn_running(struct hr_engine *engine) {
@@ -165,7 +127,25 @@ static int turn_running(struct hr_engine *engine) {
     if (engine->leaving.grace_ns == 0) {
         begin_grace(engine, hr_now_ns());
     }
-    return may_close(engine) ? begin_closing(engine) : HR_STILL;
+    int may_close = 1; /* operations of other teams are over, or not waited for any longer */
+    for (int i = 1; i < engine->lane_count && !engine->leaving.is_late; i++) {
+        const struct hr_lane *lane = engine->lanes[i];
+        const struct hr_executor *executor = &lane->executor;
+        /* partner: hr_ring_write */
+        const uint64_t written = atomic_load(&lane->team->partition.header->log.written);
+        may_close &= (executor->state == HR_EXECUTION_IDLE || executor->state == HR_EXECUTION_LOST) &&
+                     lane->round.request == NULL && hr_buffer_size(&lane->leader.log_out) == 0 &&
+                     written == executor->log_position && hr_buffer_size(&executor->log_in) == 0;
+    }
+    if (!may_close) {
+        return HR_STILL;
+    }
+    for (int i = 1; i < engine->lane_count; i++) {
+        hr_lane_cancel(engine->lanes[i]); /* ends operations that are not done by now */
+    }
+    begin_stage(engine, HR_STAGE_CLOSING);
+    begin_grace(engine, hr_now_ns());
+    return HR_MOVED;
 }
 
 /* ---- CLOSING, ENDING and ENDED ---- */
@@ -176,18 +156,10 @@ static int has_failed(const struct hr_engine *engine) {
 }
 
 static int begin_ending(struct hr_engine *engine) {
-    end_quiet(engine);
     hr_end_note(engine->node);
-    const int failed = has_failed(engine);
-    hr_drive_end_parts(&engine->drive, failed);
-    begin_flush(engine, HR_STAGE_ENDING, hr_now_ns());
+    hr_drive_end_parts(&engine->drive, has_failed(engine));
+    begin_stage(engine, HR_STAGE_ENDING);
     return HR_MOVED;
-}
-
-/* CLOSING: nobody needs this rank any more. */
-static int may_end(const struct hr_engine *engine) {
-    const struct hr_lane *world = engine->lanes[0];
-    return !world->is_leader || hr_leader_is_done(&world->leader);
 }
 
 /*
@@ -207,7 +179,8 @@ static int turn_closing(struct hr_engine *engine) {
     if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_requests_fail_all(&engine->requests)) {
         return HR_MOVED;
     }
-    return may_end(engine) ? begin_ending(engine) : moved;
+    const struct hr_lane *world = engine->lanes[0];
+    return world->is_leader && !hr_leader_is_done(&world->leader) ? moved : begin_ending(engine);
 }
 
 /* As in CLOSING. */
@@ -216,13 +189,12 @@ static int turn_ending(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->drive.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
         if (lane->is_leader) {
-            HR_TRY(is_aborted(engine) ? HORO_OK : hr_leader_tell_done(&lane->leader));
             const int all = hr_leader_flush_links(&lane->leader);
             flushed = all < 0 ? flushed : flushed && all;
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet = !has_failed(engine) || engine->membership->is_quiet(engine);
+    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->leaving.flush_ns) {
         return HR_STILL;
     }

@@ -1,20 +1,11 @@
 /*
- * Changes of who takes part: process sets that are added and removed (sets.c), ranks that join (join.c, stand_in.c),
+ * Changes of who takes part: process sets that are added and removed (sets.c), ranks that join (join.c),
  * and ranks that leave (leave.c). A `lane` that is a void pointer is that of the executor, or of the leader, who calls.
  */
 #ifndef HR_ENGINE_MEMBERSHIP_MEMBERSHIP_H
 #define HR_ENGINE_MEMBERSHIP_MEMBERSHIP_H
 
 #include "engine/engine.h"
-
-/* Set by the composition. */
-struct hr_membership_ops {
-    /* Driver: a lane has been opened, or is about to go. */
-    void (*added)(struct hr_engine *engine, struct hr_lane *lane);
-    void (*going)(struct hr_engine *engine, const struct hr_lane *lane);
-    /* Driver: the group has failed: whether nothing touches the memory of requests any more. */
-    int (*is_quiet)(struct hr_engine *engine);
-};
 
 /* ---- sets.c ---- */
 
@@ -27,29 +18,21 @@ int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size
 int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
                 struct hr_backend *backend, int64_t *handle, struct hr_error *error);
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
-/* As horo_added_team. */
-int hr_sets_added(struct hr_engine *engine, int64_t handle);
 /* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
 const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
+/* As horo_added_team and horo_joined_last, by the operation. */
+int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
-int hr_membership_change(void *lane, struct hr_request *request, int64_t row, int *outcome, char *text,
-                         size_t text_bytes);
+int hr_membership_change(void *lane, struct hr_request *request, int64_t row, struct hr_error *error);
 
 /* ---- join.c ---- */
 
-/* The request to join: announces it, or holds it. HORO_OK or a status. */
-hr_status hr_join_begin(struct hr_lane *lane, struct hr_request *request);
-/* Announces the one that is held, if it may go. HR_STILL, HR_MOVED or a status. */
-int hr_join_go_on(struct hr_lane *lane);
 /* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */
 int hr_join_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-/* As horo_join and horo_joined_last. */
+/* As horo_join. */
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
-int hr_joined_last(struct hr_engine *engine, int64_t handle);
 /* The executor's handler of the record JOINED. */
 int hr_join_execute(void *lane, const struct hr_wire_message *record);
-
-/* ---- stand_in.c: requests of a rank that has joined, for those of others ---- */
 
 /* The executor's: see absent in struct hr_executor_ops; a stand-in is the lane's until its batch is over. */
 int hr_stand_in_for(void *lane, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request);

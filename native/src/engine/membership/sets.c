@@ -3,11 +3,10 @@
  * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
  * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/traits.h"
-#include "engine/engine.h"
+#include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 
 /* ---- The callers' side ---- */
@@ -65,21 +64,21 @@ int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct
     return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, engine, lane}, handle, error);
 }
 
-/* With the lock held: from here on nothing can be submitted to the team. */
-static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_error *error) {
+/* With the lock held: from here on nothing can be submitted to the team, of which this rank may be no member. */
+static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_lane **lane, struct hr_error *error) {
+    struct hr_port *port;
+    char name[HR_TEAM_NAME_BYTES];
+    int pending = 0;
     if (id == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "process set 0 has all ranks and cannot be removed");
     }
-    struct hr_port *port;
     HR_TRY(hr_port_find(&engine->requests, id, NULL, &port, error));
     if (port == NULL) {
         return HORO_OK;
     }
-    char name[HR_TEAM_NAME_BYTES];
     if (port->state == HR_PORT_REMOVING) {
         return hr_fail(error, HORO_ERR_USAGE, "%s is being removed already", hr_team_name(port->team, name));
     }
-    int pending = 0;
     for (const struct hr_request *request = NULL; (request = hr_port_next(port, request)) != NULL;) {
         pending += request->refused == 0;
     }
@@ -89,86 +88,56 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_e
                        hr_team_name(port->team, name), pending, engine->node->rank);
     }
     port->state = HR_PORT_REMOVING;
+    *lane = port->lane;
     return HORO_OK;
 }
 
-/* The lane whose team the request removes; NULL: there is none on this rank. */
-static struct hr_lane *lane_removed_by(const struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_wire_request decoded;
-    struct hr_port *port = NULL;
-    struct hr_error unused = {0};
-    if (hr_wire_decode_request(request->bytes, request->byte_count, &decoded) == HORO_OK) {
-        (void)hr_port_find(&engine->requests, (int)hr_wire_u32(decoded.values, 0), NULL, &port, &unused);
+/* From now on it may end on other ranks. */
+static int announce_removal(void *engine, struct hr_request *request) {
+    struct hr_lane *lane = request->cargo.data;
+    (void)engine;
+    if (lane != NULL) {
+        lane->leader.expects_removal = 1;
     }
-    return port == NULL ? NULL : port->lane;
+    return hr_lane_announce(request->port->lane, request);
 }
 
 /* With the lock held: if it has failed, for whatever reason, the team can be submitted to again. */
 static void end_removal(void *engine, struct hr_request *request, int status) {
-    struct hr_lane *lane = status == HORO_OK ? NULL : lane_removed_by(engine, request);
-    if (lane != NULL) {
+    struct hr_lane *lane = request->cargo.data;
+    (void)engine;
+    if (status != HORO_OK && lane != NULL) {
         lane->port.state = HR_PORT_OPEN;
         lane->leader.expects_removal = 0;
     }
 }
 
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
+    static const struct hr_hooks removal = {.announce = announce_removal, .ended = end_removal};
+    struct hr_lane *lane = NULL;
     hr_drive_lock(&engine->drive);
-    const int begun = begin_removal(engine, team, error);
+    const int begun = begin_removal(engine, team, &lane, error);
     hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
-    static const struct hr_hooks removal = {.ended = end_removal};
     const hr_status status =
-        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, engine, NULL}, handle, error);
-    if (status != HORO_OK) { /* it could not even be submitted */
-        hr_drive_lock(&engine->drive);
-        struct hr_port *port = engine->requests.places[hr_team_number(team)].port;
-        if (port != NULL) {
-            port->state = HR_PORT_OPEN;
-        }
-        hr_drive_unlock(&engine->drive);
+        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, engine, lane}, handle, error);
+    if (status != HORO_OK && lane != NULL) { /* it could not even be submitted */
+        lane->port.state = HR_PORT_OPEN;
     }
     return status;
 }
 
-int hr_sets_added(struct hr_engine *engine, int64_t handle) {
+int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op) {
     hr_drive_lock(&engine->drive);
     const struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    const int is_known = request != NULL && request->call.op == HORO_ADD_TEAM && request->answer >= 0 &&
+    const int is_known = request != NULL && request->call.op == op && request->answer >= 0 &&
                          atomic_load(&request->status) == HORO_OK;
-    const int team = is_known ? request->answer : HORO_ERR_USAGE;
+    const int answer = is_known ? request->answer : HORO_ERR_USAGE;
     hr_drive_unlock(&engine->drive);
-    return team;
+    return answer;
 }
 
 /* ---- The driver's side ---- */
-
-void hr_engine_expect_removal(struct hr_engine *engine, const struct hr_request *request) {
-    struct hr_lane *lane = lane_removed_by(engine, request);
-    if (lane != NULL) {
-        lane->leader.expects_removal = 1;
-    }
-}
-
-/* The lowest number that is free; HR_TEAMS_MAX: none is. */
-static int free_number(const struct hr_engine *engine) {
-    const struct hr_place *places = engine->requests.places;
-    int team = 1;
-    while (team < HR_TEAMS_MAX && (places[team].is_used || places[team].id < 0)) {
-        team++;
-    }
-    return team;
-}
-
-static int has_local_member(const struct hr_engine *engine, const struct hr_wire_request *ranks) {
-    const struct hr_team *world = engine->lanes[0]->team;
-    for (uint32_t i = 0; i < ranks->value_count; i++) {
-        if (world->host_of_rank[hr_wire_u32(ranks->values, i)] == world->host) {
-            return 1;
-        }
-    }
-    return 0;
-}
 
 /* After a change of lanes, with the lock held: whether other hosts need this rank. */
 static void choose_driver(struct hr_engine *engine) {
@@ -193,7 +162,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
         return error.code;
     }
     if (lane != NULL) {
-        engine->membership->added(engine, lane);
+        hr_gpu_attach(engine, lane);
     }
     hr_drive_lock(&engine->drive);
     request->cargo.data = NULL;
@@ -210,18 +179,6 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     return HR_DONE;
 }
 
-static void forget(struct hr_engine *engine, const struct hr_lane *lane) {
-    for (int i = 1; i < engine->lane_count; i++) {
-        if (engine->lanes[i] == lane) {
-            engine->lanes[i] = engine->lanes[--engine->lane_count];
-            hr_drive_remove(&engine->drive, &lane->part);
-            engine->gone_link_bytes +=
-                lane->team->transport == NULL ? 0 : atomic_load(&lane->team->transport->data_bytes);
-            return;
-        }
-    }
-}
-
 static void remove_team(struct hr_engine *engine, int team) {
     struct hr_place *place = &engine->requests.places[team];
     struct hr_lane *lane = place->port == NULL ? NULL : place->port->lane;
@@ -231,13 +188,20 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->port = NULL;
     if (lane != NULL) {
+        const struct hr_transport *transport = lane->team->transport;
+        int i = 1;
+        while (engine->lanes[i] != lane) {
+            i++;
+        }
+        engine->lanes[i] = engine->lanes[--engine->lane_count];
+        engine->gone_link_bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
+        hr_drive_remove(&engine->drive, &lane->part);
         hr_port_drop_refusals(&lane->port, 0); /* nothing else is pending there */
-        forget(engine, lane);
         choose_driver(engine);
     }
     hr_drive_unlock(&engine->drive);
     if (lane != NULL) {
-        engine->membership->going(engine, lane);
+        hr_gpu_detach(engine, lane);
         hr_lane_close(lane);
         hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
         hr_membership_forget(lane);
@@ -245,12 +209,10 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, int64_t row, int *outcome, char *text,
-                         size_t text_bytes) {
+int hr_membership_change(void *owner, struct hr_request *request, int64_t row, struct hr_error *error) {
     struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
-    *outcome = HORO_OK;
     if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
         request->answer = (int)row;
         return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
@@ -259,20 +221,27 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, i
         return HORO_ERR_INTERNAL;
     }
     if (request->call.op == HORO_ADD_TEAM) {
-        const int team = free_number(engine);
-        if (team < HR_TEAMS_MAX) {
-            return add(engine, request, team, has_local_member(engine, &decoded));
+        const struct hr_place *places = engine->requests.places;
+        const struct hr_team *world = engine->lanes[0]->team;
+        int has_local = 0; /* there are members on this host */
+        int team = 1;      /* the lowest number that is free */
+        for (uint32_t i = 0; i < decoded.value_count; i++) {
+            has_local |= world->host_of_rank[hr_wire_u32(decoded.values, i)] == world->host;
         }
-        (void)snprintf(text, text_bytes,
-                       "there are %d process sets already, and no more are possible: remove one that is not needed",
-                       team);
-        *outcome = HORO_ERR_RESOURCE;
+        while (team < HR_TEAMS_MAX && (places[team].is_used || places[team].id < 0)) {
+            team++;
+        }
+        if (team < HR_TEAMS_MAX) {
+            return add(engine, request, team, has_local);
+        }
+        (void)hr_fail(error, HORO_ERR_RESOURCE,
+                      "there are %d process sets already, and no more are possible: remove one that is not needed",
+                      team);
         return HR_DONE;
     }
-    struct hr_error error = {0};
     const int32_t id = (int)hr_wire_u32(decoded.values, 0);
     struct hr_port *port;
-    if (id == 0 || hr_port_find(&engine->requests, id, NULL, &port, &error) != HORO_OK) { /* it was there before */
+    if (id == 0 || hr_port_find(&engine->requests, id, NULL, &port, error) != HORO_OK) { /* it was there before */
         return HORO_ERR_INTERNAL;
     }
     remove_team(engine, hr_team_number(id));

@@ -8,26 +8,6 @@
 
 /* ---- Callers, and their last report. Under the lock. ---- */
 
-static int all_wait(const struct hr_engine *engine, const horo_waiting *waits, int32_t count) {
-    for (int32_t i = 0; i < count; i++) {
-        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        /* one whose values are on their way from a GPU is going to be announced */
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS ||
-            request->state == HR_REQUEST_STAGING) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Of a change of teams, the function that was called: it may begin by an allgather. */
-static const char *told_name(const struct hr_request *request) {
-    if (strcmp(request->call.name, HR_CHANGE_NAME) != 0) {
-        return request->call.name;
-    }
-    return hr_op_name(request->call.op == HORO_REMOVE_TEAM ? HORO_REMOVE_TEAM : HORO_ADD_TEAM);
-}
-
 /* "'a' (train.py:12) and 'b' (train.py:40)". */
 static void describe(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, char *text,
                      size_t text_bytes) {
@@ -36,7 +16,9 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
     text[0] = '\0';
     for (int32_t i = 0; i < count && used < text_bytes; i++) {
         const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        const char *told = told_name(request);
+        const int op = request->call.op;
+        const int is_change = strcmp(request->call.name, HR_CHANGE_NAME) == 0; /* it may begin by an allgather */
+        const char *told = is_change ? hr_op_name(op == HORO_REMOVE_TEAM ? op : HORO_ADD_TEAM) : request->call.name;
         const size_t bytes = strlen(told);
         const size_t excess = bytes < HR_BLOCKED_NAME_MAX ? 0 : bytes - HR_BLOCKED_NAME_MAX;
         used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s%s'", i == 0 ? "" : " and ",
@@ -97,7 +79,14 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     (void)snprintf(known_others, sizeof known_others, "%s", others);
     hr_drive_lock(&engine->drive);
     const int is_news = count > 0 || engine->blocked.count > 0;
-    if (is_news && !is_repeated(engine, waits, count, question, known_others) && all_wait(engine, waits, count)) {
+    int all_wait = is_news && !is_repeated(engine, waits, count, question, known_others);
+    for (int32_t i = 0; i < count && all_wait; i++) {
+        const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
+        /* one whose values are on their way from a GPU is going to be announced */
+        all_wait = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
+                   request->state != HR_REQUEST_STAGING;
+    }
+    if (all_wait) {
         keep(engine, waits, count, question, known_others);
     }
     hr_drive_unlock(&engine->drive);
@@ -129,10 +118,10 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         .team = (uint32_t)lane->team->number,
         .members = (uint32_t)lane->team->size,
         .executed = lane->executor.place,
-        .count = count + (lane->port.state == HR_PORT_JOINING),
+        .count = count + (lane->port.state == HR_PORT_PAUSED),
     };
     HR_TRY(hr_wire_put_lane(out, &head));
-    HR_TRY(lane->port.state == HR_PORT_JOINING ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
+    HR_TRY(lane->port.state == HR_PORT_PAUSED ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
     while ((request = next_announced(lane, request)) != NULL) {
         HR_TRY(hr_wire_put_hash(out, request->pending_hash));
@@ -160,21 +149,6 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
     return HORO_OK;
 }
 
-static int put_none(const struct hr_engine *engine, struct hr_buffer *out) {
-    return hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED, .rank = engine->node->rank});
-}
-
-static int still_waits(const struct hr_engine *engine) {
-    const struct hr_blocked *blocked = &engine->blocked;
-    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
-                blocked->passed == engine->requests.passed;
-    for (int i = 0; i < blocked->count && waits; i++) {
-        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
-        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
-    }
-    return waits;
-}
-
 int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->blocked;
     struct hr_announcer *announcer = &engine->lanes[0]->announcer;
@@ -183,9 +157,16 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
     HR_TRY(hr_frame_begin(&announcer->out, &mark));
     hr_drive_lock(&engine->drive);
     atomic_store(&blocked->is_new, 0);
-    blocked->is_told = still_waits(engine);
+    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
+                blocked->passed == engine->requests.passed;
+    for (int i = 0; i < blocked->count && waits; i++) {
+        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
+        waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
+    }
+    blocked->is_told = waits;
     blocked->count = blocked->is_told ? blocked->count : 0;
-    const int status = blocked->is_told ? put_report(engine, &announcer->out) : put_none(engine, &announcer->out);
+    const struct hr_wire_message none = {.type = HR_WIRE_BLOCKED, .rank = engine->node->rank};
+    const int status = blocked->is_told ? put_report(engine, &announcer->out) : hr_wire_put(&announcer->out, &none);
     hr_drive_unlock(&engine->drive);
     HR_TRY(status);
     hr_frame_end(&announcer->out, mark);
@@ -203,25 +184,18 @@ int hr_blocked_handle(void *owner, int member, const struct hr_wire_message *mes
         hr_part_expect(&lane->engine->deadlock, 0); /* it may be judged */
         return hr_deadlock_note(&lane->engine->judge, lane->node->size, message, now_ns);
     }
-    size_t mark;
-    struct hr_buffer *out = hr_leader_up(&lane->leader);
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_buffer_append(out, message->bytes, message->byte_count));
-    hr_frame_end(out, mark);
-    return HORO_OK;
+    return hr_frame_pass(hr_leader_up(&lane->leader), message);
 }
 
 /* Asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
 static int ask(struct hr_lane *lane, const struct hr_wire_message *query) {
     /* partner: hr_engine_blocked_question. Who waits looks there from time to time, so nobody is called. */
     atomic_store(&lane->node->arena.header->blocked_question, query->question);
-    struct hr_buffer frame = {0};
-    int status = hr_frame_put(&frame, query);
-    if (status == HORO_OK) {
-        status = hr_leader_send_down(&lane->leader, hr_buffer_front(&frame), hr_buffer_size(&frame));
+    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
+        HR_TRY(link->open ? hr_frame_put(&link->out, query) : HORO_OK);
     }
-    hr_buffer_fini(&frame);
-    return status;
+    return HORO_OK;
 }
 
 int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {

@@ -5,6 +5,7 @@
 #include <string.h>
 
 enum {
+    HEAD_BYTES = 1 + 4 + 4, /* of a report: type, rank and question */
     TAIL_BYTES = 160, /* kept free for the end of the sentence */
     WAITS_MAX = 255,  /* bytes shown of what a rank says that it waits for */
 };
@@ -15,22 +16,6 @@ void hr_deadlock_fini(struct hr_deadlock *deadlock) {
     }
     free(deadlock->reports);
     *deadlock = (struct hr_deadlock){0};
-}
-
-/* All but the number of the question, which stands behind type and rank. */
-static int says_the_same(const struct hr_buffer *before, const struct hr_wire_message *message) {
-    enum { HEAD_BYTES = 1 + 4 + 4 };
-    return message->byte_count > HEAD_BYTES && hr_buffer_size(before) == message->byte_count &&
-           memcmp(hr_buffer_front(before) + HEAD_BYTES, message->bytes + HEAD_BYTES,
-                  message->byte_count - HEAD_BYTES) == 0;
-}
-
-static void note_answer(struct hr_deadlock *deadlock, struct hr_report *report, uint32_t question) {
-    if (question != 0 && question == deadlock->question && question != report->answered) {
-        report->answered = question;
-        deadlock->answers++;
-        deadlock->is_judged = deadlock->answers < deadlock->size;
-    }
 }
 
 int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wire_message *message, int64_t now_ns) {
@@ -44,9 +29,18 @@ int hr_deadlock_note(struct hr_deadlock *deadlock, int size, const struct hr_wir
     if (message->rank >= deadlock->size) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_buffer *last = &deadlock->reports[message->rank].message;
-    if (says_the_same(last, message)) {
-        note_answer(deadlock, &deadlock->reports[message->rank], message->question);
+    struct hr_report *report = &deadlock->reports[message->rank];
+    struct hr_buffer *last = &report->message;
+    const uint32_t question = message->question;
+    const int says_the_same = message->byte_count > HEAD_BYTES && hr_buffer_size(last) == message->byte_count &&
+                              memcmp(hr_buffer_front(last) + HEAD_BYTES, message->bytes + HEAD_BYTES,
+                                     message->byte_count - HEAD_BYTES) == 0;
+    if (says_the_same) {
+        if (question != 0 && question == deadlock->question && question != report->answered) {
+            report->answered = question;
+            deadlock->answers++;
+            deadlock->is_judged = deadlock->answers < deadlock->size;
+        }
         return HORO_OK;
     }
     deadlock->count -= hr_buffer_size(last) > 0;
@@ -155,31 +149,7 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
     return 1;
 }
 
-static void list(const struct hr_deadlock *deadlock, struct submitted *all) {
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    while (next_lane(&walk, &lane)) {
-        const int all_names = has_all(&lane);
-        for (uint32_t k = 0; k < lane.count; k++) {
-            *all++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
-        }
-    }
-}
-
 /* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
-static int any_is_complete(struct submitted *all, size_t count, const struct team *teams) {
-    uint32_t others = 0; /* that have submitted this name, and not all */
-    qsort(all, count, sizeof *all, compare);
-    for (size_t i = 0; i < count; i++) {
-        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
-        others += all[i].has_all == 0;
-        if (all[i].hash != HR_WIRE_ALL_NAMES && others + teams[all[i].team].with_all >= teams[all[i].team].members) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 static int can_finish(const struct hr_deadlock *deadlock) {
     struct team teams[HORO_TEAMS_MAX] = {{0}};
     size_t count;
@@ -190,8 +160,23 @@ static int can_finish(const struct hr_deadlock *deadlock) {
     if (all == NULL) {
         return 1; /* nothing is said that is not known */
     }
-    list(deadlock, all);
-    const int is_complete = any_is_complete(all, count, teams);
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    for (struct submitted *next = all; next_lane(&walk, &lane);) {
+        const int all_names = has_all(&lane);
+        for (uint32_t k = 0; k < lane.count; k++) {
+            *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
+        }
+    }
+    qsort(all, count, sizeof *all, compare);
+    int is_complete = 0;
+    uint32_t others = 0; /* that have submitted this name, and not all */
+    for (size_t i = 0; i < count; i++) {
+        const struct team *team = &teams[all[i].team];
+        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
+        others += all[i].has_all == 0;
+        is_complete |= all[i].hash != HR_WIRE_ALL_NAMES && others + team->with_all >= team->members;
+    }
     free(all);
     return is_complete;
 }
@@ -202,15 +187,6 @@ static int waits_alike(const struct hr_deadlock *deadlock, int a, int b) {
     const struct hr_wire_text one = report_of(deadlock, a).text;
     const struct hr_wire_text two = report_of(deadlock, b).text;
     return one.bytes == two.bytes && (one.bytes == 0 || memcmp(one.data, two.data, one.bytes) == 0);
-}
-
-static int is_first_of_its_kind(const struct hr_deadlock *deadlock, int rank) {
-    for (int before = 0; before < rank; before++) {
-        if (waits_alike(deadlock, before, rank)) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 /* "rank 1" or "ranks 1, 3-7": all that wait as `first` does. */
@@ -241,22 +217,16 @@ static size_t name_ranks(const struct hr_deadlock *deadlock, int first, char *te
     return (size_t)snprintf(text, text_bytes, "rank%s %s", count == 1 ? "" : "s", numbers);
 }
 
-/* The first rank that may go on by another thread, -1 if there is none. */
-static int find_open(const struct hr_deadlock *deadlock) {
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        if (report_of(deadlock, rank).others.bytes > 0) {
-            return rank;
-        }
-    }
-    return -1;
-}
-
 static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     size_t used = 0;
     for (int rank = 0; rank < deadlock->size; rank++) {
         const struct hr_wire_text waits = report_of(deadlock, rank).text;
-        if (!is_first_of_its_kind(deadlock, rank)) {
-            continue;
+        int before = 0;
+        while (!waits_alike(deadlock, before, rank)) {
+            before++;
+        }
+        if (before < rank) {
+            continue; /* it has been named with that one */
         }
         const size_t bytes = waits.bytes < WAITS_MAX ? waits.bytes : WAITS_MAX;
         if (used + bytes + TAIL_BYTES + 280 > text_bytes && used > 0) {
@@ -272,37 +242,35 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     return used;
 }
 
-/* All ranks are to be asked, unless they have been. */
-static enum hr_verdict confirm(struct hr_deadlock *deadlock) {
-    if (deadlock->question != 0) {
-        return deadlock->answers == deadlock->size ? HR_VERDICT_DEADLOCK : HR_VERDICT_NONE;
-    }
-    deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
-    deadlock->question = deadlock->last_question;
-    deadlock->answers = 0;
-    return HR_VERDICT_ASK;
-}
-
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
+    int open = 0; /* the first rank that may go on by another thread */
     deadlock->is_judged = 1;
     if (can_finish(deadlock)) {
         return HR_VERDICT_NONE;
     }
-    const int open = find_open(deadlock);
-    const enum hr_verdict verdict = open < 0 ? confirm(deadlock) : HR_VERDICT_OPEN;
-    if (verdict == HR_VERDICT_NONE || verdict == HR_VERDICT_ASK) {
-        return verdict;
+    while (open < deadlock->size && report_of(deadlock, open).others.bytes == 0) {
+        open++;
+    }
+    if (open < deadlock->size) {
+        const struct hr_wire_text others = report_of(deadlock, open).others;
+        const size_t used = describe_waits(deadlock, text, text_bytes);
+        (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
+                       (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
+        deadlock->is_judged = deadlock->is_open;
+        deadlock->is_open = 1;
+        return HR_VERDICT_OPEN;
+    }
+    if (deadlock->question == 0) { /* all ranks are to be asked */
+        deadlock->last_question = deadlock->last_question == UINT32_MAX ? 1 : deadlock->last_question + 1; /* never 0 */
+        deadlock->question = deadlock->last_question;
+        deadlock->answers = 0;
+        return HR_VERDICT_ASK;
+    }
+    if (deadlock->answers < deadlock->size) {
+        return HR_VERDICT_NONE;
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
-    if (verdict == HR_VERDICT_DEADLOCK) {
-        (void)snprintf(text + used, text_bytes - used,
-                       "; has a rank fewer batches, or has it skipped a backward() or step()?");
-        return verdict;
-    }
-    const struct hr_wire_text others = report_of(deadlock, open).others;
-    (void)snprintf(text + used, text_bytes - used, "; only %.*s of rank %d may still submit something",
-                   (int)(others.bytes < 64 ? others.bytes : 64), others.data, open);
-    deadlock->is_judged = deadlock->is_open;
-    deadlock->is_open = 1;
-    return HR_VERDICT_OPEN;
+    (void)snprintf(text + used, text_bytes - used,
+                   "; has a rank fewer batches, or has it skipped a backward() or step()?");
+    return HR_VERDICT_DEADLOCK;
 }

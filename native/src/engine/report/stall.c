@@ -9,8 +9,8 @@
 #include "arena/arena.h"
 #include "base/clock.h"
 #include "base/traits.h"
+#include "engine/gpu/gpu.h"
 #include "engine/report/report.h"
-#include "engine/report/stall.h"
 #include "wire/frame.h"
 
 /* While others are waited for, a rank looks STEPS times per period; it is silent once it has missed half of them. */
@@ -27,18 +27,18 @@ static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
 /* ---- Waiting for those that lead ---- */
 
 /*
- * Since when a request waits in vain: to join while something moves, in whatever team, is to wait for what the others
- * have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends the job.
+ * Since when a request waits in vain, 0 if none does. To join while something moves, in whatever team, is to wait for
+ * what the others have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends
+ * the job.
  */
-static int64_t waits_since(const struct hr_lane *lane, const struct hr_request *request) {
-    const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
-    return is_excused ? lane->stall.all_moved_ns : request->submit_ns;
-}
-
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
+    int64_t oldest = 0;
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = hr_port_next(&lane->port, NULL);
-    const int64_t oldest = request == NULL ? 0 : waits_since(lane, request);
+    if (request != NULL) {
+        const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
+        oldest = is_excused ? lane->stall.all_moved_ns : request->submit_ns;
+    }
     hr_drive_unlock(&lane->engine->drive);
     const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
@@ -110,19 +110,6 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
 
 /* ---- Questions to those that are late ---- */
 
-static void ask_below(struct hr_lane *lane, int link_index, int asker) {
-    size_t mark;
-    struct hr_buffer *out = &lane->leader.links[link_index].out;
-    if (!lane->leader.links[link_index].open || hr_frame_begin(out, &mark) != HORO_OK) {
-        return; /* a question is not worth the end of the job */
-    }
-    if (hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_ASK, .rank = asker}) == HORO_OK) {
-        hr_frame_end(out, mark);
-    } else {
-        out->end = out->begin + mark - 4; /* without its length */
-    }
-}
-
 /* Of a report: asks those that it is about. NULL: a leader above asks all that wait for nothing. */
 static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int asker, int64_t now_ns) {
     const struct hr_team *team = lane->team;
@@ -132,9 +119,11 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
             hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
         }
     }
+    const struct hr_wire_message question = {.type = HR_WIRE_ASK, .rank = asker};
     for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        if (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i)) {
-            ask_below(lane, i, asker);
+        struct hr_link *link = &lane->leader.links[i];
+        if (link->open && (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i))) {
+            (void)hr_frame_put(&link->out, &question); /* a question is not worth the end of the job */
         }
     }
     lane->stall.answers_ns = now_ns + ANSWER_NS;
@@ -259,7 +248,7 @@ static int find_only_other(const struct hr_team *team) {
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
-    const enum hr_gpu_wait on_gpu = lane->engine->report->awaits(lane);
+    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
     const int silent = find_silent(lane, now_ns);
     const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
@@ -290,31 +279,6 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
 
 /* ---- Looks ---- */
 
-/* Shows the ranks here that this one is alive; whether it was stopped for a while. */
-static int show_alive(struct hr_engine *engine, int64_t now_ns) {
-    const struct hr_node *node = engine->node;
-    _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
-    const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
-    if (engine->drive.expects_others && node->stall_warning_ns > 0) {
-        atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
-    }
-    return was_stopped;
-}
-
-/* Shows the leaders here the oldest call that waits behind a refusal. */
-static void show_behind(struct hr_engine *engine) {
-    uint64_t behind = 0;
-    hr_drive_lock(&engine->drive);
-    for (const struct hr_request *request = engine->requests.oldest; request != NULL; request = request->newer) {
-        if (request->is_behind && request->refused == 0) {
-            behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->lane->team->number;
-            break;
-        }
-    }
-    atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].behind, behind, memory_order_relaxed);
-    hr_drive_unlock(&engine->drive);
-}
-
 /* Notes what has moved since the last look. 0: nothing has. */
 static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     struct hr_stall *stall = &lane->stall;
@@ -330,7 +294,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
     if (moves != stall->moves || (is_executing && was_stopped) ||
-        lane->engine->report->awaits(lane) == HR_GPU_OTHER_LANES) {
+        hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
         return 1;
@@ -388,9 +352,25 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (engine->drive.stage != HR_STAGE_RUNNING) {
         return HR_NEVER;
     }
-    int64_t next_ns = engine->drive.expects_others ? next_look_ns(engine->node, now_ns) : HR_NEVER;
-    const int was_stopped = show_alive(engine, now_ns);
-    show_behind(engine);
+    const struct hr_node *node = engine->node;
+    int64_t next_ns = engine->drive.expects_others ? next_look_ns(node, now_ns) : HR_NEVER;
+    /* shows the ranks here that this one is alive */
+    _Atomic int64_t *alive_until_ns = &node->arena.blocks[node->local_rank].alive_until_ns;
+    const int was_stopped = now_ns > atomic_load_explicit(alive_until_ns, memory_order_relaxed);
+    if (engine->drive.expects_others && node->stall_warning_ns > 0) {
+        atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
+    }
+    uint64_t behind = 0; /* shows the leaders here the oldest call that waits behind a refusal */
+    hr_drive_lock(&engine->drive);
+    const struct hr_request *request = engine->requests.oldest;
+    while (request != NULL && (!request->is_behind || request->refused != 0)) {
+        request = request->newer;
+    }
+    if (request != NULL) {
+        behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->team->number;
+    }
+    atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, behind, memory_order_relaxed);
+    hr_drive_unlock(&engine->drive);
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t due_ns = check(engine->lanes[i], now_ns, was_stopped);
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;

@@ -3,33 +3,13 @@
 #include <string.h>
 
 #include "base/traits.h"
-#include "engine/engine.h"
-#include "engine/report/stall.h"
+#include "engine/report/report.h"
 
 static int member_count(const struct hr_lane *lane) {
     return lane->leader.agree.config.member_count;
 }
 
 /* ---- Names that have waited too long ---- */
-
-static void add(struct hr_stalled *stalled, struct hr_stalled_name name, int64_t since_ns) {
-    stalled->oldest_ns = stalled->total == 0 || since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-    if (!name.is_excused && since_ns < stalled->blocked_ns) {
-        stalled->blocked_ns = since_ns;
-    }
-    if (stalled->total++ < HR_NAMES_IN_TEXT) {
-        stalled->names[stalled->count++] = name;
-    }
-}
-
-static int first_missing(const struct hr_lane *lane, const struct hr_stalled_name *name) {
-    for (int member = 0; member < member_count(lane); member++) {
-        if (!hr_agree_has(name->announced, member)) {
-            return member;
-        }
-    }
-    return -1;
-}
 
 /* Calls that ranks here wait for behind a refusal of their own, which is all that has been announced. */
 static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
@@ -45,38 +25,39 @@ static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled 
     }
 }
 
-static void find_announced(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
-    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
-                                            HR_NAMES_IN_TEXT);
-    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
-        add(stalled,
-            (struct hr_stalled_name){
-                .name = waiting[i].name,
-                .is_excused = !waiting[i].is_awaited || strcmp(waiting[i].name, HR_JOIN_NAME) == 0,
-                .announced = waiting[i].announced},
-            waiting[i].since_ns);
-    }
-    stalled->total = total;
-    find_behind(lane, now_ns, stalled);
-}
-
 /*
  * Of all that have not submitted something: what is excused, or anything else. Who has not joined may wait itself for a
  * rank that is late with something else.
  */
 static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int is_excused) {
-    int missing = -1; /* local ranks come first, and are known better */
-    for (int i = 0; i < stalled->count; i++) {
-        const int member = stalled->names[i].is_excused == is_excused ? first_missing(lane, &stalled->names[i]) : -1;
-        missing = member >= 0 && (missing < 0 || member < missing) ? member : missing;
+    for (int member = 0; member < member_count(lane); member++) { /* local ranks come first, and are known better */
+        for (int i = 0; i < stalled->count; i++) {
+            const struct hr_stalled_name *name = &stalled->names[i];
+            if (name->is_excused == is_excused && !hr_agree_has(name->announced, member)) {
+                return member;
+            }
+        }
     }
-    return missing;
+    return -1;
 }
 
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
-    find_announced(lane, now_ns, stalled);
+    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
+    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
+                                            HR_NAMES_IN_TEXT);
+    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
+        const struct hr_agree_waiting *name = &waiting[i];
+        const int is_excused = !name->is_awaited || strcmp(name->name, HR_JOIN_NAME) == 0;
+        stalled->names[stalled->count++] = (struct hr_stalled_name){
+            .name = name->name, .is_excused = is_excused, .announced = name->announced};
+        stalled->oldest_ns = i == 0 || name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
+        if (!is_excused && name->since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = name->since_ns;
+        }
+    }
+    stalled->total = total;
+    find_behind(lane, now_ns, stalled);
     int missing = first_missing_of(lane, stalled, 0);
     missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
     stalled->is_elsewhere = missing >= lane->team->local_size;
@@ -101,14 +82,6 @@ static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
     return (submitted & ~HAS_JOINED) == (1u << stalled->count) - 1;
 }
 
-static uint32_t excused_of(const struct hr_stalled *stalled) {
-    uint32_t excused = 0;
-    for (int i = 0; i < stalled->count; i++) {
-        excused |= (uint32_t)stalled->names[i].is_excused << i;
-    }
-    return excused;
-}
-
 int hr_stall_is_waiting(const struct hr_lane *lane, int member) {
     const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
     return atomic_load_explicit(&block->pending, memory_order_relaxed) > 0;
@@ -116,7 +89,10 @@ int hr_stall_is_waiting(const struct hr_lane *lane, int member) {
 
 int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {
     const uint32_t submitted = submitted_by(lane, stalled, member);
-    const uint32_t excused = excused_of(stalled);
+    uint32_t excused = 0;
+    for (int i = 0; i < stalled->count; i++) {
+        excused |= (uint32_t)stalled->names[i].is_excused << i;
+    }
     if (!is_whole(stalled, excused)) {
         return !is_whole(stalled, submitted | excused);
     }
@@ -133,16 +109,6 @@ static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char 
         }
     }
     return used;
-}
-
-/* Local members alike share a line, which the first of them begins. 0: another one has. */
-static int begins_line(const struct hr_lane *lane, const uint32_t *submitted, int member) {
-    for (int before = 0; before < member && member < lane->team->local_size; before++) {
-        if (submitted[before] == submitted[member]) {
-            return 0;
-        }
-    }
-    return 1;
 }
 
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
@@ -197,9 +163,13 @@ void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stal
         submitted[member] = submitted_by(lane, stalled, member);
     }
     for (int member = 0; member < count && used < text_bytes; member++) {
+        const int is_local = member < lane->team->local_size;
+        int before = is_local ? 0 : member; /* local members alike share a line, which the first of them begins */
+        while (submitted[before] != submitted[member]) {
+            before++;
+        }
         /* of other hosts only those that lack something: there may be many */
-        if ((!is_whole(stalled, submitted[member]) || member < lane->team->local_size) &&
-            begins_line(lane, submitted, member)) {
+        if (before == member && (is_local || !is_whole(stalled, submitted[member]))) {
             used += write_line(lane, stalled, submitted, member, text + used, text_bytes - used);
         }
     }

@@ -30,10 +30,14 @@ enum hr_request_state { HR_REQUEST_QUEUED, HR_REQUEST_STAGING, HR_REQUEST_ANNOUN
 struct hr_hooks {
     /* With the lock held: whether it may be submitted now. HORO_OK, or a status with *error set. */
     hr_status (*check)(void *owner, const struct hr_request *request, struct hr_error *error);
+    /* The driver: announces it, as any other if NULL. HORO_OK or a status. */
+    int (*announce)(void *owner, struct hr_request *request);
     /* With the lock held: it is over with this status, which nobody has seen yet. */
     void (*ended)(void *owner, struct hr_request *request, int status);
     /* Without the lock: it goes, and its cargo with it. */
     void (*freed)(void *owner, void *data);
+    /* The same for cargo that its batch, which was cut off, may still work on: see hr_node_bury. NULL: it stays. */
+    void (*buried)(void *data);
 };
 
 /* The luggage of a request: a group that is not there yet, a staging, a mark, the memory of a stand-in. */

@@ -211,7 +211,7 @@ static hr_status find_port(const struct hr_requests *requests, struct hr_request
     if (port->state == HR_PORT_REMOVING) {
         return hr_fail(error, HORO_ERR_USAGE, "'%s': %s is being removed", call->name, hr_team_name(team, name));
     }
-    if (port->state == HR_PORT_JOINING) {
+    if (port->state == HR_PORT_PAUSED) {
         return hr_fail(error, HORO_ERR_USAGE,
                        "'%s': rank %d has joined; it can submit nothing before all ranks have joined, which is when "
                        "join returns",
@@ -320,8 +320,8 @@ static hr_status add(struct hr_requests *requests, struct hr_request *request, s
     } while (*place != NULL);
     *place = request;
     requests->handle_count++;
-    if (request->call.op == HORO_JOIN) {
-        request->port->state = HR_PORT_JOINING;
+    if (hr_op_is_last(request->call.op)) {
+        request->port->state = HR_PORT_PAUSED;
     }
     if (request->state == HR_REQUEST_QUEUED) {
         hr_requests_queue(requests, request);

@@ -1,0 +1,131 @@
+"""Elastic jobs on two hosts, over real ssh: what dies or cannot be reached is replaced or done without."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from jobs import TORCH_S, Launched, kill_all, parent_of, wait_until
+from namespaces import Cluster, ClusterHost
+
+TESTS = Path(__file__).parents[1]
+WORKER = str(TESTS / "elastic" / "elastic_worker.py")
+TRAINING = str(TESTS / "elastic" / "elastic_training.py")
+FOREVER = "1000000"
+PATIENCE_S = 4 * TORCH_S
+PLACES = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "elastic"), os.environ.get("PYTHONPATH", "")])}
+
+
+def where(cluster: Cluster, slots: int) -> str:
+    return ",".join(f"{host.name}:{slots}" for host in cluster.hosts)
+
+
+def stop(job: Launched, path: Path) -> CompletedProcess[str]:
+    """Ends the training of ``elastic_worker``."""
+    path.touch()
+    return finish(job)
+
+
+def start(cluster: Cluster, *words: str, slots: int = 1, **environment: str) -> Launched:
+    told = {**PLACES, **environment}
+    return cluster.start(*words, where=where(cluster, slots), environment=told)
+
+
+def finish(job: Launched, code: int = 0) -> CompletedProcess[str]:
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def said_until(job: Launched, words: str) -> str:
+    """The output of workers up to a line with the words."""
+    stream, said = job.process.stdout, ""
+    assert stream is not None
+    while words not in said:
+        line = stream.readline().decode()
+        assert line, f"the job has ended before {words!r}"
+        said += line
+    return said
+
+
+def ends(out: str) -> dict[int, int]:
+    """The steps that each worker had at its end."""
+    return {int(worker): int(steps) for worker, steps in re.findall(r"end (\d+) (\d+)$", out, re.M)}
+
+
+def agents(cluster: Cluster, host: ClusterHost) -> list[int]:
+    """The agent on a host, without its guard."""
+    found = cluster.processes(host, "horo.runner.agent")
+    return [pid for pid in found if b"sshd" in Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes()]
+
+
+def test_a_rank_that_is_killed_is_replaced_on_its_host(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    done = finish(start(cluster, "-np", "4", "--min-np", "4", WORKER, "30", "0:10:kill", "3:20:leave", slots=2))
+    assert ends(done.stdout) == {1: 30, 2: 30, 4: 30, 5: 30}
+    assert f"hororun: worker 0 (rank 0) on {a.name} was killed by SIGKILL" in done.stderr
+    assert f"hororun: worker 4 on {a.name} starts" in done.stderr
+    assert re.search(rf"hororun: worker 3 \(rank \d\) on {b.name} was killed by SIGKILL", done.stderr)
+    child = re.search(r"child (\d+)", done.stdout)
+    assert child is not None and not Path(f"/proc/{child[1]}").exists()
+
+
+@pytest.mark.parametrize("victim", ["agent", "workers"])
+def test_the_other_host_goes_on_and_the_lost_one_is_used_again(cluster: Cluster, tmp_path: Path, victim: str) -> None:
+    _, b = cluster.hosts
+    job = start(cluster, "-np", "2", "--min-np", "1", WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
+    said_until(job, "worker 1 is 1 of 2")
+    kill_all(agents(cluster, b) if victim == "agent" else cluster.processes(b, WORKER))
+    said_until(job, "worker 0 is 0 of 1")
+    said_until(job, "worker 2 is 1 of 2")
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {0, 2} and len(set(ends(done.stdout).values())) == 1
+    assert f"worker 2 on {b.name} starts" in done.stderr
+    if victim == "agent":
+        assert re.search(rf"hororun: {b.name} is lost \(.*\); it is tried again after \d+ s", done.stderr)
+
+
+def test_the_half_that_hororun_reaches_goes_on_and_the_other_one_ends(cluster: Cluster, tmp_path: Path) -> None:
+    _, b = cluster.hosts
+    told = {"HORO_PEER_TIMEOUT": "4", "STOP_FILE": str(tmp_path / "stop")}
+    job = start(cluster, "-np", "2", "--min-np", "1", "--host-timeout", "6", WORKER, FOREVER, **told)
+    said_until(job, "worker 1 is 1 of 2")
+    cluster.cut(b)
+    wait_until(lambda: not cluster.processes(b, WORKER), "the other half has ended")
+    said_until(job, "worker 0 is 0 of 1")
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {0}
+    assert f"{b.name} is lost (host {b.name} has sent nothing for 6 s (--host-timeout))" in done.stderr
+
+
+def test_a_host_that_cannot_be_reached_at_the_start_is_done_without(cluster: Cluster) -> None:
+    a, _ = cluster.hosts
+    words = ("-np", "2", "--min-np", "1", WORKER, "5")
+    done = finish(cluster.start(*words, where=f"{a.name}:1,no-such-host:1", environment=PLACES))
+    assert ends(done.stdout) == {0: 5}
+    assert "hororun: no-such-host cannot be used (cannot reach host no-such-host" in done.stderr
+
+
+def test_too_few_hosts_at_the_start_end_the_job(cluster: Cluster) -> None:
+    a, _ = cluster.hosts
+    done = cluster.run("-np", "2", "--min-np", "2", "true", where=f"{a.name}:1,no-such-host:1")
+    assert done.returncode == 69
+    assert "hororun: 1 slot for ranks, of at least 2 (--min-np)" in done.stderr
+
+
+@pytest.mark.parametrize("deaths", [{"1": (9, "recorded")}, {"0": (9, "recorded"), "1": (9, "stepped")}])
+def test_training_goes_on_from_the_last_commit_of_either_host(
+    cluster: Cluster, tmp_path: Path, deaths: dict[str, tuple[int, str]]
+) -> None:
+    plan = {"deaths": deaths, "every": 4}
+    finish(start(cluster, "-np", "2", "--min-np", "2", TRAINING, str(tmp_path), json.dumps(plan)))
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result.*"))]
+    assert len(found) == 2
+    assert found[0]["digest"] == found[1]["digest"]
+    for result in found:
+        assert set(Counter(map(tuple, result["seen"])).values()) == {1}
