@@ -216,7 +216,10 @@ HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, cha
 
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason) {
     HR_TRY(enter(context, NULL, 0));
-    return hr_requests_refuse(&context->engine.requests, team, name, status, reason);
+    hr_drive_lock(&context->engine.drive);
+    const int outcome = hr_requests_refuse(&context->engine.requests, team, name, status, reason);
+    hr_drive_unlock(&context->engine.drive);
+    return outcome < 0 ? outcome : HORO_OK;
 }
 
 HORO_API int horo_poll(horo_context *context, int64_t handle) {

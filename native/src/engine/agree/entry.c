@@ -277,7 +277,7 @@ int hr_agree_check_rows(const struct hr_agree *agree, struct hr_agree_entry *ent
     if (request->gathers == 0 || entry->failure != 0) {
         return HORO_OK;
     }
-    size_t bytes = 0; /* what stands in `rows` may be more, where an announcement was made twice */
+    size_t bytes = 0; /* `rows` may hold more, where an announcement was made twice */
     for (int member = 0; member < agree->config.member_count; member++) {
         bytes += entry->rows_of_member[member].bytes;
     }

@@ -138,9 +138,8 @@ static int turn(struct hr_node *node, void *arg) {
 /* ---- Waiting for others ---- */
 
 /*
- * Where something is under way that a peer may hold up, it counts from now_ns on how long others are waited for. 0: where
- * nothing is, they are waited for no longer; that matters between hosts, whose links are silent then, and nobody may
- * drive for a long time.
+ * Others are waited for from now_ns on, if something is under way that a peer may hold up. 0: no longer, if nothing is;
+ * that matters between hosts, whose links are silent then, and nobody may drive for a long time.
  */
 static void await_others(struct hr_drive *drive, int64_t now_ns) {
     const int begins = now_ns != 0;

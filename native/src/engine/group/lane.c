@@ -201,7 +201,7 @@ int hr_lane_end_round(struct hr_lane *lane) {
     return is_closed ? announce_counted(lane) : HORO_OK;
 }
 
-/* Where all are counted in, they execute the batch. */
+/* They execute the batch when all are counted in. */
 static int turn_round(struct hr_lane *lane) {
     const enum hr_round_end end = hr_round_look(&lane->round);
     if (end == HR_ROUND_OPEN) {

@@ -37,7 +37,7 @@ struct hr_requests {
     struct hr_request **handles;
     size_t handle_capacity, handle_count; /* half of the places are free at least */
     int64_t last_handle;
-    struct hr_request *spare; /* of the last call that has waited at once and ended well; NULL: none can be used again */
+    struct hr_request *spare; /* of the last horo_run that has ended well, for another like it; NULL: there is none */
     int calls; /* that wait for requests, in whatever way; each holds up hr_requests_await_calls */
     uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
@@ -63,9 +63,9 @@ hr_status hr_requests_submit(struct hr_requests *requests, const horo_request *c
                              int64_t *handle, struct hr_error *error);
 /* With the lock held: its values are there, so it can be announced. */
 void hr_requests_queue(struct hr_requests *requests, struct hr_request *request);
-/* As horo_refuse. */
-hr_status hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
-                             const char *reason);
+/* As horo_refuse; with the lock held. 1: the other members are told; 0: they are not; or a status. */
+int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
+                       const char *reason);
 
 /* ---- Driver ---- */
 

@@ -370,32 +370,28 @@ enum { REASON_MAX = 700 };
 static int add_refusal(struct hr_requests *requests, struct hr_request *refusal) {
     struct hr_error unused = {0};
     struct hr_port *port = NULL;
-    int outcome = 0;
-    hr_drive_lock(requests->drive);
-    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, &unused) == HORO_OK && port != NULL &&
-        port->state == HR_PORT_OPEN && !atomic_load(&requests->drive->stop)) {
-        refusal->port = port;
-        outcome = hr_port_is_next(refusal);
+    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, &unused) != HORO_OK || port == NULL ||
+        port->state != HR_PORT_OPEN || atomic_load(&requests->drive->stop)) {
+        return 0;
     }
-    if (outcome == 1) {
-        outcome = hr_port_add(requests, refusal) == HORO_OK ? 1 : HORO_ERR_RESOURCE;
+    refusal->port = port;
+    if (!hr_port_is_next(refusal)) {
+        return 0;
     }
-    if (outcome == 1) {
-        hr_requests_queue(requests, refusal);
-        hr_drive_kick(requests->drive);
-    }
-    hr_drive_unlock(requests->drive);
-    return outcome;
+    HR_TRY(hr_port_add(requests, refusal));
+    hr_requests_queue(requests, refusal);
+    hr_drive_kick(requests->drive);
+    return 1;
 }
 
-hr_status hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
-                             const char *reason) {
+int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
+                       const char *reason) {
     const struct hr_node *node = requests->node;
     if (status != HORO_ERR_USAGE && status != HORO_ERR_UNSUPPORTED && status != HORO_ERR_RESOURCE) {
         return HORO_ERR_USAGE;
     }
     if (hr_end_find(node).code != HORO_OK || strcmp(name, HR_JOIN_NAME) == 0) {
-        return HORO_OK;
+        return 0;
     }
     /* The form of a request without tensors, of which there is nothing to refuse. */
     const horo_request call = {.name = name, .op = HORO_BARRIER, .prescale = 1.0, .postscale = 1.0, .team = team};
@@ -411,5 +407,5 @@ hr_status hr_requests_refuse(struct hr_requests *requests, int32_t team, const c
     if (outcome != 1) {
         hr_request_destroy(refusal);
     }
-    return outcome < 0 ? outcome : HORO_OK;
+    return outcome;
 }

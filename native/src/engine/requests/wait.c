@@ -113,7 +113,7 @@ static void forget_handle(struct hr_requests *requests, struct hr_request *reque
     request->owners--;
 }
 
-/* With the lock held, for a request that has ended well: what does not fit lies in memory that the core has allocated. */
+/* With the lock held, for one that has ended well: what does not fit lies in memory that the core has allocated. */
 static int releases(const struct hr_request *request, enum hr_wait_end end) {
     int fits = 1;
     for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
