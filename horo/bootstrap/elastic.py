@@ -7,6 +7,7 @@ seats from the job's store.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from horo.bootstrap.net.addresses import Endpoint, parse_endpoints
 from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.config.table import LaunchVariables, environment, read_variables
+from horo.diagnostics.on_signal import show_stack_on_signal
 from horo.errors import AbortedError, GroupError, HoroError, NotInitializedError, UsageError
 
 __all__ = ["Change", "WorkerMembership", "membership"]
@@ -74,6 +76,7 @@ class WorkerMembership:
     def begin_with(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
         """Sets the functions by which this process enters a generation, as ``init()`` does, and leaves it."""
         self._begin, self._end = begin, end
+        logging.getLogger("horo.engine").addFilter(_lower_last_events)
 
     def ready(self) -> None:
         """Reports that this worker may be seated."""
@@ -96,6 +99,7 @@ class WorkerMembership:
         while not self.has_joined:
             self.ready()
             self._seat = self._next_seat()
+            show_stack_on_signal()
             try:
                 self._begin()
             except (UsageError, NotInitializedError):
@@ -222,6 +226,14 @@ class WorkerMembership:
         if self._store is not None:
             self._store.close()
             self._store = None
+
+
+def _lower_last_events(record: logging.LogRecord) -> bool:
+    """Whether a message is logged. The last events before the end of a generation, which others follow, are details."""
+    if record.levelno == logging.ERROR and record.getMessage().startswith("the last events on this rank"):
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return logging.getLogger(record.name).isEnabledFor(record.levelno)
+    return True
 
 
 @cache

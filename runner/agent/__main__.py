@@ -133,8 +133,8 @@ class _Agent:
             self._start(message.json())
         elif message.kind == Kind.START:
             self._start_worker(message.rank, **message.json())
-        elif message.kind == Kind.END and self._ranks:
-            self._ranks.kill_rank(message.rank)
+        elif message.kind == Kind.END and isinstance(self._ranks, HostWorkers):
+            self._ranks.end_worker(message.rank, **message.json())
         elif message.kind == Kind.TERMINATE and self._ranks:
             self._ranks.terminate()
         elif message.kind == Kind.KILL and self._ranks:

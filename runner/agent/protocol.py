@@ -61,7 +61,7 @@ class Kind(IntEnum):
     SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
     START = 24  # launcher: JSON, the slot and the environment of a worker, whose number is in the place of a rank
-    END = 25  # launcher: SIGKILL to one worker
+    END = 25  # launcher: JSON, whether one worker gets SIGTERM, and SIGKILL after the grace time, or SIGKILL now
 
 
 class Message(NamedTuple):

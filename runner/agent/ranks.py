@@ -264,11 +264,11 @@ class HostRanks:
         self._each_has = ""
         self._end_remaining_processes()
 
-    def kill_rank(self, rank: int) -> None:
-        """SIGKILL to one rank and its process group."""
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """SIGKILL, or another signal, to one rank and its process group."""
         for pid in [pid for pid, record in self._ranks.items() if record.rank == rank]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+                os.killpg(pid, number)
 
     def terminate(self) -> None:
         """SIGTERM to every rank and its process group; SIGKILL after the grace time. Again: nothing new."""

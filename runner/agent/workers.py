@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
+from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
 from horo.runner.agent.command import StartError
 from horo.runner.agent.ranks import Event, HostRanks
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree
+from horo.runner.processes import Guard, Tree, send_signal
 
 __all__ = ["WORKER_NAME", "HostWorkers"]
 
 WORKER_NAME = "HORO_WORKER"
 """The variable that has the number of a worker."""
+
+_STACK_S = 0.2
+"""From the request for a stack to SIGKILL."""
 
 
 class HostWorkers(HostRanks):
@@ -52,6 +59,25 @@ class HostWorkers(HostRanks):
         own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
         self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
 
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """SIGTERM to a worker and its process group, and SIGKILL after the grace time, or at once.
+
+        A worker that is killed so shows its stack before, if it can.
+        """
+        if at_once:
+            self._kill(worker)
+        else:
+            self.kill_rank(worker, signal.SIGTERM)
+            self._loop.call_later(self._grace_s, partial(self._kill, worker))
+
+    def _kill(self, worker: int) -> None:
+        asked = [pid for pid, record in self._ranks.items() if record.rank == worker and _shows_stack(pid)]
+        send_signal(asked, STACKS_SIGNAL)
+        if asked:
+            self._loop.call_later(_STACK_S, partial(self.kill_rank, worker))
+        else:
+            self.kill_rank(worker)
+
     def _memory_of(self, slot: Hashable, host: str) -> int:
         if slot not in self._memories:
             try:
@@ -68,3 +94,13 @@ class HostWorkers(HostRanks):
         for memory in self._memories.values():
             os.close(memory)
         self._memories.clear()
+
+
+def _shows_stack(pid: int) -> bool:
+    """Whether a process has a handler for the request; else that would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)

@@ -117,35 +117,13 @@ def run(  # noqa: PLR0917 - the order of arguments is Horovod's
 
         results = horo.run(rank_and_size, (10,), np=1)  # [(0, 1)]
     """
+    given = locals()
     if np is not None and num_proc not in (1, np):
         raise UsageError(f"horo.run: num_proc={num_proc} and np={np} are two names of one argument: give one of them")
     _check(func, args, kwargs, options, env or {}, num_proc if np is None else np)
     if use_gloo and use_mpi:
         raise UsageError("use_gloo and use_mpi are both true: choose one of them")
-    interfaces = network_interfaces or network_interface or ()
-    words = _words(
-        {
-            "--num-proc": num_proc if np is None else np,
-            "--min-num-proc": min_num_proc if min_np is None else min_np,
-            "--max-num-proc": max_num_proc if max_np is None else max_np,
-            "--slots-per-host": slots,
-            "--reset-limit": reset_limit,
-            "--host-discovery-script": host_discovery_script,
-            "--hosts": hosts,
-            "--hostfile": hostfile,
-            "--start-timeout": start_timeout,
-            "--ssh-port": ssh_port,
-            "--ssh-identity-file": ssh_identity_file,
-            "--output-filename": output_filename,
-            "--verbose": bool(verbose),
-            "--gloo": use_gloo,
-            "--mpi": use_mpi,
-            "--mpi-args": mpi_args,
-            "--network-interfaces": (interfaces if isinstance(interfaces, str) else ",".join(interfaces)) or None,
-        }
-    )
-    if cooldown_range is not None:
-        words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    words = _options_of(given)
     command = ["-m", "horo.runner.call"] if executable is None else [executable, "-m", "horo.runner.call"]
     call = _pickled(func, args, kwargs or {})
     secret = secrets.token_bytes(32)
@@ -190,6 +168,38 @@ def _check(  # noqa: PLR0917
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str) or "=" in name or not name:
             raise UsageError(f"horo.run: env: {name!r}={value!r} is no variable: names and values are texts")
+
+
+def _options_of(given: Mapping[str, Any]) -> list[str]:
+    """The words of hororun for the arguments of ``run``, by name."""
+
+    def either(name: str, other: str) -> Any:
+        return given[name] if given[other] is None else given[other]
+
+    interfaces = given["network_interfaces"] or given["network_interface"] or ()
+    words = _words(
+        {
+            "--num-proc": either("num_proc", "np"),
+            "--min-num-proc": either("min_num_proc", "min_np"),
+            "--max-num-proc": either("max_num_proc", "max_np"),
+            "--slots-per-host": given["slots"],
+            "--reset-limit": given["reset_limit"],
+            "--host-discovery-script": given["host_discovery_script"],
+            "--hosts": given["hosts"],
+            "--hostfile": given["hostfile"],
+            "--start-timeout": given["start_timeout"],
+            "--ssh-port": given["ssh_port"],
+            "--ssh-identity-file": given["ssh_identity_file"],
+            "--output-filename": given["output_filename"],
+            "--verbose": bool(given["verbose"]),
+            "--gloo": given["use_gloo"],
+            "--mpi": given["use_mpi"],
+            "--mpi-args": given["mpi_args"],
+            "--network-interfaces": (interfaces if isinstance(interfaces, str) else ",".join(interfaces)) or None,
+        }
+    )
+    cooldown = given["cooldown_range"]
+    return words if cooldown is None else [*words, "--blacklist-cooldown-range", *map(str, cooldown)]
 
 
 def _words(values: Mapping[str, object]) -> list[str]:

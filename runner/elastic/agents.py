@@ -185,12 +185,12 @@ class HostsSupervisor(Supervisor):
         local_size = max(on_host, number + 1, min(self._hosts[index].slots or 0, action.size))
         return Placement(action.rank, action.size, number, local_size, hosts.index(index), len(hosts), index)
 
-    def _kill_worker(self, worker: int) -> None:
+    def _end_worker(self, worker: int, *, at_once: bool) -> None:
         remote = self._remotes.get(self._host_of_rank[worker])
         if remote is not None:
-            remote.kill_rank(worker)
+            remote.end_worker(worker, at_once=at_once)
         elif isinstance(self._local, HostWorkers):
-            self._local.kill_rank(worker)
+            self._local.end_worker(worker, at_once=at_once)
 
     def _store_for(self, index: int) -> str:
         """The addresses of the store for a host. On this one they are those that other hosts use: the address from

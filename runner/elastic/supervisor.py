@@ -146,7 +146,7 @@ class ElasticSupervisor(HostsSupervisor):
         elif isinstance(action, (Kill, Dismiss)):
             if isinstance(action, Dismiss):
                 self._dismissed.add(action.worker)
-            self._kill_worker(action.worker)
+            self._end_worker(action.worker, at_once=isinstance(action, Kill))
         elif isinstance(action, Report):
             self._console.say(action.text)
         elif isinstance(action, Finish):

@@ -172,9 +172,9 @@ class RemoteHost:
         for awaited in (self._ranks, self._to_start, self._to_end):
             awaited.update(ranks)
 
-    def kill_rank(self, worker: int) -> None:
-        """Has the agent kill one worker."""
-        self._send(encode(Kind.END, worker))
+    def end_worker(self, worker: int, *, at_once: bool) -> None:
+        """Has the agent end one worker, see ``HostWorkers``."""
+        self._send(encode_json(Kind.END, {"at_once": at_once}, worker))
 
     def release(self) -> None:
         """No worker will start there any more: ends the agent once all have ended."""
@@ -273,7 +273,7 @@ class RemoteHost:
     @property
     def may_run_s(self) -> float:
         """The time for which workers of an elastic job may be at work there after the end of the connection."""
-        has_ended = self._code == 0 or self._was_silent
+        has_ended = self._was_silent or (self._code == 0 and self.error is not None)  # srun: 0 when a node fails, too
         return 0.0 if has_ended or self._silence_s is None else self._silence_s * _OWN_SILENCE
 
     @property

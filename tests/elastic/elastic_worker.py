@@ -1,7 +1,7 @@
 """A worker of an elastic job: counts steps, and shares what it has counted with newcomers.
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
-itself, ``stop`` itself, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
+itself, ``hang``, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
 ``init()``. ``WORKER:done:kill``: after training. Training ends before where there is a file of the name in STOP_FILE.
 """
 
@@ -35,8 +35,8 @@ def do(step: str) -> None:
         print(f"child {child.pid}", flush=True)
     if what in ("kill", "leave"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "hang":
+        time.sleep(1000)
     elif what == "exit":
         sys.exit(3)
     elif what == "raise":

@@ -47,6 +47,7 @@ def test_a_killed_rank_0_is_replaced_and_the_others_go_on(elastic: Elastic) -> N
     assert "forecast 3 2 3" in out
     assert "refused: this process has come to a job that runs already" in out
     assert "hororun: worker 0 (rank 0) was killed by SIGKILL" in err
+    assert "the last events on this rank" not in err
     assert "hororun: 2 generations of workers 0-3; failed: 0 (killed by SIGKILL)" in err
 
 
@@ -58,11 +59,13 @@ def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elasti
     assert "generation 3: 2 ranks (workers 0, 2)" in err
 
 
-def test_a_rank_that_hangs_is_killed_and_named(elastic: Elastic) -> None:
-    out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:stop", HORO_STALL_SHUTDOWN_TIME_SECONDS="3")
+def test_a_rank_that_hangs_is_killed_and_named_with_its_stack(elastic: Elastic) -> None:
+    limits = {"HORO_STALL_CHECK_TIME_SECONDS": "1", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:hang", **limits)
     assert {0: 30, 2: 30}.items() <= ends(out).items()
     assert "error 0 StalledError" in out
     assert "hororun: worker 1 (rank 1) does not go on, and is killed" in err
+    assert re.search(r"elastic_worker.py\", line \d+ in do$", err, re.M), err
 
 
 def test_processes_of_a_rank_end_before_another_takes_its_place(elastic: Elastic) -> None:

@@ -142,22 +142,31 @@ sh -c 'setsid sleep 300 & echo "of $HORO_WORKER $WHO" $!'; exec sleep 300
 """
 
 
-def test_workers_of_an_elastic_job_come_and_go_and_their_slot_keeps_its_memory(agent: Agent) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_workers_of_an_elastic_job_come_and_go_and_their_slot_keeps_its_memory(agent: Agent, at_once: bool) -> None:
     agent.job(SHOW_MEMORY, ranks={}, mark="this", environment={"HORO_HOST_MARK": "this"})
     agent.send(encode_json(Kind.START, {"slot": 3, "environment": {"WHO": "a"}}, 7))
     assert agent.message(Kind.STARTED).rank == 7
     line = agent.line()
     assert line.startswith(b"\0\0\0of 7 a ")
     left = int(line.split()[-1])
-    agent.send(encode(Kind.END, 7))
+    agent.send(encode_json(Kind.END, {"at_once": at_once}, 7))
     ended = agent.message(Kind.EXITED)
-    assert (ended.rank, ended.json()["signal"], ended.json()["asked"]) == (7, 9, False)
+    assert (ended.rank, ended.json()["signal"], ended.json()["asked"]) == (7, 9 if at_once else 15, False)
     assert not marked_processes("HORO_WORKER=7").keys() & {left}  # before the slot is used again
     agent.send(encode_json(Kind.START, {"slot": 3, "environment": {"WHO": "b"}}, 9))
     assert agent.line().startswith(b"7..of 9 b ")
     agent.send(encode(Kind.TERMINATE))
     assert agent.message(Kind.EXITED).rank == 9
     assert agent.process.wait(30) == 0
+
+
+def test_a_worker_that_does_not_end_in_its_grace_time_is_killed(agent: Agent) -> None:
+    agent.job("trap '' TERM; echo here; while :; do sleep 0.1; done", ranks={})
+    agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 0))
+    agent.line()
+    agent.send(encode_json(Kind.END, {"at_once": False}, 0))
+    assert agent.message(Kind.EXITED).json()["signal"] == 9
 
 
 def test_a_worker_that_cannot_start_is_reported_and_the_agent_stays(agent: Agent) -> None:

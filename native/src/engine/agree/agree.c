@@ -121,7 +121,7 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
             if (count < capacity) {
                 out[count] = (struct hr_agree_waiting){.name = entry->name,
                                                        .since_ns = entry->first_ns,
-                                                       .is_awaited = is_awaited,
+                                                       .holds_up = is_awaited && entry != agree->absent.entry,
                                                        .announced = entry->announced};
             }
             count++;

@@ -140,7 +140,7 @@ int hr_agree_is_absent(const struct hr_agree *agree, int member);
 struct hr_agree_waiting {
     const char *name;
     int64_t since_ns;          /* its first announcement */
-    int is_awaited;            /* by a member that has not refused it */
+    int holds_up;              /* a member, which has not refused it; JOIN holds up nobody */
     const uint64_t *announced; /* bit per member, see hr_agree_has */
 };
 

@@ -207,22 +207,11 @@ static void cancel(struct hr_backend *backend) {
     }
 }
 
-static int is_ending(const struct hr_backend *backend) {
-    (void)backend;
-    return 0;
-}
-
-static void destroy(struct hr_backend *backend) {
-    (void)backend; /* a part of its team */
-}
-
 const struct hr_backend_ops hr_nccl_ops = {
     .name = "nccl",
     .begin = begin,
     .progress = progress,
     .cancel = cancel,
-    .is_ending = is_ending,
-    .destroy = destroy,
 };
 
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {

@@ -271,6 +271,7 @@ static int lead(struct hr_lane *lane) {
     /* of the record whose batch has posted all that it sends to other hosts; 0: there is none */
     const struct hr_executor *executor = &lane->executor;
     const int ends_batch = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                           executor->backend->ops->is_ending != NULL &&
                            executor->backend->ops->is_ending(executor->backend);
     const int agreed = hr_leader_agree(leader, executor->place, ends_batch ? executor->record_bytes : 0);
     HR_TRY(agreed);

@@ -302,33 +302,25 @@ int hr_leader_is_done(const struct hr_leader *world) {
     return 1;
 }
 
-static int tell(struct hr_leader *leader, const struct hr_wire_message *message) {
-    for (int i = 0; i < leader->link_count; i++) {
-        HR_TRY(leader->links[i].open ? hr_frame_put(&leader->links[i].out, message) : HORO_OK);
-    }
-    return HORO_OK;
-}
-
 /* Tells the neighbours, once of each: that all here is done, or of an abort. */
 static int tell_end(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
-    if (end.code == 0 ? leader->told_done : leader->told_abort) {
-        return HORO_OK;
-    }
-    if (end.code == 0) {
-        leader->told_done = 1;
-        return tell(leader, &(struct hr_wire_message){.type = HR_WIRE_DONE, .rank = leader->team->node->rank});
-    }
-    leader->told_abort = 1;
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
-    return tell(leader, &(struct hr_wire_message){
-                            .type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
-                            .rank = end.rank,
-                            .status = end.code,
-                            .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
-                            .by = end.by,
-                            .text = {words, words == NULL ? 0 : strlen(words)}});
+    const struct hr_wire_message done = {.type = HR_WIRE_DONE, .rank = leader->team->node->rank};
+    const struct hr_wire_message lost = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
+                                          .rank = end.rank,
+                                          .status = end.code,
+                                          .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
+                                          .by = end.by,
+                                          .text = {words, words == NULL ? 0 : strlen(words)}};
+    int *is_told = end.code == 0 ? &leader->told_done : &leader->told_abort;
+    for (int i = 0; i < leader->link_count && !*is_told; i++) {
+        struct hr_link *link = &leader->links[i];
+        HR_TRY(link->open ? hr_frame_put(&link->out, end.code == 0 ? &done : &lost) : HORO_OK);
+    }
+    *is_told = 1;
+    return HORO_OK;
 }
 
 int hr_leader_flush_links(struct hr_leader *leader) {

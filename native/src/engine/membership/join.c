@@ -176,49 +176,35 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
 
 /* ---- Stand-ins: neutral elements ---- */
 
-static uint64_t lowest_integer(int dtype) {
-    const int bits = 8 * (int)hr_dtype_bytes(dtype);
-    return dtype == HORO_UINT8 || dtype == HORO_BOOL ? 0 : (uint64_t)1 << (bits - 1);
-}
+/* The bits of the lowest and the highest value of a dtype, of floats the infinities, and of its 1. */
+static const struct {
+    uint64_t lowest, highest, one;
+} VALUES[HORO_DTYPE_COUNT] = {
+    [HORO_UINT8] = {0, 0xff, 1},
+    [HORO_INT8] = {0x80, 0x7f, 1},
+    [HORO_INT16] = {0x8000, 0x7fff, 1},
+    [HORO_INT32] = {0x80000000, 0x7fffffff, 1},
+    [HORO_INT64] = {0x8000000000000000, 0x7fffffffffffffff, 1},
+    [HORO_FLOAT16] = {0xfc00, 0x7c00, 0x3c00},
+    [HORO_BFLOAT16] = {0xff80, 0x7f80, 0x3f80},
+    [HORO_FLOAT32] = {0xff800000, 0x7f800000, 0x3f800000},
+    [HORO_FLOAT64] = {0xfff0000000000000, 0x7ff0000000000000, 0x3ff0000000000000},
+    [HORO_BOOL] = {0, 1, 1},
+};
 
 /*
- * The bits of 1, and of infinity, as a float of this dtype; its sign is the highest bit. Of a complex 1 those of its
- * real part, which comes first: all behind them are 0.
- */
-static uint64_t one_of(int dtype) {
-    switch (hr_dtype_real(dtype)) {
-    case HORO_FLOAT16: return 0x3c00;
-    case HORO_BFLOAT16: return 0x3f80;
-    case HORO_FLOAT32: return 0x3f800000;
-    case HORO_FLOAT64: return 0x3ff0000000000000;
-    default: return 1;
-    }
-}
-
-static uint64_t infinity_of(int dtype) {
-    switch (dtype) {
-    case HORO_FLOAT16: return 0x7c00;
-    case HORO_BFLOAT16: return 0x7f80;
-    case HORO_FLOAT32: return 0x7f800000;
-    default: return 0x7ff0000000000000;
-    }
-}
-
-/*
- * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none. Where the dtype is
- * wider, its other bits are 0. No complex number leaves a product as it is beside an infinite or NaN part: 1 does for
- * all others, but for the sign of a zero.
+ * The bits of the value of a dtype that changes no result of a reduction; 0 for one that has none, which is refused
+ * before it is run. Of a complex 1 those of its real part, which comes first: all behind them are 0. No complex number
+ * leaves a product as it is beside an infinite or NaN part: 1 does for all others, but for the sign of a zero.
  */
 static uint64_t neutral_element(int dtype, int reduce_op) {
     if (!hr_dtype_reducible(dtype, reduce_op)) {
-        return 0; /* it is refused before it is run */
+        return 0;
     }
-    const int is_integer = hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
-    const uint64_t sign = (uint64_t)1 << (8 * hr_dtype_bytes(dtype) - 1) % 64; /* of a float */
     switch (reduce_op) {
-    case HORO_MIN: return is_integer ? (dtype == HORO_BOOL ? 1 : ~lowest_integer(dtype)) : infinity_of(dtype);
-    case HORO_MAX: return is_integer ? lowest_integer(dtype) : infinity_of(dtype) | sign;
-    case HORO_PRODUCT: return one_of(dtype);
+    case HORO_MIN: return VALUES[dtype].highest;
+    case HORO_MAX: return VALUES[dtype].lowest;
+    case HORO_PRODUCT: return VALUES[hr_dtype_real(dtype)].one;
     default: return 0;
     }
 }

@@ -1,13 +1,7 @@
 /* The report of what some ranks have submitted and others not: a line for each, or for those that are alike. */
 #include <stdio.h>
-#include <string.h>
 
-#include "base/traits.h"
 #include "engine/report/report.h"
-
-static int member_count(const struct hr_lane *lane) {
-    return lane->leader.agree.config.member_count;
-}
 
 /* ---- Names that have waited too long ---- */
 
@@ -26,14 +20,14 @@ static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled 
 }
 
 /*
- * Of all that have not submitted something: what is excused, or anything else. Who has not joined may wait itself for a
- * rank that is late with something else.
+ * The first that has not submitted something that holds up others, or anything else: who has not joined may wait itself
+ * for a rank that is late with something else. Local ranks come first, and are known better.
  */
-static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled *stalled, int is_excused) {
-    for (int member = 0; member < member_count(lane); member++) { /* local ranks come first, and are known better */
+static int first_missing(const struct hr_lane *lane, const struct hr_stalled *stalled, int holds_up) {
+    for (int member = 0; member < lane->leader.agree.config.member_count; member++) {
         for (int i = 0; i < stalled->count; i++) {
-            const struct hr_stalled_name *name = &stalled->names[i];
-            if (name->is_excused == is_excused && !hr_agree_has(name->announced, member)) {
+            const struct hr_agree_waiting *name = &stalled->names[i];
+            if (name->holds_up == holds_up && !hr_agree_has(name->announced, member)) {
                 return member;
             }
         }
@@ -42,24 +36,20 @@ static int first_missing_of(const struct hr_lane *lane, const struct hr_stalled 
 }
 
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    *stalled = (struct hr_stalled){.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
-    struct hr_agree_waiting waiting[HR_NAMES_IN_TEXT];
-    const int total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, waiting,
-                                            HR_NAMES_IN_TEXT);
-    for (int i = 0; i < total && i < HR_NAMES_IN_TEXT; i++) {
-        const struct hr_agree_waiting *name = &waiting[i];
-        const int is_excused = !name->is_awaited || strcmp(name->name, HR_JOIN_NAME) == 0;
-        stalled->names[stalled->count++] = (struct hr_stalled_name){
-            .name = name->name, .is_excused = is_excused, .announced = name->announced};
-        stalled->oldest_ns = i == 0 || name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
-        if (!is_excused && name->since_ns < stalled->blocked_ns) {
+    *stalled = (struct hr_stalled){.oldest_ns = now_ns, .blocked_ns = now_ns};
+    stalled->total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, stalled->names,
+                                           HR_NAMES_IN_TEXT);
+    stalled->count = stalled->total < HR_NAMES_IN_TEXT ? stalled->total : HR_NAMES_IN_TEXT;
+    for (int i = 0; i < stalled->count; i++) {
+        const struct hr_agree_waiting *name = &stalled->names[i];
+        stalled->oldest_ns = name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
+        if (name->holds_up && name->since_ns < stalled->blocked_ns) {
             stalled->blocked_ns = name->since_ns;
         }
     }
-    stalled->total = total;
     find_behind(lane, now_ns, stalled);
-    int missing = first_missing_of(lane, stalled, 0);
-    missing = missing < 0 ? first_missing_of(lane, stalled, 1) : missing;
+    int missing = first_missing(lane, stalled, 1);
+    missing = missing < 0 ? first_missing(lane, stalled, 0) : missing;
     stalled->is_elsewhere = missing >= lane->team->local_size;
     stalled->culprit = missing < 0 ? -1 : lane->leader.member_ranks[missing];
 }
@@ -91,7 +81,7 @@ int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *
     const uint32_t submitted = submitted_by(lane, stalled, member);
     uint32_t excused = 0;
     for (int i = 0; i < stalled->count; i++) {
-        excused |= (uint32_t)stalled->names[i].is_excused << i;
+        excused |= (uint32_t)!stalled->names[i].holds_up << i;
     }
     if (!is_whole(stalled, excused)) {
         return !is_whole(stalled, submitted | excused);
@@ -156,7 +146,8 @@ static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *st
 
 void hr_stall_describe(const struct hr_lane *lane, const struct hr_stalled *stalled, char *text, size_t text_bytes) {
     uint32_t submitted[MEMBERS_MAX];
-    const int count = member_count(lane) < MEMBERS_MAX ? member_count(lane) : MEMBERS_MAX;
+    const int members = lane->leader.agree.config.member_count;
+    const int count = members < MEMBERS_MAX ? members : MEMBERS_MAX;
     size_t used = 0;
     text[0] = '\0';
     for (int member = 0; member < count; member++) {
