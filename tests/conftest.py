@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from cases import some_of
+from jobs import Flags, Hororun, make_remote_shell
 from pytest import Config, Function, Item
 from skips import ways_to_run
 
@@ -78,6 +79,21 @@ def place_in_a_job() -> Iterator[None]:
     """A test whose process was a rank does not leave its place to the processes of the next."""
     yield
     os.environ.pop("HORO_RANK_PROCESS", None)
+
+
+@pytest.fixture
+def hororun(tmp_path: Path) -> Iterator[Hororun]:
+    """The launcher; hosts other than localhost are this one, through an agent. Ends what is left of its jobs."""
+    launcher = Hororun(make_remote_shell(tmp_path))
+    yield launcher
+    launcher.clean_up()
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> Flags:
+    folder = tmp_path / "flags"
+    folder.mkdir()
+    return Flags(folder)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

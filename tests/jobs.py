@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "DEADLINE_S",
@@ -25,6 +26,7 @@ __all__ = [
     "make_remote_shell",
     "marked_processes",
     "parent_of",
+    "run_python",
     "wait_until",
 ]
 
@@ -52,6 +54,14 @@ def as_users_start() -> dict[str, str]:
     kept = [folder for folder in folders if folder and Path(folder) != _STARTUP]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**others, "PYTHONPATH": os.pathsep.join(kept)} if kept else others
+
+
+def run_python(
+    *words: str, check: bool = False, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python with these words; ``environment``: added to this process's. Other options are those of ``run``."""
+    options = {"env": {**os.environ, **(environment or {})}, "timeout": TORCH_S, **options}
+    return subprocess.run([sys.executable, *words], check=check, capture_output=True, text=True, **options)
 
 
 def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01, deadline_s: float = DEADLINE_S) -> None:

@@ -50,6 +50,8 @@ _WAITS = tuple(
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Parts of the paths of other folders with libraries: the user's, those of .pth files and of ``PYTHONPATH``."""
 
 
 class Wait(NamedTuple):
@@ -90,7 +92,9 @@ def innermost_own(files: list[str]) -> int | None:
 
 
 def _is_of_library(file: str) -> bool:
-    return file.startswith("<frozen ") or _real(file).startswith((_HORO, *_LIBRARIES))
+    real = _real(file)
+    is_installed = real.startswith((_HORO, *_LIBRARIES)) or any(folder in real for folder in _PACKAGES)
+    return is_installed or file.startswith("<frozen ")
 
 
 def place_of(frame: FrameType | None) -> str:

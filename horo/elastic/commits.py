@@ -77,14 +77,21 @@ def create() -> int:
     """A descriptor of empty memory for the commits of one slot, closed by ``exec``.
 
     Raises:
-        OSError: There is no descriptor or memory for it.
+        ResourceError: There is no descriptor or memory for it.
     """
-    fd = os.memfd_create("horo-commits", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, _SLOTS * _SLOT_SPACING + mmap.PAGESIZE)
-    except OSError:
-        os.close(fd)
-        raise
+        fd = os.memfd_create("horo-commits", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _SLOTS * _SLOT_SPACING + mmap.PAGESIZE)
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ResourceError(
+            f"there is no memory for commits (memfd_create): {reason}; look at the limits of open files (ulimit -n) "
+            "and of the size of a file (ulimit -f)"
+        ) from error
     return fd
 
 

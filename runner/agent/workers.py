@@ -10,6 +10,7 @@ from pathlib import Path
 
 from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
+from horo.errors import ResourceError
 from horo.runner.agent.command import StartError
 from horo.runner.agent.ranks import Event, HostRanks
 from horo.runner.config import EXIT_SETUP
@@ -82,10 +83,8 @@ class HostWorkers(HostRanks):
         if slot not in self._memories:
             try:
                 self._memories[slot] = commits.create()
-            except OSError as error:
-                raise StartError(
-                    f"host {host} has no memory for commits (memfd_create): {os.strerror(error.errno or 0)}", EXIT_SETUP
-                ) from error
+            except ResourceError as error:
+                raise StartError(f"host {host}: {error}", EXIT_SETUP) from error
         return self._memories[slot]
 
     def close(self) -> None:

@@ -41,8 +41,6 @@ from horo.runner.elastic.state import (
 
 __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
-_CULPRIT_S = 1.0
-"""The time that a worker which others name as hung has to leave the generation itself."""
 _LATE_S = 10.0
 """The time for which a worker may go on with ``init()`` that has been given up."""
 _IN_GENERATION = (Standing.SEATED, Standing.WITHIN)
@@ -145,7 +143,7 @@ class _Turn(HostTurn):
         self._gather(f"worker {worker.number} has left it")
         culprit = None if event.culprit is None else self.workers.get(event.culprit)
         if culprit is not None and culprit.standing in _IN_GENERATION:
-            self.suspects.setdefault(culprit.number, self._now_s + _CULPRIT_S)
+            self.suspects.setdefault(culprit.number, self._now_s + event.culprit_s)
 
     def _on_ended(self, worker: Worker, event: Ended) -> None:
         del self.workers[worker.number]

@@ -272,12 +272,14 @@ class Waits:
         generation: the one that it has left.
         culprit: the worker that its error names; None: none.
         has_state: it can give the state to others.
+        culprit_s: the time that the culprit has to leave, too, or to end.
     """
 
     worker: int
     generation: int
     culprit: int | None = None
     has_state: bool = False
+    culprit_s: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
@@ -92,7 +93,15 @@ class ElasticSupervisor(HostsSupervisor):
     def _on_note(self, event: Noted) -> None:
         for report in self._notes.setdefault(event.rank, NoteReader()).feed(event.data):
             for told in _events_of(event.rank, report):
-                self._take(told)
+                self._take(self._with_time_to_end(told))
+
+    def _with_time_to_end(self, event: ElasticEvent) -> ElasticEvent:
+        """A worker that an exception ends has the grace time for its exit handlers; one that hangs has not."""
+        if isinstance(event, Waits) and event.culprit is not None:
+            culprit = self._notes.get(event.culprit)
+            if culprit is not None and culprit.note.error:
+                return replace(event, culprit_s=self._job.grace_s)
+        return event
 
     def _on_ending(self, ending: Ending) -> None:
         if not ending.lost:  # else all of its host is

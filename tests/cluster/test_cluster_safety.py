@@ -83,54 +83,6 @@ def test_a_host_that_is_cut_off_is_lost_to_both_sides(cluster: Cluster, tmp_path
             assert re.match(rf"rank {far}\) is (out of reach: no answer for 3 s|gone)", answer["text"]), answer
 
 
-def packets(ranks: PlainRanks) -> list[str]:
-    """TCP's counters on both hosts: segments in and out, among others."""
-    texts = [Path(f"/proc/{ranks.processes[rank].pid}/net/snmp").read_text() for rank in (0, 2)]
-    return [line for text in texts for line in text.splitlines() if line.startswith("Tcp:")]
-
-
-def runs_of_threads(ranks: PlainRanks) -> dict[tuple[int, str], str]:
-    """How long each thread has run, and how often it has begun to: the same as long as it sleeps.
-
-    A rank has threads of its own beside the one that answers the test: that of the engine, for one.
-    """
-    found = {}
-    for process in ranks.processes:
-        threads = list(Path(f"/proc/{process.pid}/task").iterdir())
-        assert len(threads) > 1
-        for thread in threads:
-            ran_ns, _, turns = (thread / "schedstat").read_text().split()
-            found[process.pid, thread.name] = f"{ran_ns} ns in {turns} turns"
-    return found
-
-
-def stay(ranks: PlainRanks, seconds: float) -> bool:
-    """Whether no TCP packet passes for so long: what does not happen can only be waited for."""
-    before = packets(ranks)
-    time.sleep(seconds)
-    return packets(ranks) == before
-
-
-def rest(ranks: PlainRanks, seconds: float) -> bool:
-    """Whether no thread runs and no packet passes for so long."""
-    before = runs_of_threads(ranks)
-    return stay(ranks, seconds) and runs_of_threads(ranks) == before
-
-
-def test_an_idle_job_sends_nothing_and_does_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    with on_both(cluster, tmp_path, "aabb") as ranks:
-        ranks.all("start")
-        for name in "xyx":
-            ranks.all("allreduce", name)
-        wait_until(lambda: stay(ranks, 0.2), "the last acknowledgements have been sent")
-        earlier = ranks.all("counters")
-        wait_until(lambda: rest(ranks, 1.5), "no thread of a rank runs")
-        assert ranks.all("counters") == earlier
-        assert ranks.all("allreduce", "x") == [[10.0, 10.0]] * 4
-        ranks.all("close")
-        assert set(ranks.finish()) == {0}
-
-
 PROGRAM = Path(__file__).parents[1] / "rank_program.py"
 LIMIT_S = 5.0
 BUFFERS = "net.ipv4.tcp_rmem"

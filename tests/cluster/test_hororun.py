@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from jobs import TORCH_S, Flags, kill_all, parent_of, wait_until
+from jobs import Flags, kill_all, parent_of, wait_until
 from namespaces import Cluster
 
 EXCHANGE = """
@@ -27,11 +27,6 @@ print(*[client.get(f"k{rank}", 20).decode() for rank in range(int(os.environ["HO
 STUBBORN = """
 trap '' TERM INT HUP; (trap '' TERM; exec setsid sleep 300) & : > {folder}/up.$HOROVOD_RANK; while :; do sleep 0.2; done
 """
-
-
-@pytest.fixture
-def flags(tmp_path: Path) -> Flags:
-    return Flags(tmp_path)
 
 
 def start_stubborn(cluster: Cluster, flags: Flags, *words: str) -> tuple[int, Callable[[], CompletedProcess[str]]]:
@@ -53,18 +48,6 @@ def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
         f"2 {b.name} {b.name} 0 1 {a.address}",
         f"3 {b.name} {b.name} 1 1 {a.address}",
     ]
-
-
-def test_a_script_runs_on_two_hosts_as_the_readme_says(cluster: Cluster, tmp_path: Path) -> None:
-    a, b = cluster.hosts
-    (tmp_path / "train.py").write_text(
-        "import os\nfrom horo.bootstrap.job import start\n"
-        "start().close()\nprint(os.environ['HOROVOD_RANK'], os.environ['HOROVOD_HOSTNAME'])\n"
-    )
-    job = cluster.start("-np", "8", "--no-prefix", "train.py", where=f"{a.name}:4,{b.name}:4", cwd=tmp_path)
-    done = job.finish(TORCH_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {(a, b)[rank // 4].name}" for rank in range(8)]
 
 
 def test_ranks_of_both_hosts_connect_at_addresses_that_others_reach(cluster: Cluster) -> None:
@@ -93,14 +76,6 @@ def test_each_host_gets_one_connection_and_no_secret_on_a_command_line(cluster: 
     assert not cluster.processes(b, secret)
     job.process.terminate()
     assert job.finish().returncode == 143
-
-
-def test_a_failure_on_the_other_host_ends_the_job_with_its_code(cluster: Cluster) -> None:
-    script = "test $HOROVOD_RANK = 3 && { echo why >&2; exit 9; }; exec sleep 60"
-    done = cluster.run("-np", "4", "--", "sh", "-c", script)
-    assert done.returncode == 9
-    assert f"rank 3 on {cluster.hosts[1].name} exited with code 9" in done.stderr
-    assert "  | why" in done.stderr
 
 
 def test_kill_9_of_hororun_leaves_nothing_on_either_host(cluster: Cluster, flags: Flags) -> None:

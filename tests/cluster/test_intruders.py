@@ -39,11 +39,6 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be anoth
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> Flags:
-    return Flags(tmp_path)
-
-
-@pytest.fixture
 def intrude(flags: Flags) -> Iterator[Break]:
     """Lets the intruder into the first host of a cluster; returns once he watches the ports."""
     with ExitStack() as ends:

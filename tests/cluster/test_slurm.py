@@ -142,22 +142,6 @@ def test_a_job_that_slurm_suspends_for_longer_than_the_host_timeout_goes_on(slur
     assert (done.state, done.output) == ("COMPLETED", "")
 
 
-@pytest.mark.parametrize("to", [["--batch"], []], ids=["batch", "steps"])
-def test_a_signal_that_slurm_sends_reaches_the_ranks_of_hororun(slurm: Slurm, tmp_path: Path, to: list[str]) -> None:
-    """To the batch script, which hororun has replaced, or to the steps: of these hororun has one, its agent."""
-    flags = Flags(tmp_path)
-    rank = f"trap ': > {tmp_path}/told.$HOROVOD_RANK; exit 75' USR1; : > {tmp_path}/up.$HOROVOD_RANK"
-    script = tmp_path / "job.sh"
-    script.write_text(f'#!/bin/sh\nexec {" ".join(HORORUN)} --failure-seconds 30 sh -c "$TASK"\n')
-    task = {"TASK": f"{rank}; while :; do sleep 0.1; done"}
-    number, job = slurm.queue(tmp_path, *LAYOUTS["aabb"], str(script), environment=task)
-    flags.wait([f"up.{rank}" for rank in range(4)])
-    assert slurm.run("scancel", "--signal=USR1", *to, str(number)).returncode == 0
-    flags.wait([f"told.{rank}" for rank in range(4)])
-    done = slurm.finish(number, job)
-    assert (done.state, done.exit_code) == ("FAILED", "75:0"), done.output
-
-
 NOTING = """
 import os, signal, sys
 folder, numbers = sys.argv[1], [int(number) for number in sys.argv[2:]]

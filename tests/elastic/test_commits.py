@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from jobs import wait_until
 
 from horo.elastic import commits
 from horo.elastic.commits import Commit, CommitMemory, Found
+from horo.errors import ResourceError
 
 SECRET = b"s" * 16
 LAYOUT = b"l" * commits.LAYOUT_BYTES
@@ -230,3 +232,15 @@ def test_a_descriptor_that_is_another_files_is_none(memory: CommitMemory) -> Non
     os.close(other)
     for wrong in (None, "", "x", "7:", ":7", "-1:1"):
         assert commits.inherited(wrong) is None
+
+
+def test_memory_that_cannot_be_had_is_an_error_in_words() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(
+            ResourceError, match=r"no memory for commits \(memfd_create\): Too many open files; look at"
+        ):
+            commits.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

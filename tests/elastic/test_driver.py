@@ -248,6 +248,14 @@ def test_a_worker_named_as_hung_is_killed_unless_it_leaves() -> None:
     assert WriteSeats(2, (0, 1)) in driver.on(killed(2))
 
 
+def test_a_worker_that_an_exception_ends_has_time_for_its_exit_handlers() -> None:
+    driver = running(3)
+    driver.on(Waits(0, 1, 2, True, culprit_s=5.0), Waits(1, 1, 2, True, culprit_s=5.0))
+    begin_s = driver.now_s
+    assert driver.tick() == [Kill(2)]
+    assert driver.now_s == pytest.approx(begin_s + 5.0)
+
+
 def test_a_worker_named_as_hung_that_leaves_is_seated_again() -> None:
     driver = running(3)
     driver.on(Waits(0, 1, 2, True), Waits(1, 1, 2, True))

@@ -17,6 +17,7 @@ from horo.elastic.state import HostsUpdatedInterrupt, HostUpdateResult, ObjectSt
 from horo.errors import DeadlockError, GroupError, MismatchError, NotInitializedError, PeerLostError, StalledError
 from horo.torch.elastic import ElasticSampler, TorchState, run
 from horo.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
+from horo.torch.engine import topology
 
 
 @pytest.fixture(autouse=True)
@@ -471,3 +472,12 @@ def test_without_a_driver_the_function_is_called_once() -> None:
     with pytest.raises(PeerLostError):
         train(state, 1)
     assert calls == [state]
+
+
+def test_under_mpi_one_line_has_the_reason_why_the_function_is_called_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(topology, "is_under_mpi", lambda: True)
+    assert run(lambda state: state.epoch)(TorchState(epoch=3)) == 3
+    (line,) = [each.message for each in caplog.records if "hvd.elastic.run" in each.message]
+    assert line.startswith("MPI has started this job, which cannot go on without one of its ranks")

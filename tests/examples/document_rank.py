@@ -38,14 +38,8 @@ def namespace(block: Block) -> dict[str, Any]:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     given = {
-        **{
-            "torch": torch,
-            "nn": nn,
-            "hvd": hvd,
-            "os": os,
-            "contextlib": contextlib,
-            "clip_grad_norm_": clip_grad_norm_,
-        },
+        **{"torch": torch, "nn": nn, "hvd": hvd, "os": os, "contextlib": contextlib},
+        "clip_grad_norm_": clip_grad_norm_,
         **{"model": model, "parameters": parameters, "optimizer": optimizer, "loader": loader, "loss_of": loss_of},
         "dataset": TensorDataset(torch.randn(8, 4), torch.arange(8) % 2),
     }

@@ -58,19 +58,10 @@ def start(
     command: list[str], *, expected_code: int | None = 0, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Runs to the end with one thread per rank, so that ranks do not fight for cores; checks the exit code."""
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
-    done = subprocess.run(
-        command,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    left = [name for name in environment if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)]
+    kept = {name: value for name, value in environment.items() if name not in left}
+    env = {**kept, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert expected_code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -22,15 +22,12 @@ import psutil
 import pytest
 import report
 import rounds
-import sizes
 import spaces
 import suite
 import torch
-import two_hosts
 from contest import Contest, ContestError, Turn
 from example_runs import LIMIT_SECONDS, ROOT, start
 from jobs import wait_until
-from rounds import Case, Heat, Result
 from workloads import allreduce as workload
 from workloads.collectives import Job
 
@@ -103,23 +100,6 @@ def test_a_turn_over_its_deadline_names_who_has_not_answered() -> None:
         benchmark.prepare(SOLO, "probe", "x", {"descriptor": -1})
 
 
-def test_what_a_workload_raises_is_told_with_rank_and_case() -> None:
-    expected = r"rank \d of solo failed at prepare 'x': .*no_such_workload"
-    with pytest.raises(contest.ContestError, match=expected), solo() as benchmark:
-        benchmark.prepare(SOLO, "no_such_workload", "x", {})
-
-
-def test_a_job_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "mpirun").write_text("#!/bin/sh\necho no slots left\nexit 3\n")
-    (folder / "mpirun").chmod(0o755)
-    brief = peers.Peer("brief", "mpi", "mpirun", tmp_path)
-    expected = r"brief ended with code 3 before it was ready\n +no slots left"
-    with pytest.raises(contest.ContestError, match=expected), contest.Contest([brief], 2):
-        pass
-
-
 def test_ratios_are_taken_within_heats_and_by_state() -> None:
     fast = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
     slow = fast * 4
@@ -165,27 +145,6 @@ def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> N
     assert done.stderr == ""
 
 
-def heats_of(heats: list[tuple[float, float]], wrong: dict[str, str]) -> Result:
-    """horo and gloo took so many microseconds, heat by heat."""
-    turns = [{"horo": Turn(horo, []), "gloo": Turn(gloo, [])} for horo, gloo in heats]
-    case = Case("4 KiB", {"bytes": 4096})
-    return Result(
-        case,
-        {"horo": 1, "gloo": 1},
-        {"MPICH": "bfloat16 is no type of MPI"},
-        wrong,
-        [Heat((200.0, 200.0), turn) for turn in turns],
-    )
-
-
-def test_the_table_says_who_was_wrong_who_was_faster_and_who_was_left_out() -> None:
-    table = sizes.as_table([heats_of([(10.0, 30.0)], {"horo": "rank 1: 3 of 1024 elements"})], 2, "bfloat16")
-    horo, gloo, mpich = table.splitlines()[2:5]
-    assert horo.endswith("WRONG: rank 1: 3 of 1024 elements")
-    assert gloo.split()[-2:] == ["3.00", "ok"]
-    assert mpich.split("MPICH")[1].strip() == "bfloat16 is no type of MPI"
-
-
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros], ids=["numpy", "torch"])
 @pytest.mark.parametrize("count", [1, 1000])
 def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
@@ -227,14 +186,6 @@ def test_every_element_of_a_result_is_compared(operation: str, ranks: int, part:
         assert job.count_wrong(np.zeros(job.received)) == job.received
 
 
-@pytest.mark.parametrize(
-    ("operation", "ranks", "factor"), [("alltoall", 4, 0.75), ("broadcast", 4, 1.0), ("broadcast", 1, 0.0)]
-)
-def test_rates_follow_the_formulas(operation: str, ranks: int, factor: float) -> None:
-    rates = sizes.Rates.of(4_000_000, ranks, 2000.0, sizes.OPERATIONS[operation])
-    assert (rates.algbw, rates.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor))
-
-
 NEGOTIATION = str(FOLDER / "negotiation.py")
 
 
@@ -267,21 +218,6 @@ def test_messages_and_hops_are_those_of_a_tree(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-FAST = rounds.AREA_BYTES / rounds.SHARING_GBS / 1e3 / 2
-SLOW = FAST * 4
-
-
-def result_of(size: int, heats: list[tuple[float, dict[str, float]]]) -> rounds.Result:
-    """A result with these heats: the probe's time before and after, and everybody's microseconds."""
-    names = list(heats[0][1])
-    case = rounds.Case(report.size_text(size), {"bytes": size, "dtype": "float32"})
-    result = rounds.Result(case, dict.fromkeys(names, 1))
-    for probe, times in heats:
-        turns = {name: Turn(micros, []) for name, micros in times.items()}
-        result.heats.append(rounds.Heat((probe, probe), turns))
-    return result
-
-
 def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spaces, "why_not", lambda: "")  # words are right or wrong on every machine
     names = [benchmark.name for benchmark in suite.BENCHMARKS]
@@ -292,18 +228,6 @@ def test_every_benchmark_of_the_suite_has_a_script_that_takes_its_words(monkeypa
             {"allreduce": allreduce, "collectives": collectives}[benchmark.script].parse_arguments(
                 [*benchmark.words, "--json", "x"]
             )
-
-
-def test_each_state_of_the_cores_is_held_to_its_own_target() -> None:
-    target = sizes.Target(4 << 20, 2, {"sharing": 1.3, "apart": 4.0})
-    sharing = (FAST, {"horo": 500.0, "gloo": 4000.0, "MPICH": 1000.0})
-    apart = (SLOW, {"horo": 500.0, "gloo": 3000.0, "MPICH": 1000.0})
-    rows = sizes.rows_for(target, result_of(4 << 20, [sharing] * 3 + [apart] * 3))
-    assert [(row.target, row.ok) for row in rows] == [(">= 1.3x", True), (">= 4x", False)]
-    for row in rows:
-        assert (row.peer, row.ratio) == ("MPICH", pytest.approx(2.0))
-        assert row.figure == pytest.approx((4 << 20) / 500.0 / 1e3)
-    assert "gloo 1.05; cores share a cache" in rows[0].note
 
 
 def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
@@ -354,29 +278,3 @@ def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, ch
     (result,) = rounds.play(cast(Contest, contest), "allreduce", [rounds.Case("4 B", {})], plan)
     assert (contest.checks, contest.turns) == (checks, 2)
     assert result.wrong == {"horo": "3 elements"}
-
-
-def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(spaces.os, "geteuid", lambda: 1000)
-    assert two_hosts.run(two_hosts.parse_arguments([])) == 0
-    assert capsys.readouterr().out == "two_hosts.py: skipped: making network namespaces needs root\n"
-    assert two_hosts.check_rows() == []
-
-
-def test_shares_follow_the_formulas() -> None:
-    layout = two_hosts.Layout(4, 1, "1gbit", 100_000_000)
-    assert layout.bytes_to_send == pytest.approx(150e6)  # 2 * 3 / 4 of the tensor
-    result = two_hosts.Result.of(layout, "horo", [9.0, 1.5, 1.0], right=True)
-    assert result.median_s == 1.5
-    assert result.data_share == pytest.approx(0.8)  # 100 MB/s of 125
-    assert result.frame_share == pytest.approx(0.8 * 1514 / 1448)
-
-
-def test_rows_say_what_is_reached_and_what_is_short() -> None:
-    layout = two_hosts.Layout(2, 1, "1gbit", 64 << 20)
-    seconds = {"tcp": 0.56, "gloo": 0.7, "horo": 0.57, "horo bf16": 0.40}
-    found = {name: two_hosts.Result.of(layout, name, [value], right=True) for name, value in seconds.items()}
-    share, faster = two_hosts.rows_for(layout, found)
-    assert share.ok and share.ratio == pytest.approx(0.7 / 0.57)
-    assert share.figure == pytest.approx(100 * (64 << 20) / 0.57 / 125e6 * 1514 / 1448)
-    assert not faster.ok and faster.figure == pytest.approx(0.57 / 0.40)

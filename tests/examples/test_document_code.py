@@ -55,16 +55,6 @@ def commands_of(page: Path) -> list[str]:
     return [line.rstrip("\\& ") for line in found if re.match(r"(exec )?hororun\s", line) and "..." not in line]
 
 
-def test_blocks_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# a\n```python\nx = 1\n```\n* b\n\n  ```sh fragment\n  hororun -np 2 x\n  ```\n")
-    assert blocks_of(page) == [
-        Block(page, 3, "python", "", "x = 1\n"),
-        Block(page, 8, "sh", "fragment", "hororun -np 2 x\n"),
-    ]
-    assert commands_of(page) == ["hororun -np 2 x"]
-
-
 def test_python_blocks_run_on_two_ranks() -> None:
     blocks = [block for page in PAGES for block in python_blocks(page)]
     assert {block.mark.partition("=")[0] for block in blocks} <= {"", "script", "fragment"}
@@ -357,23 +347,6 @@ def samplers(count: int, size: int) -> list[Any]:
         exec(code, given)
         made.append(given["ResumableSampler"](range(count)))
     return made
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 13])
-def test_an_epoch_has_every_sample_and_as_many_for_each_rank(count: int, size: int) -> None:
-    ranks = samplers(count, size)
-    lists = [list(sampler) for sampler in ranks]
-    assert {len(own) for own in lists} == {len(ranks[0])} == {-(-count // size)}
-    taken = [sample for own in lists for sample in own]
-    assert set(taken) == set(range(count))
-    for sampler in ranks:
-        sampler.set_epoch(1)
-    if count == 13:
-        assert [list(sampler) for sampler in ranks] != lists
-    for sampler in ranks:
-        sampler.set_epoch(0)
-    assert [list(sampler) for sampler in ranks] == lists
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 3)])

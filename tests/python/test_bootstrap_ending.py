@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
 import pytest
+from jobs import run_python
 
 from horo.bootstrap.ending import (
     culprit_of,
@@ -154,7 +153,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.3)
 @pytest.mark.parametrize(("end", "code"), [("raise ValueError('x')", 1), ("sys.exit(7)", 7)])
 def test_ctrl_c_ends_the_wait_behind_the_cause_and_nothing_else(end: str, code: int) -> None:
     program = STAYS.format(end=end)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", program)
     assert done.returncode == code
     assert "KeyboardInterrupt" not in done.stderr
 
@@ -170,7 +169,7 @@ raise ValueError("x")
 
 
 def test_the_hook_that_was_there_is_called_first_and_once() -> None:
-    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", HOOKED)
     assert (done.returncode, done.stdout, done.stderr) == (1, "mine: x\nx <string>, line 7\n", "")
 
 
@@ -210,7 +209,7 @@ raise ValueError("x")
 
 
 def test_what_horo_has_replaced_is_put_back_unless_others_have_replaced_it_since() -> None:
-    done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=60)
+    done = run_python("-c", PUT_BACK)
     assert done.returncode == 1
     assert done.stdout == """["ZeroDivisionError('division by zero')", "ValueError('x')"]\n"""
 
@@ -231,16 +230,6 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     monkeypatch.setattr(log, "level", logging.NOTSET)
     monkeypatch.setattr("horo.bootstrap.log._given", [logging.NOTSET])
     return log
-
-
-def test_a_line_names_the_rank_and_the_level(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = bare_logging(monkeypatch)
-    prepare_log("warning", 3)
-    log.warning("refused %s", "a connection")
-    log.info("not at this level")
-    assert capsys.readouterr().err == "horo [3] warning: refused a connection\n"
 
 
 def test_a_second_start_does_not_say_everything_twice(
@@ -282,19 +271,20 @@ def test_the_level_of_the_program_stays(monkeypatch: pytest.MonkeyPatch, own: in
         ("trace", ["debug", "info", "warning", "error"]),
         ("debug", ["debug", "info", "warning", "error"]),
         ("info", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]),
         ("error", ["error"]),
         ("off", []),
         ("fatal", []),
     ],
 )
-def test_each_level_shows_itself_and_what_is_worse(
+def test_each_level_shows_itself_and_what_is_worse_with_the_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
 ) -> None:
     log = bare_logging(monkeypatch)
-    prepare_log(level, 0)
+    prepare_log(level, 3)
     for name in ("debug", "info", "warning", "error"):
-        getattr(log, name)("text")
-    assert capsys.readouterr().err == "".join(f"horo [0] {name}: text\n" for name in shown)
+        getattr(log, name)("%s", "text")
+    assert capsys.readouterr().err == "".join(f"horo [3] {name}: text\n" for name in shown)
 
 
 def test_messages_of_the_core_of_a_job_are_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -194,10 +194,7 @@ def test_places_under_any_placement_and_any_order_of_local_ranks(data: st.DataOb
 def test_identities_differ_by_every_part() -> None:
     base = Identity("boot", 1, 0, "")
     others = [
-        Identity("other", 1, 0, ""),
-        Identity("boot", 2, 0, ""),
-        Identity("boot", 1, 5, ""),
-        Identity("boot", 1, 0, "x"),
+        Identity(*parts) for parts in (("other", 1, 0, ""), ("boot", 2, 0, ""), ("boot", 1, 5, ""), ("boot", 1, 0, "x"))
     ]
     assert group_ranks([base, *others, base]).host_of_rank == (0, 1, 2, 3, 4, 0)
 

@@ -50,31 +50,20 @@ def close_connections(connections: Sequence[Connection]) -> None:
         close_setup(connection.setup)
 
 
+@pytest.mark.parametrize("sockets", [1, 3])
 @pytest.mark.parametrize("host_of_rank", [[0, 0], [0, 1], [0, 0, 0, 0], [0, 1, 0, 1], [0, 1, 1, 2, 0, 1, 3]])
-def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of_rank: list[int]) -> None:
+def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of_rank: list[int], sockets: int) -> None:
+    """Each has so many streams for data to each."""
     before = open_descriptors()
     with serving() as server:
-        environs = environments(server, len(host_of_rank))
+        environs = environments(server, len(host_of_rank), {"HORO_SOCKETS_PER_PEER": str(sockets)})
         for environ, host in zip(environs, host_of_rank, strict=True):
             environ["HORO_HOST_ID"] = f"machine {host}"
         connections = whole(join_all(environs))
     seen = [list(connection.setup.host_of_rank) for connection in connections]
     assert seen == [host_of_rank] * len(host_of_rank)
-    assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
-    check_wiring([connection.setup for connection in connections])
-    close_connections(connections)
-    assert open_descriptors() <= before
-
-
-@pytest.mark.parametrize("sockets", [3])
-def test_ranks_may_have_several_streams_for_data(sockets: int) -> None:
-    before = open_descriptors()
-    with serving() as server:
-        environs = environments(server, 5, {"HORO_SOCKETS_PER_PEER": str(sockets)})
-        for environ, host in zip(environs, "aabbc", strict=True):
-            environ["HORO_HOST_ID"] = host
-        connections = whole(join_all(environs))
     assert {connection.setup.sockets_per_peer for connection in connections} == {sockets}
+    assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
     check_wiring([connection.setup for connection in connections])
     close_connections(connections)
     assert open_descriptors() <= before
@@ -120,9 +109,9 @@ def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
 
 OF_TIMES = [
     (
-        {"HORO_STALL_CHECK_TIME_SECONDS": "0.0001", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "0.0001"},
+        dict.fromkeys(["HORO_STALL_CHECK_TIME_SECONDS", "HORO_STALL_SHUTDOWN_TIME_SECONDS"], "0.0001"),
         (1, 1),
-    ),  # not: no limit
+    ),  # not: none
     ({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}, (0, 0)),
 ]
 
@@ -370,25 +359,6 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 
 
 # --- with contexts
-
-
-def test_lone_jobs_start_and_close_a_hundred_times_without_a_leak() -> None:
-    start({}).close()
-    before = open_descriptors(), threading.active_count()
-    for _ in range(100):
-        job = start({})
-        assert (job.rank, job.size, job.local_rank, job.local_size, job.cross_rank, job.cross_size) == (
-            0,
-            1,
-            0,
-            1,
-            0,
-            1,
-        )
-        job.close()
-        job.close()
-    assert open_descriptors() <= before[0]
-    assert threading.active_count() <= before[1]
 
 
 def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

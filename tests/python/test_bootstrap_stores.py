@@ -234,21 +234,10 @@ def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, str(script)], env={**os.environ, **told, "RANK": str(rank)}, **pipes)
         for rank in range(2)
     ]
     for rank, process in enumerate(processes):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import run_python
 
 from horo.bootstrap.tuned_values import tuned_settings
 from horo.config.init_settings import InitSettings
@@ -65,16 +63,8 @@ def edges(variable: Variable) -> tuple[list[str], list[str]]:
     if variable.kind is bytes:
         return ["ab" * int(variable.low)], ["ab" * int(variable.low - 1), "xy" * int(variable.low)]
     if variable.form:
-        return ["1024-65535", "4000 - 4000"], [
-            "4000",
-            "4001-4000",
-            "1023-2000",
-            "2000-65536",
-            "-",
-            "a-b",
-            "2-3-4",
-            "+2000-3000",
-        ]
+        wrong = "4000 4001-4000 1023-2000 2000-65536 - a-b 2-3-4 +2000-3000"
+        return ["1024-65535", "4000 - 4000"], wrong.split()
     if variable.kind is str:
         return ["any text"], []
     step = variable.multiple_of
@@ -319,13 +309,8 @@ def test_what_autotuning_has_changed_is_shown_in_the_unit_of_the_setting() -> No
     start = {"segment": 1 << 20, "sockets": 1, "fusion": 1 << 27, "cycle": 2500, "overlap": 2}
     assert tuned_settings(TunedContext(**start), start) == {}
     changed = TunedContext(segment=4096, sockets=3, fusion=0, cycle=1250, overlap=1, piece=8192)
-    expected = {
-        "segment_bytes": 4096,
-        "sockets_per_peer": 3,
-        "fusion_threshold": 0,
-        "cycle_time_ms": 1.25,
-        "overlap": "never",
-    }
+    expected = {"segment_bytes": 4096, "sockets_per_peer": 3, "fusion_threshold": 0, "cycle_time_ms": 1.25}
+    expected |= {"overlap": "never"}
     assert tuned_settings(changed, start) == expected
     settings = settings_of(read_config({"HORO_OVERLAP": "always", "HORO_SPIN_US": "7"})).tuned(expected)
     assert {name: settings[name] for name in expected} == expected
@@ -350,9 +335,7 @@ print(first, hvd.config()["cycle_time_ms"], hvd.config()["cache_capacity"])
 
 
 def test_the_environment_is_read_by_init_and_not_by_import() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", AT_INIT], capture_output=True, text=True, check=False, timeout=90, env={**os.environ}
-    )
+    done = run_python("-c", AT_INIT)
     assert (done.stdout, done.stderr) == ("2.0 3.0 9\n", "")
 
 

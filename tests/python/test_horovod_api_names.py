@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
+from jobs import run_python
 
 import horo.torch as hvd
 import horo.torch.mpi_ops
@@ -50,7 +49,7 @@ def test_what_horovod_does_not_have_either_is_pythons_own_error() -> None:
 @pytest.mark.parametrize("name", ["torch", "init", "rank"])
 def test_the_package_alone_says_what_a_script_imports(name: str) -> None:
     code = f"import horo; horo.{name}"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     said = f"AttributeError: module 'horo' has no attribute '{name}'; the calls of a training script: "
     assert done.stderr.splitlines()[-1] == said + "import horo.torch as hvd"
 

@@ -8,12 +8,12 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
+from jobs import run_python
 
 import horo.torch as hvd
 from horo import errors
@@ -24,7 +24,7 @@ from horo.torch.compat.torch_version import check_version
 def import_with(preparation: str) -> str:
     """Last line of stderr of ``import horo.torch`` after some lines of Python."""
     code = f"import sys, types\n{preparation}\nimport horo.torch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 1
     return done.stderr.splitlines()[-1]
 
@@ -42,12 +42,6 @@ def test_old_torch_is_named() -> None:
 @pytest.mark.parametrize("version", ["2.1.0", "2.13.0+cpu", "2.1.0a0+git123", "3.0"])
 def test_new_enough_versions_pass(version: str) -> None:
     check_version(version)
-
-
-@pytest.mark.parametrize("version", ["2.0.1", "1.13.1+cu117", "0.4"])
-def test_old_versions_are_refused(version: str) -> None:
-    with pytest.raises(ImportError, match="or newer"):
-        check_version(version)
 
 
 TREE = Path(__file__).parents[2]
@@ -74,15 +68,8 @@ def last_line(words: list[str], *path: Path, folder: Path) -> str:
     """Of stderr of a Python with only these folders, and the libraries, on its path; it must fail."""
     # Without -S they would bring this tree's own horo.
     libraries = [*map(str, path), *(each for each in sys.path if each.endswith("-packages"))]
-    done = subprocess.run(
-        [sys.executable, "-S", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(libraries)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(libraries)}
+    done = run_python("-S", *words, cwd=folder, environment=environment)
     assert done.returncode == 1, done.stdout
     return done.stderr.splitlines()[-1]
 
@@ -160,7 +147,7 @@ def test_an_error_is_what_python_calls_it_too(name: str, kind: type[Exception]) 
 
 def test_a_traceback_names_the_module_that_a_script_imports() -> None:
     code = "import horo.torch as hvd\nhvd.rank()"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.stderr.splitlines()[-1].startswith("horo.errors.NotInitializedError: ")
 
 
@@ -174,17 +161,13 @@ FOUND = "from horo.bootstrap.gpu_libraries import find_cuda, find_nccl; find_cud
 
 
 def with_libraries(*folders: Path, packages: Path | None = None) -> dict[str, str]:
-    """An environment whose loader finds libraries in ``folders``, and whose Python finds ``packages``."""
-    added = {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
-    if packages is not None:
-        added["PYTHONPATH"] = str(packages)
-    return {**os.environ, **added}
+    """Has the loader find libraries in ``folders``, and Python find ``packages``."""
+    added = {"PYTHONPATH": str(packages)} if packages is not None else {}
+    return {"LD_LIBRARY_PATH": ":".join(map(str, folders)), **added}
 
 
-def run(*words: str, env: Mapping[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], env=dict(env), capture_output=True, text=True, check=False, timeout=120
-    )
+def run(*words: str, environment: dict[str, str]) -> str:
+    done = run_python(*words, environment=environment)
     assert done.returncode == 0 or "--check-build" in words, done.stderr
     return done.stdout
 
@@ -211,36 +194,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @without_own_nccl
 def test_the_systems_libraries_are_found(folder: Path) -> None:
-    assert run("-c", TOLD, env=with_libraries(folder)) == "True 22304\n"
+    assert run("-c", TOLD, environment=with_libraries(folder)) == "True 22304\n"
 
 
 def test_nccl_of_a_python_package_goes_before_the_systems(folder: Path, tmp_path: Path) -> None:
     build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
-    assert run("-c", FOUND, env=with_libraries(folder, packages=tmp_path)) == "22703\n"
+    assert run("-c", FOUND, environment=with_libraries(folder, packages=tmp_path)) == "22703\n"
 
 
 def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path) -> None:
     build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
     loaded = build_double(NCCL, tmp_path / "loaded", VERSION=22105)
     code = f"import ctypes; ctypes.CDLL({str(loaded)!r}); {FOUND}"
-    assert run("-c", code, env=with_libraries(folder, packages=tmp_path)) == "22105\n"
+    assert run("-c", code, environment=with_libraries(folder, packages=tmp_path)) == "22105\n"
 
 
 def test_asking_does_not_initialize_the_driver(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, INIT_CODE=100)
     build_double(NCCL, tmp_path)
-    assert run("-c", FOUND, env=with_libraries(tmp_path)) == "22304\n"
+    assert run("-c", FOUND, environment=with_libraries(tmp_path)) == "22304\n"
 
 
 @without_own_nccl
 def test_check_build_says_what_was_found_and_where(folder: Path) -> None:
-    shown = run("-m", "horo.runner", "--check-build", env=with_libraries(folder))
+    shown = run("-m", "horo.runner", "--check-build", environment=with_libraries(folder))
     assert "Libraries for GPUs (not tried on one yet; for --gpu-operations staged and nccl):" in shown
-    assert line_of(shown, "CUDA driver").split() == [
-        "[X]",
-        *["CUDA", "driver", "12.4,", "2", "devices"],
-        str(folder / CUDA),
-    ]
+    assert " ".join(line_of(shown, "CUDA driver").split()) == f"[X] CUDA driver 12.4, 2 devices {folder / CUDA}"
     assert line_of(shown, "NCCL").split() == ["[X]", "NCCL", "2.23.4", str(folder / NCCL)]
 
 
@@ -248,7 +227,7 @@ def test_check_build_says_what_was_found_and_where(folder: Path) -> None:
 def test_check_build_says_why_not(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, INIT_CODE=100)
     build_double(NCCL, tmp_path, VERSION=20000)
-    shown = run("-m", "horo.runner", "--check-build", env=with_libraries(tmp_path))
+    shown = run("-m", "horo.runner", "--check-build", environment=with_libraries(tmp_path))
     cuda, nccl = line_of(shown, "CUDA driver"), line_of(shown, "NCCL")
     assert cuda.startswith("[ ] CUDA driver ")
     assert cuda.endswith("cuInit failed with code 100: no CUDA-capable device is detected")

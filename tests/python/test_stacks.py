@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import as_users_start
+from jobs import as_users_start, run_python
 
 import horo
 from horo.diagnostics import deadlock
-from horo.diagnostics.deadlock import OwnThread, describe_stacks
+from horo.diagnostics.deadlock import OwnThread, describe_stacks, innermost_own
 from horo.diagnostics.frames import current_frames
 
 INSIDE = str(Path(horo.__file__).with_name("_somewhere.py"))
@@ -35,6 +35,11 @@ def functions_of_a_thread(code: str, run: Callable[[dict[str, Any]], None]) -> l
         end.set()
         thread.join()
     return [line.rpartition(" in ")[2] for line in said.splitlines() if line.startswith('  File "')]
+
+
+@pytest.mark.parametrize("folder", [".local/lib/python3.11/site-packages", "python3/dist-packages"])
+def test_a_library_outside_of_the_interpreters_folders_is_no_code_of_the_user(folder: str) -> None:
+    assert innermost_own(["/own/train.py", f"/own/{folder}/torch/autograd/graph.py"]) == 0
 
 
 def test_calls_inside_horo_are_left_out_at_the_end() -> None:
@@ -158,13 +163,13 @@ print("looks:", number > 1)
 
 def test_threads_that_look_while_garbage_is_collected_do_not_wait_for_each_other() -> None:
     """In the interpreter before 3.12 they did, within a second, and all others with them."""
-    done = subprocess.run([sys.executable, "-c", MANY_LOOKS], capture_output=True, text=True, timeout=90, check=False)
+    done = run_python("-c", MANY_LOOKS)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_thread_may_go_on_while_another_reads_its_frames() -> None:
     """In Python 3.11 the process ended by a segmentation fault."""
-    done = subprocess.run([sys.executable, "-c", GOES_ON], capture_output=True, text=True, timeout=90, check=False)
+    done = run_python("-c", GOES_ON)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "looks: True\n")
 
 

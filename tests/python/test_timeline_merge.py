@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import wait_until
+from jobs import run_python, wait_until
 from trace_events import parse_timeline, rows_of
 
 from horo.bootstrap import timeline_file as timeline
@@ -213,8 +213,7 @@ def test_the_command_merges_and_says_what_is_wrong(tmp_path: Path) -> None:
     first = write(tmp_path / "0", 0, "a", lambda t: t, steps_of(2, 3, 1000)[0])
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-X", "importtime", "-m", "horo.timeline", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return run_python("-X", "importtime", "-m", "horo.timeline", *words)
 
     done = run("merge", str(tmp_path / "out"), first)
     assert done.returncode == 0

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from jobs import IMPORT_TORCH_SILENTLY, as_users_start, wait_until
+from jobs import IMPORT_TORCH_SILENTLY, as_users_start, run_python, wait_until
 
 import horo.torch as hvd
 from horo.errors import NotInitializedError, UsageError
@@ -140,12 +138,7 @@ def test_everything_before_init_says_to_call_init(call: Callable[[], Any]) -> No
     assert isinstance(caught.value, hvd.HorovodInternalError)
 
 
-def test_shutdown_before_init_and_twice_does_nothing() -> None:
-    hvd.shutdown()
-    hvd.init()
-    hvd.init()
-    assert hvd.is_initialized()
-    hvd.shutdown()
+def test_shutdown_before_init_does_nothing() -> None:
     hvd.shutdown()
     assert not hvd.is_initialized()
 
@@ -185,14 +178,8 @@ def test_handles_that_are_not_synchronized_are_in_horovods_map(alone: None) -> N
 
 
 def test_a_plain_process_is_a_job_of_one(alone: None) -> None:
-    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
-        0,
-        1,
-        0,
-        1,
-        0,
-        1,
-    )
+    assert (hvd.rank(), hvd.local_rank(), hvd.cross_rank()) == (0, 0, 0)
+    assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (1, 1, 1)
     assert hvd.is_homogeneous()
     own = torch.arange(6.0).reshape(2, 3)
     for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
@@ -206,11 +193,8 @@ def test_a_plain_process_is_a_job_of_one(alone: None) -> None:
 
 
 def test_a_process_that_does_not_call_shutdown_ends_well() -> None:
-    code = IMPORT_TORCH_SILENTLY + (
-        "import horo.torch as hvd; hvd.init(); h = hvd.allreduce_async(torch.ones(5)); print(hvd.size())"
-    )
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, check=False, timeout=250, capture_output=True, text=True, env=as_users_start())
+    code = "import horo.torch as hvd; hvd.init(); h = hvd.allreduce_async(torch.ones(5)); print(hvd.size())"
+    result = run_python("-c", IMPORT_TORCH_SILENTLY + code, env=as_users_start())
     assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "")
 
 
@@ -259,13 +243,8 @@ def test_a_list_of_the_only_rank_is_a_job_and_another_list_is_none() -> None:
 
 
 def test_what_is_no_process_set_is_refused(alone: None) -> None:
-    assert hvd.global_process_set.process_set_id == 0
-    assert hvd.global_process_set.ranks == [0]
-    assert (hvd.global_process_set.size(), hvd.global_process_set.rank(), hvd.global_process_set.included()) == (
-        1,
-        0,
-        True,
-    )
+    found = hvd.global_process_set
+    assert (found.process_set_id, found.ranks, found.size(), found.rank(), found.included()) == (0, [0], 1, 0, True)
     other: Any = object()
     for call in (
         lambda: hvd.allreduce(torch.ones(1), process_set=other),
@@ -280,8 +259,7 @@ def test_what_is_no_process_set_is_refused(alone: None) -> None:
 
 def test_what_is_built_is_told_truthfully(alone: None) -> None:
     code = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI"  # starts no MPI
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=60)
-    assert hvd.mpi_built() is (done.returncode == 0)
+    assert hvd.mpi_built() is (run_python("-c", code).returncode == 0)
     with pytest.raises(ValueError, match="did not start through MPI"):
         hvd.mpi_threads_supported()
     for function in (hvd.mpi_enabled, hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
@@ -299,7 +277,6 @@ def _quantized() -> torch.Tensor:
 
 BAD_TENSORS: list[tuple[Any, str]] = [
     (_quantized(), r"dtype torch\.qint8 is not supported; use tensor\.int_repr\(\)"),
-    (torch.ones(2, device="meta"), "the tensor is on meta; tensors on the CPU and on CUDA devices"),
     (torch.eye(2).to_sparse(), r"torch\.sparse_coo tensors are not supported here; use tensor\.to_dense"),
 ]
 
@@ -319,7 +296,6 @@ def test_tensors_that_cannot_be_sent_are_described(alone: None, tensor: Any, mes
 
 
 BAD_CALLS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "op and average were both given"),
     (lambda: hvd.allreduce(torch.ones(1), op="Sum"), "op='Sum' is not a reduction"),  # type: ignore[arg-type]
     (lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=1.0), op=True), "op=True is not a reduction"),
     (lambda: hvd.allreduce(torch.ones(1), postscale_factor="2"), "must be one real number, not '2'"),  # type: ignore[arg-type]
@@ -352,7 +328,7 @@ def test_a_deprecated_argument_warns_exactly_once_per_call(alone: None) -> None:
         lambda: hvd.grouped_allreduce_([torch.ones(2), torch.ones(1)], average=True),
         lambda: hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2)], average=True)),
         lambda: hvd.synchronize(hvd.grouped_allreduce_async_([torch.ones(2)], average=True)),
-        lambda: _wrap(_parameters(5), num_groups=2),
+        lambda: len(_wrap(_parameters(5), num_groups=2)._reducer._groups) == 2 or pytest.fail("not in two groups"),
     ]
     for call in calls:
         with warnings.catch_warnings(record=True) as seen:
@@ -399,6 +375,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"op": hvd.Adasum, "gradients_ready": "step"}, "gradients_ready='step' is about gradients"),
     ({"op": hvd.Adasum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor needs op=Average"),
     ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor needs op=Average"),
+    ({"compression": "fp16"}, r"compression must be a Compressor such as hvd\.Compression\.fp16, not "),
     ({"gradients_ready": "now"}, "gradients_ready must be 'backward' or 'step', not 'now'"),
     ({"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive, not -1.0"),
     ({"groups": -1}, "groups must be a number that is not negative, or a list of lists"),
@@ -422,12 +399,8 @@ def test_an_optimizer_is_wrapped_once_and_must_be_one(alone: None) -> None:
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(UsageError, match=r"expected a torch\.optim\.Optimizer, not int"):
         hvd.DistributedOptimizer(3)  # type: ignore[type-var]
-
-
-def test_num_groups_is_a_deprecated_name_of_groups(alone: None) -> None:
-    with pytest.warns(DeprecationWarning, match="num_groups= is deprecated"):
-        optimizer = _wrap(_parameters(5), num_groups=2)
-    assert [len(group.states) for group in optimizer._reducer._groups] == [2, 3]
+    with pytest.raises(UsageError, match=r"not a model \(Linear\).*Optimizer\(optimizer, model\)"):
+        hvd.DistributedOptimizer(torch.nn.Linear(1, 1), torch.optim.SGD(_parameters(), lr=0.1))  # type: ignore[type-var]
 
 
 def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:

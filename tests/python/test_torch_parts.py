@@ -22,22 +22,7 @@ import horo.torch as hvd
 from horo.core.signal_safe_call import CallQueue, ThreadCall
 from horo.errors import ResourceError
 from horo.torch.compat import torch_private as private
-from horo.torch.engine.operation import Operation
-from horo.torch.engine.request_cache import RequestCache
 from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
-
-
-@pytest.mark.parametrize("data", [b"", b"\0", b"abc" * 1000])
-def test_bytes_go_into_a_tensor_and_come_back(data: bytes) -> None:
-    assert tensor_of(data).dtype == torch.uint8
-    assert bytes(bytes_of(tensor_of(data))) == data
-
-
-def test_every_dtype_has_bytes() -> None:
-    assert bytes(bytes_of(torch.tensor([1, 2], dtype=torch.int16))) == b"\1\0\2\0"
-    assert bytes(bytes_of(torch.tensor(True))) == b"\1"
-    assert len(bytes_of(torch.ones(3, 5, dtype=torch.bfloat16))) == 30
-    assert bytes(bytes_of(torch.arange(6, dtype=torch.uint8)[2:4])) == b"\2\3"
 
 
 def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
@@ -53,35 +38,6 @@ def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
     del part
     gc.collect()
     assert alive() is None
-
-
-class Owner:
-    """Stands for an optimizer."""
-
-
-def test_another_thread_may_make_room_while_the_rooms_are_added_up() -> None:
-    cache = RequestCache(lambda kind, name, _: f"{kind}.{name}")
-    owners = [Owner() for _ in range(3)]
-
-    class Gradients(int):
-        """A number of gradients; while it is added to others, an optimizer of another thread comes."""
-
-        def __rmul__(self, other: int) -> Gradients:
-            return self
-
-        __mul__ = __rmul__
-
-        def __radd__(self, other: int) -> int:
-            thread = threading.Thread(target=cache.make_room, args=(owners[2], 1))
-            thread.start()
-            thread.join(timeout=30)
-            return other
-
-    gradients: Any = Gradients(1)
-    cache.make_room(owners[0], gradients)
-    cache.make_room(owners[1], 1)
-    cache.take_or_create("key", Operation("allreduce", "a"), sync=True, tensor_count=1).idle.append(None)
-    assert cache.take("key") is not None
 
 
 LIMIT_S = 30.0
@@ -249,10 +205,20 @@ def test_without_numbers_of_runs_gradients_are_reduced_at_the_step_only(monkeypa
         assert private.run_number()() == -1
 
 
-def test_without_the_function_of_a_backward_its_code_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert private.code_of_function_backward() is not None
-    hide(monkeypatch, torch.autograd.function, "BackwardCFunction")
-    assert private.code_of_function_backward() is None
+MADE_OF = [
+    (private.code_of_function_backward, torch.autograd.function, "BackwardCFunction"),
+    (private.owner_counter, torch._C, "_storage_Use_Count"),
+    (private.code_of_hooked_step, torch.optim.Optimizer, "profile_hook_step"),
+]
+
+
+@pytest.mark.parametrize(("make", "owner", "name"), MADE_OF, ids=[name for *_, name in MADE_OF])
+def test_what_is_made_of_a_name_is_none_without_it(
+    make: Callable[[], Any], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make() is not None
+    hide(monkeypatch, owner, name)
+    assert make() is None
 
 
 def test_without_a_test_for_transforms_no_tensor_counts_as_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +237,11 @@ def test_changes_are_counted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert [tensor._version for tensor in tensors] == [1, 1]
 
 
-def test_without_a_count_of_owners_there_is_no_counter_and_storages_have_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storages_have_keys_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     base = torch.zeros(4)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "untyped_storage", lambda self: SimpleNamespace(data_ptr=self.data_ptr))
         assert private.storage_key(base) == private.storage_key(base[:2]) == base.data_ptr()
-    assert private.owner_counter() is not None
-    hide(monkeypatch, torch._C, "_storage_Use_Count")
-    assert private.owner_counter() is None
 
 
 def test_a_sparse_tensor_is_coalesced() -> None:
@@ -302,13 +265,10 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
             pass
 
     assert not private.has_step_hooks(Unhooked())
-    assert private.code_of_hooked_step() is not None
     with monkeypatch.context() as patch:
         patch.delattr(torch.optim.SGD.step, "hooked")
         patch.setattr(torch.optim.Optimizer, "_patch_step_function", lambda self: None)
         assert private.has_step_hooks(Unhooked())
-    hide(monkeypatch, torch.optim.Optimizer, "profile_hook_step")
-    assert private.code_of_hooked_step() is None
 
 
 def test_older_torch_skips_code_by_another_function_and_one_without_any_does_nothing(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Hororun, make_remote_shell
 from rank_pool import RankPool, one_of
 
 
@@ -52,11 +50,3 @@ ranks4_in_backward = one_of("ranks4_always", "ranks4_never")
 ranks2_in_step = one_of("ranks2_step", "ranks2_step_never")
 ranks2_in_each_order = one_of("ranks2_always", "ranks2_never", "ranks2_step", "ranks2_step_never")
 ranks2_in_most_orders = one_of("ranks2_always", "ranks2_never", "ranks2_step")
-
-
-@pytest.fixture
-def hororun(tmp_path: Path) -> Iterator[Hororun]:
-    """The launcher; hosts other than localhost are this one, through an agent."""
-    launcher = Hororun(make_remote_shell(tmp_path))
-    yield launcher
-    launcher.clean_up()

@@ -1,14 +1,12 @@
-"""Gradients of the collectives, against finite differences of the loss of all ranks; products of complex numbers."""
+"""Gradients of the collectives: of real numbers by finite differences, of products of complex ones by torch."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from rank_pool import RankPool, on
+from rank_pool import on
 
 import horo.torch as hvd
 
@@ -95,20 +93,6 @@ def test_ties_share_the_gradient_of_min_and_max() -> None:
     assert own.grad.item() == (n / 2 if r < 2 else 0.0)
 
 
-def test_the_gradient_of_a_product_is_right_where_values_are_zero(ranks: RankPool) -> None:
-    def check() -> list[float]:
-        r = hvd.rank()
-        one_zero = 0.0 if r == 0 else 2.0
-        two_zeros = 0.0 if r < 2 else 5.0
-        own = torch.tensor([one_zero, two_zeros, 3.0], dtype=torch.float64, requires_grad=True)
-        hvd.allreduce(own, op=hvd.Product).sum().backward()
-        return own.grad.tolist()
-
-    n = ranks.size
-    wanted = [[n * 2.0 ** (n - 1) if r == 0 else 0.0, 0.0, n * 3.0 ** (n - 1)] for r in range(n)]
-    assert ranks.run(check) == wanted
-
-
 @on("ranks2")
 def test_sums_can_be_differentiated_twice() -> None:
     own = _input(hvd.rank()).requires_grad_()
@@ -143,84 +127,7 @@ def test_in_place_forms_do_not_lose_gradients_silently() -> None:
         saved.sum().backward()
 
 
-DTYPES = [torch.complex32, torch.complex64, torch.complex128]
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def _factor(rank: int, index: int) -> complex:
-    """So small and even that every dtype holds all products."""
-    return [1 + 1j, 1j, -1 + 0j, 1 - 1j, -1j][(index + rank * (1 + index % 3)) % 5]
-
-
-def _own(shape: Sequence[int], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
-    r = hvd.rank() if rank is None else rank
-    return torch.tensor([_factor(r, i) for i in range(math.prod(shape))], dtype=torch.complex128).view(shape).to(dtype)
-
-
-def _product(shape: Sequence[int], ranks: Sequence[int] | None = None) -> torch.Tensor:
-    members = range(hvd.size()) if ranks is None else ranks
-    numbers = [math.prod([_factor(r, i) for r in members], start=1 + 0j) for i in range(math.prod(shape))]
-    return torch.tensor(numbers, dtype=torch.complex128).view(shape)
-
-
-def _is(result: torch.Tensor, dtype: torch.dtype, wanted: torch.Tensor) -> bool:
-    return result.dtype is dtype and torch.equal(result.to(torch.complex128), wanted)
-
-
-FORMS = {
-    "at once": hvd.allreduce,
-    "async": lambda own, **options: hvd.synchronize(hvd.allreduce_async(own, **options)),
-    "in place": lambda own, **options: hvd.allreduce_(own.clone(), **options),
-    "async in place": lambda own, **options: hvd.synchronize(hvd.allreduce_async_(own.clone(), **options)),
-}
-
-
-@by_dtype
-@on("ranks")
-def test_every_form_of_allreduce_gives_the_known_product(dtype: torch.dtype) -> None:
-    factors = {"prescale_factor": 0.5, "postscale_factor": -4.0}
-    for shape in ((), (0,), (1,), (7, 3), (40_001,)):
-        own, wanted = _own(shape, dtype), _product(shape)
-        for form, name in itertools.product(FORMS.values(), ("x", None, "x")):  # again from the cache of requests
-            assert _is(form(own, op=hvd.Product, name=name), dtype, wanted)
-        scaled = hvd.allreduce(own, op=hvd.Product, compression=hvd.Compression.fp16, **factors)
-        assert _is(scaled, dtype, wanted * 0.5 ** hvd.size() * -4)  # complex numbers travel as they are
-        assert _is(own, dtype, _own(shape, dtype).to(torch.complex128))  # what was given is as it was
-
-
-@on("ranks")
-def test_every_form_of_a_group_gives_the_known_products() -> None:
-    def given() -> list[torch.Tensor]:
-        return [*(_own((k + 5,), dtype) for k, dtype in enumerate(DTYPES)), torch.full((3,), 2.0)]
-
-    for form in (
-        lambda: hvd.grouped_allreduce(given(), op=hvd.Product),
-        lambda: hvd.synchronize(hvd.grouped_allreduce_async(given(), op=hvd.Product)),
-        lambda: hvd.grouped_allreduce_(given(), op=hvd.Product),
-        lambda: hvd.synchronize(hvd.grouped_allreduce_async_(given(), op=hvd.Product)),
-    ):
-        *numbers, real = form()
-        assert real.tolist() == [2.0 ** hvd.size()] * 3
-        for k, (result, dtype) in enumerate(zip(numbers, DTYPES, strict=True)):
-            assert _is(result, dtype, _product((k + 5,)))
-
-
-@by_dtype
-@on("ranks")
-def test_every_form_of_reducescatter_gives_the_known_rows(dtype: torch.dtype) -> None:
-    for rows in (0, 1, hvd.size(), 7, 5001):
-        own = _own((rows, 3), dtype)
-        mine = torch.tensor_split(_product((rows, 3)), hvd.size())[hvd.rank()]
-        results = [hvd.reducescatter(own, op=hvd.Product, name="x") for _ in range(2)]
-        results.append(hvd.synchronize(hvd.reducescatter_async(own, op=hvd.Product)))
-        results += hvd.grouped_reducescatter([own, own], op=hvd.Product)
-        results += hvd.synchronize(hvd.grouped_reducescatter_async([own, own], op=hvd.Product))
-        assert all(_is(part, dtype, mine) for part in results)
-        scaled = hvd.reducescatter(own, op=hvd.Product, prescale_factor=0.5, postscale_factor=-4.0)
-        assert _is(scaled, dtype, mine * 0.5 ** hvd.size() * -4)
-
-
-# Gradients: those of the sum of all ranks' losses, in one process, where torch multiplies.
+# Of products of complex numbers: those of the sum of all ranks' losses, in one process, where torch multiplies.
 
 
 def _values(rank: int) -> torch.Tensor:

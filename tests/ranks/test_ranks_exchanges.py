@@ -10,42 +10,24 @@ from rank_pool import on
 import horo.torch as hvd
 from horo.errors import MismatchError, UnsupportedError, UsageError
 
-MOVED_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.bfloat16,
-    torch.float32,
-    torch.complex64,
-    torch.complex128,
-    *(getattr(torch, name) for name in ("uint16", "uint32", "uint64", "float8_e4m3fn") if hasattr(torch, name)),
-]
 
-
-def _rows(counts: list[int], first: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+def _rows(counts: list[int], first: int, step: int) -> torch.Tensor:
     """``counts[i]`` rows of a value for i."""
-    parts = [torch.full((count, 3), (first + step * i) % 7, dtype=torch.float32) for i, count in enumerate(counts)]
-    return torch.cat(parts).to(dtype)  # torch 2.1 concatenates no float8
+    return torch.cat([torch.full((count, 3), first + step * i) for i, count in enumerate(counts)])
 
 
-def _counts(size: int, step: int) -> list[list[int]]:
-    return [[(s + 2 * d + step) % 4 * (1 + 300 * (step % 2)) for d in range(size)] for s in range(size)]
-
-
-@pytest.mark.parametrize("dtype", MOVED_DTYPES, ids=str)
 @on("ranks")
-def test_each_gets_its_rows_from_all_in_their_order(dtype: torch.dtype) -> None:
+def test_each_gets_its_rows_from_all_in_their_order() -> None:
     r, n = hvd.rank(), hvd.size()
     for step in range(4):
-        counts = _counts(n, step)
-        given = _rows(counts[r], 2 * r, 1, dtype)  # of 2 * origin + destination
-        wanted = _rows([counts[s][r] for s in range(n)], r, 2, dtype)
+        counts = [[(s + 2 * d + step) % 4 * (1 + 300 * (step % 2)) for d in range(n)] for s in range(n)]
+        given = _rows(counts[r], 2 * r, 1)  # of 2 * origin + destination
+        wanted = _rows([counts[s][r] for s in range(n)], r, 2)
         received = torch.tensor([counts[s][r] for s in range(n)], dtype=torch.int32)
         for splits in (counts[r], torch.tensor(counts[r], dtype=torch.int32)):
             got, rows = hvd.alltoall(given, splits)
-            assert got.dtype == dtype and rows.dtype == torch.int32
-            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
-            assert torch.equal(rows, received)
+            assert rows.dtype == torch.int32
+            assert torch.equal(got, wanted) and torch.equal(rows, received)
 
 
 @on("ranks2")
@@ -72,16 +54,13 @@ def test_forms_and_names_of_alltoall() -> None:
 def test_what_is_wrong_with_an_alltoall_is_named() -> None:
     x = torch.ones(3, 2)
     for splits, said in [
-        ([1, 1, 1], r"alltoall: 3 splits; 2 ranks take part"),
         ([4, -1], r"alltoall: split -1 is negative"),
         ([2, 2], r"alltoall: the splits are 4 rows together; the tensor has 3"),
         ([1, 1.5], r"alltoall: split 1\.5 is no integer"),
         ([True, 1], r"alltoall: split True is no integer"),
         (np.ones(2), r"alltoall: split .*1\.0.* is no integer"),
         (3, r"alltoall: splits is 3; it must be one integer for each rank, as a list"),
-        (torch.ones(2), r"alltoall: splits is torch\.float32 \[2\]; it must be a 1-D tensor of integers"),
         (torch.ones(2, 1, dtype=torch.int32), r"alltoall: splits is torch\.int32 \[2, 1\]"),
-        (None, r"alltoall: 3 rows cannot be split evenly among 2 ranks; pass splits"),
     ]:
         with pytest.raises(ValueError, match=said):
             hvd.alltoall(x, splits)
@@ -170,10 +149,6 @@ def test_forms_names_and_factors_of_reducescatter() -> None:
 
 @on("ranks2")
 def test_what_is_wrong_with_a_reducescatter_is_named() -> None:
-    with pytest.raises(ValueError, match=r"reducescatter: a scalar has no first dimension to split along"):
-        hvd.reducescatter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"grouped_reducescatter: the list of tensors is empty"):
-        hvd.grouped_reducescatter([])
     for form in (hvd.reducescatter, hvd.reducescatter_async):
         with pytest.raises(UnsupportedError, match=r"op Adasum is offered by allreduce only") as caught:
             form(torch.ones(2), op=hvd.Adasum)

@@ -371,10 +371,8 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, re
             make_loss(model, hvd.rank(), step).backward()
         else:
             handles = [_spoil(model, name, value) for name in ("0.weight", "2.bias")] if hvd.rank() == 1 else []
-            with pytest.raises(
-                ValueError,
-                match=r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 ",
-            ):
+            told = r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 "
+            with pytest.raises(ValueError, match=told):
                 take_step(model, optimizer, step)
             own = [p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None]
             assert own == ([True] * 4 if hvd.rank() == 0 else [False, True, True, False])

@@ -30,7 +30,7 @@ def test_parameters_and_buffers_become_the_roots() -> None:
         for form in (
             dict,
             lambda s: OrderedDict(reversed(s.items())),
-            lambda s: list(s.items()),
+            lambda s: [*s.items()],
             lambda s: iter(s.items()),
         ):
             model = _model(hvd.rank()).to(memory_format=torch.channels_last)

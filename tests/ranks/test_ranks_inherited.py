@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import run_python
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -76,10 +77,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 def run(script: Path, text: str, *launcher: str) -> subprocess.CompletedProcess[str]:
     """Runs a script, by default on two ranks of hororun."""
     script.write_text(text)
-    words = launcher or (*HORORUN, "2", sys.executable)
-    done = subprocess.run(
-        [sys.executable, *words, str(script)], check=False, capture_output=True, text=True, timeout=200
-    )
+    done = run_python(*(launcher or (*HORORUN, "2", sys.executable)), str(script), timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -178,8 +176,7 @@ RAISES, EXITS = "raise ValueError('bad sample in shard 7')", "sys.exit(7)"
 def test_the_rank_that_is_the_cause_is_the_first_failure(tmp_path: Path, end: str, answer: str, code: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(tests=str(Path(__file__).resolve().parent.parent), end=end, answer=answer))
-    command = [sys.executable, *TORCHRUN, "2", "--monitor-interval", "0.1", str(script)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    done = run_python(*TORCHRUN, "2", "--monitor-interval", "0.1", str(script), timeout=200)
     assert done.returncode != 0
     assert ("PeerLostError: rank 1 (" in done.stderr) == ("exit" not in answer)
     assert re.findall(r"failed \(exitcode: (\d+)\) local_rank: (\d)", done.stderr) == [(code, "1")], done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
+from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun, run_python
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -41,14 +40,7 @@ def lines_of(
     script = folder / "train.py"
     script.write_text(HEAD.format(extra=extra or {}) + train)
     place = ["-m", "horo.runner", "-np", str(size), "--oversubscribe", "--no-prefix", sys.executable] if size else []
-    done = subprocess.run(
-        [sys.executable, *place, str(script)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "HORO_LOG_LEVEL": level},
-    )
+    done = run_python(*place, str(script), check=True, environment={"HORO_LOG_LEVEL": level})
     assert done.stdout == ""
     return sorted(done.stderr.splitlines())
 

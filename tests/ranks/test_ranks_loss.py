@@ -159,13 +159,9 @@ def test_ranks_of_different_versions_are_told_both(tmp_path: Path) -> None:
         assert ranks.finish() == [0, 0]
 
 
-def test_a_script_that_ends_before_init_on_one_rank_is_named_by_the_others() -> None:
-    hororun = Hororun()
-    try:
-        words = [sys.executable, "-c", LEAVES_EARLY]
-        done = hororun.run("-np", "2", *words, environment={"HORO_START_TIMEOUT": "1000"})
-    finally:
-        hororun.clean_up()
+def test_a_script_that_ends_before_init_on_one_rank_is_named_by_the_others(hororun: Hororun) -> None:
+    words = [sys.executable, "-c", LEAVES_EARLY]
+    done = hororun.run("-np", "2", *words, environment={"HORO_START_TIMEOUT": "1000"})
     assert done.returncode == 1
     assert "rank 1 (localhost) exited with code 0 before it called init()" in done.stderr
     assert "hororun: rank 0 on localhost ended with PeerLostError: init() was given up" in done.stderr

@@ -212,18 +212,6 @@ def test_tensors_of_a_request_are_kept_until_the_stream_that_waits_is_behind_it(
     gpu.stream = 0
 
 
-def test_an_optimizer_averages_gradients(pool: RankPool, doubles: tuple[str, str]) -> None:
-    def check(*paths: str) -> list[float]:
-        gpu, r = gpu_double.load(*paths), hvd.rank()
-        weight = torch.nn.Parameter(gpu.put(torch.ones(4), r))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("w", weight)])
-        weight.grad = gpu.put(torch.full((4,), float(r)), r)
-        optimizer.synchronize()
-        return gpu.read(weight.grad).tolist()
-
-    assert pool.run(check, *doubles) == [[0.5] * 4] * 2
-
-
 @on("pool")
 def test_no_rank_can_join() -> None:
     with pytest.raises(UnsupportedError, match=r"^join: not with HORO_GPU_OPERATIONS=nccl"):

@@ -31,18 +31,11 @@ def test_ranks_are_numbered_on_one_host(ranks: RankPool) -> None:
         assert hvd.is_initialized()
         assert hvd.is_homogeneous()
         assert hvd.global_process_set.ranks == list(range(hvd.size()))
-        return (
-            hvd.rank(),
-            hvd.size(),
-            hvd.local_rank(),
-            hvd.local_size(),
-            hvd.cross_rank(),
-            hvd.cross_size(),
-            hvd.global_process_set.rank() or 0,
-        )
+        assert hvd.global_process_set.rank() == hvd.rank()
+        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
     n = ranks.size
-    assert ranks.run(check) == [(rank, n, rank, n, 0, 1, rank) for rank in range(n)]
+    assert ranks.run(check) == [(rank, n, rank, n, 0, 1) for rank in range(n)]
 
 
 def _expected(op: int, dtype: torch.dtype) -> torch.Tensor:
@@ -327,7 +320,7 @@ def test_state_of_any_dtype_is_broadcast() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
 @on("ranks")
-def test_complex_numbers_are_added_and_averaged(dtype: torch.dtype) -> None:
+def test_complex_numbers_are_added_averaged_and_multiplied(dtype: torch.dtype) -> None:
     r, n = hvd.rank(), hvd.size()
     own = torch.tensor([complex(r, 2 * r), complex(1, -r)] * 8).to(dtype)
     total = torch.tensor([complex(n * (n - 1) / 2, n * (n - 1)), complex(n, -n * (n - 1) / 2)] * 8)
@@ -339,6 +332,10 @@ def test_complex_numbers_are_added_and_averaged(dtype: torch.dtype) -> None:
     assert torch.equal(averaged.to(total.dtype), total)
     for group in hvd.grouped_allreduce([own, own], op=hvd.Sum):
         assert torch.equal(group.to(total.dtype), total)
+    factors, product = torch.tensor([1j, 1 - 1j]).to(dtype), torch.tensor([1j**n, (1 - 1j) ** n])
+    for result in (hvd.allreduce(factors, op=hvd.Product), *hvd.grouped_allreduce([factors], op=hvd.Product)):
+        assert torch.equal(result.to(total.dtype), product)
+    assert hvd.reducescatter(factors, op=hvd.Product).tolist() == torch.tensor_split(product, n)[r].tolist()
     mine = hvd.reducescatter(own.view(-1, 1).expand(-1, n).contiguous().view(n, -1), op=hvd.Sum)
     assert mine.shape == (1, 16)
     written = own.clone()

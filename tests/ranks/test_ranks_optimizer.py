@@ -182,30 +182,6 @@ def test_gradients_set_by_hand_are_reduced_at_the_step() -> None:
     assert_close(gradients_of(model), wanted)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-@on("ranks")
-def test_sparse_gradients_are_summed_row_by_row(as_dense: bool, op: int) -> None:
-    n, r = hvd.size(), hvd.rank()
-    table = torch.nn.Embedding(9, 3, sparse=True).double()
-    with torch.no_grad():
-        table.weight.fill_(1.0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), op=op, sparse_as_dense=as_dense
-    )
-    for _ in range(2):
-        optimizer.zero_grad()
-        table(torch.tensor([r, r, 8])).sum().backward()
-        optimizer.step()
-    gradient = torch.zeros(9, 3, dtype=torch.float64)
-    gradient[:n] = 2.0
-    gradient[8] = n
-    gradient /= n if op == hvd.Average else 1
-    assert table.weight.grad.is_sparse
-    torch.testing.assert_close(table.weight.grad.to_dense(), gradient)
-    torch.testing.assert_close(table.weight.detach(), 1 - 2 * gradient)
-
-
 def test_one_optimizer_may_compress_gradients_of_several_dtypes_in_groups_and_alone(ranks2: RankPool) -> None:
     """float32 and float64 travel as float16, which cannot hold 2^-12 beside 1; bfloat16 travels as it is."""
 

@@ -224,16 +224,17 @@ def checkpoints(side: Side, reentrant: bool = True) -> Iterator[Tensors]:
         yield state_of(model)
 
 
-def sparse(side: Side, **options: Any) -> Iterator[Tensors]:
+def sparse(side: Side, op: int = hvd.Average, **options: Any) -> Iterator[Tensors]:
     table = torch.nn.Embedding(9, 3, sparse=True).double()
     with torch.no_grad():
         table.weight.copy_(torch.linspace(-1, 1, 27, dtype=torch.float64).view(9, 3))
-    optimizer = side.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table, **options)
+    optimizer = side.wrap(torch.optim.SGD(table.parameters(), lr=0.5), table, op=op, **options)
+    factor = side.size if op == hvd.Sum and side.rank is None else 1
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
             rows = (side.batch(2 * step + part).abs() * 4).long() % 9
-            loss_of(table(rows)).backward()
+            (factor * loss_of(table(rows))).backward()
         yield [table.weight.grad.to_dense()]
         optimizer.step()
         yield [table.weight.detach().clone()]
@@ -283,6 +284,7 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     **({"scaler": (scaler, {})} if hasattr(torch.amp, "GradScaler") else {}),
     "second order": (second_order, {}),
     "sparse": (sparse, {}),
+    "sparse sums": (sparse, {"op": hvd.Sum}),
     "sparse as dense": (sparse, {"sparse_as_dense": True}),
 }
 

@@ -122,22 +122,6 @@ def test_every_call_counts_as_one_change_for_autograd() -> None:
 
 
 @on("ranks2")
-def test_what_is_refused_is_refused_again_and_leaves_the_name_usable() -> None:
-    good = torch.ones(3)
-    for _ in range(2):
-        hvd.allreduce_(good, op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"requires grad"):
-            hvd.allreduce_(torch.ones(3, requires_grad=True) * 2, op=hvd.Max, name="x")
-        with pytest.raises(hvd.HorovodInternalError, match=r"float64"):
-            hvd.allreduce_(torch.ones(3, dtype=torch.float64 if hvd.rank() else torch.float32), op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"not a Tensor|torch.Tensor"):
-            hvd.allreduce_([1.0], op=hvd.Max, name="x")
-        with pytest.raises(ValueError, match=r"name must be a string"):
-            hvd.allreduce_(good, op=hvd.Max, name=["x"])
-    assert good.tolist() == [1.0] * 3
-
-
-@on("ranks2")
 def test_factors_are_those_of_each_call() -> None:
     changing, fixed = torch.tensor(1.0), np.array(2.0)
     for turn in range(3):
@@ -217,11 +201,8 @@ def test_a_full_cache_loses_one_request_at_a_time_and_none_of_an_optimizer() -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_cache, "_WEIGHT_MAX", 11 * 8)  # eight requests of one tensor each
         create = request_cache.CachedRequest.__init__
-        patch.setattr(
-            request_cache.CachedRequest,
-            "__init__",
-            lambda *each, **named: (create(*each, **named), made.append(None))[0],
-        )
+        count = lambda *each, **named: (create(*each, **named), made.append(None))[0]  # noqa: E731
+        patch.setattr(request_cache.CachedRequest, "__init__", count)
         gc.collect()  # optimizers of other tests
         runtime.current().request_cache.clear()
         for name in "abcdefghi":
@@ -306,17 +287,11 @@ def _synchronize_in_threads(handle: int, count: int) -> list[Any]:
 def test_each_gets_the_result_or_the_error(check_ms: int) -> None:
     """Short waits end between two calls of the core, where another thread may release the request."""
     usual, context._SIGNAL_CHECK_MS = context._SIGNAL_CHECK_MS, check_ms
-    mine = torch.arange(4.0).reshape(2, 2) + 10 * hvd.rank()
+    mine = torch.arange(2.0) + 10 * hvd.rank()
     calls = {
-        "allreduce": (lambda name: hvd.allreduce_async(mine, name=name, op=hvd.Sum), [[10.0, 12.0], [14.0, 16.0]]),
-        "in place": (
-            lambda name: hvd.allreduce_async_(mine.clone(), name=name, op=hvd.Max),
-            [[10.0, 11.0], [12.0, 13.0]],
-        ),
-        "allgather": (
-            lambda name: hvd.allgather_async(mine, name=name),
-            [[0.0, 1.0], [2.0, 3.0], [10.0, 11.0], [12.0, 13.0]],
-        ),
+        "allreduce": (lambda name: hvd.allreduce_async(mine, name=name, op=hvd.Sum), [10.0, 12.0]),
+        "in place": (lambda name: hvd.allreduce_async_(mine.clone(), name=name, op=hvd.Max), [10.0, 11.0]),
+        "allgather": (lambda name: hvd.allgather_async(mine, name=name), [0.0, 1.0, 10.0, 11.0]),
         "wrong": (lambda name: hvd.allreduce_async(torch.ones(2 + hvd.rank()), name=name), None),
     }
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from jobs import run_python
+
+HORORUN = ("-m", "horo.runner", "-np", "2", "--oversubscribe", "--no-prefix", sys.executable)
 SCRIPT = """
 import sys
 sys.modules["numpy"] = None  # import numpy is an ImportError from here on
@@ -65,9 +67,7 @@ print("done")
 def test_the_whole_api_works_where_numpy_cannot_be_imported(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    place = ["-np", "2", "--oversubscribe", "--no-prefix"]
-    command = [sys.executable, "-m", "horo.runner", *place, sys.executable, str(script)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    done = run_python(*HORORUN, str(script))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("done") == 2
 
@@ -98,9 +98,7 @@ rank.close()
 
 
 def test_ranks_start_where_os_has_no_memfd_and_no_eventfd() -> None:
-    hororun = ("-m", "horo.runner", "-np", "2", "--oversubscribe", "--no-prefix", sys.executable)
-    for total, launcher in ((1.0, ()), (3.0, hororun)):
-        command = [sys.executable, *launcher, "-c", OLD_LIBC]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    for total, launcher in ((1.0, ()), (3.0, HORORUN)):
+        done = run_python(*launcher, "-c", OLD_LIBC)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == [f"sum [{total}, {total}]"] * (2 if launcher else 1)

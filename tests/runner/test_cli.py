@@ -8,17 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import run_python
+from parsing import parsed
 
 from horo import __version__
-from horo.runner.cli import check_build, main, parse
-from horo.runner.config import Job
+from horo.runner.cli import check_build, main
 from horo.runner.hosts import HostSpec
-
-
-def parsed(line: str) -> Job:
-    job = parse(line.split())
-    assert job is not None
-    return job
 
 
 def test_the_command_begins_at_the_first_word_that_is_no_option() -> None:
@@ -39,11 +34,7 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.hosts == (HostSpec("a", slots=2), HostSpec("b", "me", 2222, 1))
     assert (job.size, job.oversubscribe, job.grace_s, job.start_timeout_s, job.host_timeout_s) == (3, True, 1.5, 7, 9)
     assert (job.interfaces, job.store_port, job.master_port) == (("e0", "e1", "e2"), 1000, 1001)
-    assert (job.torch_env, parsed("-np 1 --torch-env cmd").torch_env, parsed("-np 1 cmd").torch_env) == (
-        True,
-        True,
-        False,
-    )
+    assert job.torch_env and parsed("-np 1 --torch-env cmd").torch_env and not parsed("-np 1 cmd").torch_env
     assert not job.keep_memory
     assert parsed("-np 1 cmd").keep_memory
     assert job.exports == {
@@ -55,12 +46,8 @@ def test_options_become_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert (job.ssh.program, job.ssh.port, job.ssh.identity_file) == ("rsh", 23, "key")
     assert (job.ssh.arguments, job.python) == (("-v",), "/py")
-    assert (job.output.prefix, job.output.timestamp, job.output.directory, job.output.verbose) == (
-        True,
-        True,
-        "out",
-        True,
-    )
+    output = job.output
+    assert (output.prefix, output.timestamp, output.directory, output.verbose) == (True, True, "out", True)
     assert not parsed("-np 1 --no-prefix cmd").output.prefix
 
 
@@ -81,43 +68,74 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         assert parsed(f"-np 1 {option} cmd").exports["HORO_STALL_CHECK_DISABLE"] == value
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("-np 0 cmd", "-np 0"),
-        ("-np -2 cmd", "-np -2"),
-        ("-np two cmd", "'two'"),
-        ("-np 2", "no command"),
-        ("-np 2 --", "no command"),
-        ("cmd", "-np N"),
-        ("-np", "-np"),
-        ("-np 2 --bogus cmd", "--bogus"),
-        ("-np 2 -H a:x cmd", "'x'"),
-        ("-np 2 -H a:1 --hostfile f cmd", "--hostfile"),
-        ("-np 2 --hostfile /no/such/file cmd", "/no/such/file"),
-        ("-np 3 -H localhost:2 cmd", "3 ranks but there are 2 slots"),
-        ("-np 2 -x NO_SUCH_VARIABLE_HERE cmd", "NO_SUCH_VARIABLE_HERE"),
-        ("-np 2 --grace-seconds -1 cmd", "-1"),
-        ("-np 2 --grace-seconds nan cmd", "nan"),
-        ("-np 2 --start-timeout 0 cmd", "0"),
-        ("-np 2 --store-port 70000 cmd", "70000"),
-        ("-np 2 --log-level loud cmd", "--log-level: 'loud' is not one of trace, debug, info, warning"),
-        ("-np 2 --launcher rsh cmd", "'rsh' is none of auto, ssh, slurm, mpi, jsrun"),
-        ("-np 2 --bind-to socket cmd", "'socket' is none of core, numa, none"),
-        ("-np 2 --cycle-time-ms 5000 cmd", "--cycle-time-ms: '5000' is not a number from 0 to 1000 ms"),
-        (
-            "-np 2 --fusion-threshold-mb 2000000 cmd",
-            "--fusion-threshold-mb: '2000000' is not an integer from 0 to 1048576 MB",
-        ),
-        ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
-        ("-np 2 --ssh-args ' cmd", "--ssh-args"),
-        ("-np 2 -- ", "the command is an empty word"),
-        ("-np 2 -m ", "-m needs the name of a module"),
-        ("-np 2 -m", "-m needs the name of a module"),
-        ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
-        ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
-    ],
-)
+WRONG = [
+    ("-np 0 cmd", "-np 0"),
+    ("-np -2 cmd", "-np -2"),
+    ("-np two cmd", "'two'"),
+    ("-np 2", "no command"),
+    ("-np 2 --", "no command"),
+    ("cmd", "-np N"),
+    ("-np", "-np"),
+    ("-np 2 --bogus cmd", "--bogus"),
+    ("-np 2 -H a:x cmd", "'x'"),
+    ("-np 2 -H a:1 --hostfile f cmd", "--hostfile"),
+    ("-np 2 --hostfile /no/such/file cmd", "/no/such/file"),
+    ("-np 3 -H localhost:2 cmd", "3 ranks but there are 2 slots"),
+    ("-np 2 -x NO_SUCH_VARIABLE_HERE cmd", "NO_SUCH_VARIABLE_HERE"),
+    ("-np 2 --grace-seconds -1 cmd", "-1"),
+    ("-np 2 --grace-seconds nan cmd", "nan"),
+    ("-np 2 --start-timeout 0 cmd", "0"),
+    ("-np 2 --store-port 70000 cmd", "70000"),
+    ("-np 2 --log-level loud cmd", "--log-level: 'loud' is not one of trace, debug, info, warning"),
+    ("-np 2 --launcher rsh cmd", "'rsh' is none of auto, ssh, slurm, mpi, jsrun"),
+    ("-np 2 --bind-to socket cmd", "'socket' is none of core, numa, none"),
+    ("-np 2 --cycle-time-ms 5000 cmd", "--cycle-time-ms: '5000' is not a number from 0 to 1000 ms"),
+    ("-np 2 --fusion-threshold-mb 2000000 cmd", "-mb: '2000000' is not an integer from 0 to 1048576 MB"),
+    ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
+    ("-np 2 --ssh-args ' cmd", "--ssh-args"),
+    ("-np 2 -- ", "the command is an empty word"),
+    ("-np 2 -m ", "-m needs the name of a module"),
+    ("-np 2 -m", "-m needs the name of a module"),
+    ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
+    ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
+    ("-np 1 -H a:1 --output-filename  cmd", "its value is empty"),
+    ("-np 1 -H a:1 --remote-python  cmd", "its value is empty"),
+    ("-np 1 -H a:1 --remote-shell  cmd", "its value is empty"),
+    ("-np 1 -H a:1 --mpirun  cmd", "its value is empty"),
+    ("-np 1 -H a:1 -i  cmd", "its value is empty"),
+    ("-np 1 --no-prefix --prefix-timestamp cmd", "--prefix-timestamp has no effect beside --no-prefix"),
+    ("-np 1 --no-prefix --prefix-host cmd", "--prefix-host has no effect beside --no-prefix"),
+    ("-np 1 --no-stall-check --stall-check-warning-time-seconds 3 cmd", "warning-time-seconds has no effect beside"),
+    ("-np 1 --no-stall-check --stall-check-shutdown-time-seconds 3 cmd", "shutdown-time-seconds has no effect beside"),
+    (
+        "-np 1 --stall-check-warning-time-seconds 0 --stall-check-shutdown-time-seconds 3 cmd",
+        "--stall-check-shutdown-time-seconds has no effect where --stall-check-warning-time-seconds is 0",
+    ),
+    ("--check-hosts -np 2", "--check-hosts starts no rank: leave out -np"),
+    ("--check-hosts -n2", "--check-hosts starts no rank: leave out -n"),
+    ("--check-hosts train.py", "--check-hosts starts no rank: leave out the command 'train.py'"),
+    ("--check-hosts --mpi", "--check-hosts is for --launcher slurm and ssh; ranks of this job are started by mpi"),
+    ("-cb -np 2", "-cb looks at this installation and starts nothing: leave out -np"),
+    ("--check-build train.py", "leave out the command 'train.py'"),
+    ("--check-build --check-hosts", "--check-build looks at this installation and starts nothing: leave out --check"),
+    ("-np 1 -p22 cmd", "-p is for remote hosts, and this job has none: name them with -H or --hostfile"),
+    ("-np 1 --log-level info -x HORO_LOG_LEVEL=debug cmd", "--log-level and -x HORO_LOG_LEVEL both set HORO_LOG_LEVEL"),
+    ("-np 1 --log-level info -x HOROVOD_LOG_LEVEL=off cmd", "--log-level and -x HOROVOD_LOG_LEVEL both set"),
+    ("-np 1 --no-move-ranks -x HORO_LEAVE_CROWDED_CORES=1 cmd", "--no-move-ranks and -x HORO_LEAVE_CROWDED_CORES"),
+    ("-np 1 --network-interfaces lo -x HORO_NETWORK_INTERFACES=a cmd", "--network-interfaces and -x HORO_NETWORK"),
+    ("-np 1 -x HOROVOD_RANK=3 cmd", "-x HOROVOD_RANK: hororun sets HOROVOD_RANK for every rank: leave it out"),
+    ("-np 1 -x HORO_SECRET=3 cmd", "-x HORO_SECRET: hororun sets"),
+    ("-np 1 -x HORO_HOST_MARK=3 cmd", "-x HORO_HOST_MARK: hororun sets"),
+    ("-np 1 --torch-env -x RANK=3 cmd", "-x RANK: hororun sets RANK for every rank (--torch-env): leave it out"),
+    ("-np 1 --master-port 5000 -x MASTER_PORT=3 cmd", "-x MASTER_PORT: hororun sets"),
+    ("-np 2 -H a:1 -H b:1 cmd", "-H is given twice: name all hosts in one HOSTS"),
+    ("-np 2 --hostfile a --hostfile b cmd", "--hostfile is given twice: name all hosts in one FILE"),
+    ("-np 2 --port-range 5 cmd", "--port-range: '5' is not a range of ports as 40000-40100, from 1024 to 65535"),
+    ("-np 2 --network-interfaces a,,b cmd", "--network-interfaces: 'a,,b' is no list of names"),
+]
+
+
+@pytest.mark.parametrize(("line", "fault"), WRONG)
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
     line: str, fault: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,8 +174,7 @@ def test_an_unreadable_line_of_a_host_file_is_named(tmp_path: Path, capfd: pytes
 
 
 def hororun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horo.runner", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_python("-m", "horo.runner", *words)
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
@@ -169,7 +186,7 @@ def test_what_is_asked_most_loads_little(option: str) -> None:
         "heavy = {'torch', 'numpy', 'ctypes', 'asyncio', 'subprocess', 'horo.core.context', 'horo._native'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True, timeout=60)
+    done = run_python("-c", code, option, check=True)
     assert ("usage: hororun" in done.stdout) or done.stdout == f"hororun {__version__}\n"
 
 
@@ -194,8 +211,7 @@ def test_check_build_says_what_is_there_and_where() -> None:
 
 def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_python("-c", code, *words)
 
 
 @pytest.mark.parametrize("option", ["-v", "--version"])

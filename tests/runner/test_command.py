@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Hororun
+from jobs import Hororun, run_python
+from parsing import parsed
 
 from horo.runner.agent.command import StartError, with_python
-from horo.runner.cli import main, parse
+from horo.runner.cli import main
 from horo.runner.job.forwarded_variables import outer_rank
 
 SHOW = "import os, sys\nprint(os.environ['HOROVOD_RANK'], sys.executable, *sys.argv)\n"
@@ -69,8 +70,7 @@ def test_a_command_that_is_nearly_right_is_told_what_is_missing(
 
 @pytest.mark.parametrize("words", ["-n 2", "-n2", "-np2", "-np=2", "--num-proc 2"])
 def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: str) -> None:
-    job = parse([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])
-    assert job is not None
+    job = parsed([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])
     assert (job.size, job.command) == (2, ("train.py", "-n7", "-np9"))
 
 
@@ -151,16 +151,12 @@ def test_a_wrong_value_in_the_environment_is_one_line_before_any_rank_starts(
 def test_a_wrong_value_in_the_environment_that_an_option_replaces_is_none() -> None:
     environment = {"HORO_CYCLE_TIME": "soon", "HOROVOD_CACHE_CAPACITY": "much"}
     words = ["-np", "2", "--cycle-time-ms", "3", "-x", "HORO_CACHE_CAPACITY=7", "true"]
-    job = parse(words, environment=environment)
-    assert job is not None
+    job = parsed(words, environment=environment)
     assert job.exports["HORO_CYCLE_TIME"] == "3"
 
 
 def show(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horo", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment}
-    )
+    return run_python("-m", "horo", *words, environment=environment)
 
 
 def test_check_build_shows_what_the_environment_has_set() -> None:
@@ -219,9 +215,7 @@ sys.exit(main(["-np", "1", "true"]))
 
 @pytest.mark.parametrize("at", ["horo.runner.cli.entry", "horo.runner.job.supervise"])
 def test_an_interrupt_while_hororun_starts_is_one_line(at: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, at], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run_python("-c", INTERRUPTED, at)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hororun: interrupted\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import parsing
 import pytest
 
 from horo.runner.cli import parse
@@ -36,9 +37,7 @@ SET = {
 
 def parsed(folder: Path, text: str, *words: str) -> Job:
     (folder / "job.yaml").write_text(text)
-    job = parse(["-np", "2", *words, "--config-file", str(folder / "job.yaml"), "cmd"])
-    assert job is not None
-    return job
+    return parsing.parsed(["-np", "2", *words, "--config-file", str(folder / "job.yaml"), "cmd"])
 
 
 def test_a_file_in_horovods_form_is_options(tmp_path: Path) -> None:

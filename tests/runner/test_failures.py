@@ -197,44 +197,29 @@ except SystemExit as error:
 LOST = b"Traceback ...\nhoro.errors.PeerLostError: allreduce 'w': rank %d (h2) is gone\n"
 
 
-def test_the_first_failure_in_time_is_the_cause() -> None:
-    endings = [Ending(3, "h"), Ending(1, "h", code=7), Ending(0, "h", code=1), Ending(2, "h", signal=15, asked=True)]
-    assert root_cause(endings) == endings[1]
+def told_to_end(rank: int) -> Ending:
+    return Ending(rank, "h", signal=15, asked=True)
 
 
-def test_a_rank_that_died_of_a_lost_peer_points_at_the_cause() -> None:
-    endings = [
-        Ending(0, "h1", code=1, stderr_tail=LOST % 2),
-        Ending(2, "h2", signal=9),
-        Ending(1, "h1", signal=15, asked=True),
-    ]
+AFTER_2 = Ending(0, "h1", code=1, stderr_tail=LOST % 2)
+SAYS_2 = Ending(0, "h1", code=1, stderr_tail=LOST % 3, note=Note(error="PeerLostError: x", points_at=2))
+OWN_ERROR = Ending(2, "h2", code=5, stderr_tail=LOST % 0, note=Note(error="KeyError: y"))
+CAUSES: dict[str, tuple[list[Ending], int | None, int]] = {
+    "none without a failure": ([Ending(0, "h"), told_to_end(1)], None, 0),
+    "the first in time": ([Ending(3, "h"), Ending(1, "h", code=7), Ending(0, "h", code=1), told_to_end(2)], 1, 7),
+    "the one that its victim points at": ([AFTER_2, Ending(2, "h2", signal=9), told_to_end(1)], 1, 137),
+    "not one that was told to end": ([AFTER_2, told_to_end(2)], 0, 1),
+    "a lost host, even if known later": ([AFTER_2, Ending(2, "h2", lost="ssh ended", asked=True)], 1, 69),
+    "by what a rank says, not by its last words": ([SAYS_2, Ending(3, "h2", code=4), OWN_ERROR], 2, 5),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_and_its_exit_code(case: str) -> None:
+    endings, place, code = CAUSES[case]
     cause = root_cause(endings)
-    assert cause == endings[1]
-    assert exit_code(cause) == 137
-
-
-def test_a_lost_peer_that_ended_because_it_was_told_to_is_not_the_cause() -> None:
-    endings = [Ending(0, "h1", code=1, stderr_tail=LOST % 2), Ending(2, "h2", signal=15, asked=True)]
-    assert root_cause(endings) == endings[0]
-
-
-def test_a_host_that_was_lost_is_the_cause_even_when_that_is_detected_later() -> None:
-    endings = [
-        Ending(0, "h1", code=1, stderr_tail=LOST % 2),
-        Ending(2, "h2", lost="ssh ended with code 255", asked=True),
-    ]
-    cause = root_cause(endings)
-    assert cause == endings[1]
-    assert exit_code(cause) == 69
-
-
-def test_what_a_rank_says_counts_more_than_its_last_words() -> None:
-    endings = [
-        Ending(0, "h1", code=1, stderr_tail=LOST % 3, note=Note(error="PeerLostError: x", points_at=2)),
-        Ending(3, "h2", code=4),
-        Ending(2, "h2", code=5, stderr_tail=LOST % 0, note=Note(error="ValueError: y")),
-    ]
-    assert root_cause(endings) == endings[2]
+    assert cause == (None if place is None else endings[place])
+    assert cause is None or exit_code(cause) == code
 
 
 def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end() -> None:
@@ -281,10 +266,6 @@ def test_the_rank_that_the_first_failure_points_at_is_awaited_until_its_end_is_k
     assert awaited([first, Ending(1, "h", code=1, note=Note(points_at=0))], {}) is None
 
 
-def test_without_a_failure_there_is_no_cause() -> None:
-    assert root_cause([Ending(0, "h"), Ending(1, "h", signal=15, asked=True)]) is None
-
-
 def test_the_report_names_rank_host_end_and_last_words_then_the_others() -> None:
     cause = Ending(2, "h2", signal=11, stderr_tail=b"".join(b"line %d\r\n" % n for n in range(30)) + b"\xff end\n\n")
     others = [Ending(5, "h2"), Ending(0, "h1", signal=15, asked=True), Ending(1, "h1", signal=15, asked=True)]
@@ -304,11 +285,6 @@ def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(numbers)
-
-
-@pytest.mark.parametrize(("ending", "code"), [(Ending(0, "h", code=3), 3), (Ending(0, "h", signal=9), 137)])
-def test_the_exit_code_is_that_of_the_rank(ending: Ending, code: int) -> None:
-    assert exit_code(ending) == code
 
 
 def read(reader: NoteReader, fd: int) -> Note:

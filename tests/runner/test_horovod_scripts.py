@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from jobs import DEADLINE_S, IMPORT_TORCH_SILENTLY, TORCH_S, Hororun
+from jobs import IMPORT_TORCH_SILENTLY, TORCH_S, Hororun, run_python
+from parsing import parsed
 
-from horo.config.ignored import PASSED_OVER, passed_over
+from horo.config.ignored import passed_over
 from horo.config.sources import encode_sources
-from horo.config.table import GROUPS, names_of, read_config
+from horo.config.table import read_config
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.cli import parse
-from horo.runner.cli.options import _REFUSED
 from horo.runner.config import JobError
 from horo.runner.job import external_launcher
 from horo.runner.job.forwarded_variables import forwarded
@@ -73,18 +72,6 @@ def old_script(tmp_path: Path) -> str:
     return "old.py"
 
 
-def run_python(words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TORCH_S,
-    )
-
-
 @pytest.mark.parametrize(
     ("where", "command"),
     [("localhost:8", ["old.py"]), ("one:2,two:2", [sys.executable, "old.py"])],
@@ -122,8 +109,7 @@ def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -
         ([], {}, False),
         (["--horovod", "-H", "localhost:1"], {}, False),
     ):
-        job = parse([*before, *words], environment={"PATH": os.environ["PATH"], **environment})
-        assert job is not None
+        job = parsed([*before, *words], environment={"PATH": os.environ["PATH"], **environment})
         assert job.oversubscribe is expected
 
 
@@ -145,7 +131,8 @@ def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_p
 
 @pytest.mark.parametrize("form", [["old.py"], ["-m", "old"]], ids=" ".join)
 def test_python_m_horo_horovod(form: list[str], old_script: str, tmp_path: Path) -> None:
-    done = run_python(["-m", "horo.horovod", *form, "--lr", "1"], tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+    words, environment = ["-m", "horo.horovod", *form, "--lr", "1"], {"PYTHONPATH": str(tmp_path / "installed")}
+    done = run_python(*words, cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [line.format(size=1, arguments=["--lr", "1"]) for line in PRINTED]
 
@@ -161,17 +148,17 @@ FLAGS = [
 @pytest.mark.parametrize(("before", "kept"), FLAGS, ids=[" ".join(before) for before, _ in FLAGS])
 def test_options_of_python_are_those_of_the_script(before: list[str], kept: list[str], tmp_path: Path) -> None:
     code = "import sys; print(sys.orig_argv[1:-4], sys.argv[1:])"
-    done = run_python([*before, "-c", code, "-m", "x"], tmp_path)
+    done = run_python(*before, "-c", code, "-m", "x", cwd=tmp_path)
     assert (done.stdout, done.stderr) == (f"{kept} ['-m', 'x']\n", "")
 
 
 def test_python_m_horo_horovod_says_how_it_is_used(tmp_path: Path) -> None:
-    shown = run_python(["-m", "horo.horovod", "--help"], tmp_path)
+    shown = run_python("-m", "horo.horovod", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert shown.stdout.startswith("usage: python -m horo.horovod train.py")
-    done = run_python(["-m", "horo.horovod"], tmp_path)
+    done = run_python("-m", "horo.horovod", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, shown.stdout)
-    ignoring = run_python(["-E", "-m", "horo.horovod", "old.py"], tmp_path)
+    ignoring = run_python("-E", "-m", "horo.horovod", "old.py", cwd=tmp_path)
     assert (ignoring.returncode, ignoring.stderr) == (
         2,
         "horo.horovod: this Python ignores PYTHONPATH (-I, -E): leave that out\n",
@@ -188,7 +175,7 @@ MISSING = [
 
 def test_what_is_missing_is_an_import_error(tmp_path: Path) -> None:
     tries = [f"try:\n    {line}\nexcept ImportError as error:\n    print(repr(str(error)))\n" for line, _ in MISSING]
-    done = run_python(["-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + "".join(tries)], tmp_path)
+    done = run_python("-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + "".join(tries), cwd=tmp_path)
     for said, (_, text) in zip(map(ast.literal_eval, done.stdout.splitlines()), MISSING, strict=True):
         assert said.startswith(text)
     assert (done.returncode, done.stderr) == (0, "")
@@ -200,7 +187,7 @@ def test_a_horovod_that_is_imported_stays(tmp_path: Path, old_script: str) -> No
         "try:\n    horo.horovod.install()\nexcept ImportError as error:\n    print(error)\n"
         "print(horo.horovod.is_installed())"
     )
-    done = run_python(["-c", code], tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+    done = run_python("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path / "installed")})
     _said, error, installed = done.stdout.splitlines()
     assert error.startswith("horovod is imported already, from ")
     assert installed == "False"
@@ -218,7 +205,7 @@ subprocess.run([sys.executable, "-c", "import horovod; print(horovod.__version__
 
 
 def test_the_names_can_be_had_by_a_call_and_in_what_the_script_starts(tmp_path: Path) -> None:
-    assert run_python(["-c", BY_A_CALL], tmp_path).stdout == "False True None\n0.28.1\n"
+    assert run_python("-c", BY_A_CALL, cwd=tmp_path).stdout == "False True None\n0.28.1\n"
 
 
 UTIL = """
@@ -255,7 +242,7 @@ print(len(seen), util.num_rank_is_power_2(8), util.check_num_rank_power_of_2(0))
 
 
 def test_what_scripts_import_from_the_modules_of_horovod_is_there(tmp_path: Path) -> None:
-    done = run_python(["-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + UTIL], tmp_path)
+    done = run_python("-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + UTIL, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("1 True False\n", "")
 
 
@@ -273,31 +260,10 @@ def test_pythonpath_keeps_its_folders() -> None:
 
 def test_mpirun_passes_the_names_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    job = parse(["--horovod", "--mpi", "-np", "2", "-H", "a:1,b:1", "cmd"])
-    assert job is not None
+    job = parsed(["--horovod", "--mpi", "-np", "2", "-H", "a:1,b:1", "cmd"])
     told = external_launcher._environment(job, os.environ, 1)
     assert Path(told["PYTHONPATH"], "horovod.py").is_file()
     assert forwarded({"PYTHONPATH": "x", "HORO_HOROVOD": "1"}).keys() == {"PYTHONPATH", "HORO_HOROVOD"}
-
-
-def test_variables_that_do_nothing_are_named() -> None:
-    assert passed_over({"HOROVOD_CCL_CACHE": "1", "HOROVOD_ELASTIC": "0", "HOROVOD_CYCLE_TIME": "1"}) == [
-        "HOROVOD_CCL_CACHE does nothing here: horo does not use oneCCL"
-    ]
-    assert passed_over({"HOROVOD_NUM_NCCL_STREAMS": "many", "HOROVOD_ELASTIC_TIMEOUT": "-1"}) == [
-        "HOROVOD_ELASTIC_TIMEOUT does nothing here: hororun --elastic-timeout sets it",
-        f"HOROVOD_NUM_NCCL_STREAMS does nothing here: {PASSED_OVER['HOROVOD_NUM_NCCL_STREAMS']}",
-    ]
-    assert not names_of(*GROUPS) & PASSED_OVER.keys()
-
-
-def test_times_of_stall_checks_that_are_off_are_named() -> None:
-    times = {"HORO_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9"}
-    assert passed_over(times | {"HOROVOD_STALL_CHECK_DISABLE": "0"}) == []
-    assert passed_over(times | {"HOROVOD_STALL_CHECK_DISABLE": "1"}) == [
-        "HORO_STALL_CHECK_TIME_SECONDS does nothing beside HOROVOD_STALL_CHECK_DISABLE=1",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS does nothing beside HOROVOD_STALL_CHECK_DISABLE=1",
-    ]
 
 
 def test_what_does_nothing_is_told_of_arguments_too() -> None:
@@ -344,46 +310,14 @@ def test_horovods_order_of_calls_is_the_default_there(environment: dict[str, str
 def test_horovodrun_is_installed_and_is_hororun_for_horovod(tmp_path: Path) -> None:
     (command,) = entry_points(group="console_scripts", name="horovodrun")
     assert command.value == "horo.runner.cli:main_for_horovod"
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())",
-         "-np", "1", "--no-prefix", "--disable-cache", "--autotune-gaussian-process-noise", "1",
-         "printenv", "HORO_HOROVOD"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=DEADLINE_S,
-    )  # fmt: skip
+    code = "import sys; from horo.runner.cli import main_for_horovod; sys.exit(main_for_horovod())"
+    passed_over = ["--disable-cache", "--autotune-gaussian-process-noise", "1"]
+    done = run_python("-c", code, "-np", "1", "--no-prefix", *passed_over, "printenv", "HORO_HOROVOD", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert done.stderr.splitlines() == [
         "hororun: warning: --disable-cache does nothing here: hororun keeps no cache of earlier checks",
         "hororun: warning: --autotune-gaussian-process-noise does nothing here: horo's search has no Gaussian process",
     ]
-
-
-@pytest.mark.parametrize("horovod", [(), ("--horovod",)], ids=["hororun", "horovodrun"])
-@pytest.mark.parametrize("option", _REFUSED)
-def test_an_option_that_only_tunes_horovod_is_passed_over(
-    option: str, horovod: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    values, reason = _REFUSED[option]
-    words = [*horovod, option, *("1" * values), "-np", "2", "cmd"]
-    if reason.startswith("an elastic job"):
-        with pytest.raises(SystemExit):
-            parse(words)
-        assert f"hororun: {option}: {reason}" in capsys.readouterr().err
-    else:
-        job = parse(words)
-        assert job is not None
-        (sentence,) = job.passed_over
-        assert sentence.startswith(f"{option} does nothing here: ")
-
-
-@pytest.mark.parametrize("option", [each for each, (values, _) in _REFUSED.items() if values])
-def test_the_value_of_an_option_that_is_passed_over_is_a_number(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values, reason = _REFUSED[option]
-    with pytest.raises(SystemExit):
-        parse(["--horovod", option, *("x" * values), "-np", "2", "cmd"])
-    expected = reason if reason.startswith("an elastic job") else "'x' is not a number"
-    assert f"hororun: {option}: {expected}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -401,11 +335,9 @@ def test_an_option_for_another_job_is_passed_over(words: str, reason: str) -> No
     """Horovod takes it without a word."""
     with pytest.raises(JobError):
         parse([*words.split(), "-np", "2", "cmd"])
-    job = parse(["--horovod", *words.split(), "-np", "2", "cmd"])
-    assert job is not None
+    job = parsed(["--horovod", *words.split(), "-np", "2", "cmd"])
     (sentence,) = job.passed_over
     assert " does nothing here: " in sentence
     assert reason in sentence
-    fitting = parse(["--horovod", "-H", "a:2", "-p", "22", "--mpi-args=-v", "--mpi", "-np", "2", "cmd"])
-    assert fitting is not None
+    fitting = parsed(["--horovod", "-H", "a:2", "-p", "22", "--mpi-args=-v", "--mpi", "-np", "2", "cmd"])
     assert fitting.passed_over == ()

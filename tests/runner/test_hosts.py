@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parsing import parsed
 
-from horo.runner.cli import parse
-from horo.runner.config import Job, JobError
+from horo.runner.config import JobError
 from horo.runner.hosts import HostsError, HostSpec, parse_host_file, parse_hosts
 from horo.runner.job.placement import PlacementError, place
 from horo.runner.start.allocation import Allocation, AllocationError, find_allocation
@@ -256,20 +256,14 @@ def test_half_of_it_is_no_allocation(environ: dict[str, str]) -> None:
     ("changed", "fault"),
     [
         ({"SLURM_JOB_NODELIST": "node[1-"}, r"SLURM_JOB_NODELIST='node\[1-': .*node\[1-"),
-        (
-            {"SLURM_JOB_NODELIST": "-oProxyCommand=x", "SLURM_TASKS_PER_NODE": "1"},
-            "SLURM_JOB_NODELIST='-oProxyCommand=x'.* no name of a host",
-        ),
+        ({"SLURM_JOB_NODELIST": "-oProxy=x", "SLURM_TASKS_PER_NODE": "1"}, "NODELIST='-oProxy=x'.* no name of a host"),
         ({"SLURM_TASKS_PER_NODE": "2(y3)"}, r"SLURM_TASKS_PER_NODE='2\(y3\)'"),
         ({"SLURM_TASKS_PER_NODE": "2(x3)"}, r"SLURM_TASKS_PER_NODE='2\(x3\)': speaks of 3 hosts, and the job has 4"),
         ({"SLURM_TASKS_PER_NODE": "2(x3),0"}, "a host with 0"),
+        ({"SLURM_TASKS_PER_NODE": "", "SLURM_JOB_CPUS_PER_NODE": "4"}, "CPUS_PER_NODE='4': speaks of 1 hosts"),
         (
-            {"SLURM_TASKS_PER_NODE": "", "SLURM_JOB_CPUS_PER_NODE": "4"},
-            "SLURM_JOB_CPUS_PER_NODE='4': speaks of 1 hosts",
-        ),
-        (
-            {"SLURM_TASKS_PER_NODE": "", "SLURM_JOB_CPUS_PER_NODE": "", "SLURM_CPUS_ON_NODE": ""},
-            "neither SLURM_TASKS_PER",
+            dict.fromkeys(["SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_CPUS_ON_NODE"], ""),
+            "neither SLURM_",
         ),
         ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID='x': is no number"),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4: srun has started 4 copies"),
@@ -387,12 +381,6 @@ def test_a_damaged_allocation_matters_only_where_it_is_needed() -> None:
     assert allocated(environ, named=True) is None
     with pytest.raises(JobError, match="SLURM_JOB_NODELIST='a\\['"):
         allocated(environ, named=False)
-
-
-def parsed(line: str) -> Job:
-    job = parse(line.split())
-    assert job is not None
-    return job
 
 
 def test_options_for_mpirun_become_part_of_the_job() -> None:

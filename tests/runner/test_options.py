@@ -147,65 +147,6 @@ def test_an_option_has_an_effect_or_is_refused_by_name(
         assert words[0].partition("=")[0] in refusal
 
 
-PAIRS = [
-    ("-np 1 --no-prefix --prefix-timestamp cmd", "--prefix-timestamp has no effect beside --no-prefix"),
-    ("-np 1 --no-prefix --prefix-host cmd", "--prefix-host has no effect beside --no-prefix"),
-    (
-        "-np 1 --no-stall-check --stall-check-warning-time-seconds 3 cmd",
-        "--stall-check-warning-time-seconds has no effect beside --no-stall-check",
-    ),
-    (
-        "-np 1 --no-stall-check --stall-check-shutdown-time-seconds 3 cmd",
-        "--stall-check-shutdown-time-seconds has no effect beside --no-stall-check",
-    ),
-    (
-        "-np 1 --stall-check-warning-time-seconds 0 --stall-check-shutdown-time-seconds 3 cmd",
-        "--stall-check-shutdown-time-seconds has no effect where --stall-check-warning-time-seconds is 0",
-    ),
-    ("--check-hosts -np 2", "--check-hosts starts no rank: leave out -np"),
-    ("--check-hosts -n2", "--check-hosts starts no rank: leave out -n"),
-    ("--check-hosts train.py", "--check-hosts starts no rank: leave out the command 'train.py'"),
-    ("--check-hosts --mpi", "--check-hosts is for --launcher slurm and ssh; ranks of this job are started by mpi"),
-    ("-cb -np 2", "-cb looks at this installation and starts nothing: leave out -np"),
-    ("--check-build train.py", "leave out the command 'train.py'"),
-    ("--check-build --check-hosts", "--check-build looks at this installation and starts nothing: leave out --check"),
-    ("-np 1 -p22 cmd", "-p is for remote hosts, and this job has none: name them with -H or --hostfile"),
-    ("-np 1 --log-level info -x HORO_LOG_LEVEL=debug cmd", "--log-level and -x HORO_LOG_LEVEL both set HORO_LOG_LEVEL"),
-    ("-np 1 --log-level info -x HOROVOD_LOG_LEVEL=off cmd", "--log-level and -x HOROVOD_LOG_LEVEL both set"),
-    ("-np 1 --no-move-ranks -x HORO_LEAVE_CROWDED_CORES=1 cmd", "--no-move-ranks and -x HORO_LEAVE_CROWDED_CORES"),
-    ("-np 1 --network-interfaces lo -x HORO_NETWORK_INTERFACES=a cmd", "--network-interfaces and -x HORO_NETWORK"),
-    ("-np 1 -x HOROVOD_RANK=3 cmd", "-x HOROVOD_RANK: hororun sets HOROVOD_RANK for every rank: leave it out"),
-    ("-np 1 -x HORO_SECRET=3 cmd", "-x HORO_SECRET: hororun sets"),
-    ("-np 1 -x HORO_HOST_MARK=3 cmd", "-x HORO_HOST_MARK: hororun sets"),
-    ("-np 1 --torch-env -x RANK=3 cmd", "-x RANK: hororun sets RANK for every rank (--torch-env): leave it out"),
-    ("-np 1 --master-port 5000 -x MASTER_PORT=3 cmd", "-x MASTER_PORT: hororun sets"),
-    ("-np 2 -H a:1 -H b:1 cmd", "-H is given twice: name all hosts in one HOSTS"),
-    ("-np 2 --hostfile a --hostfile b cmd", "--hostfile is given twice: name all hosts in one FILE"),
-    ("-np 2 --port-range 5 cmd", "--port-range: '5' is not a range of ports as 40000-40100, from 1024 to 65535"),
-    ("-np 2 --network-interfaces a,,b cmd", "--network-interfaces: 'a,,b' is no list of names"),
-]
-
-
-@pytest.mark.parametrize(("line", "sentence"), PAIRS)
-def test_options_that_exclude_each_other_are_both_named(
-    line: str, sentence: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(line.split())
-    except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
-    captured = capfd.readouterr()
-    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
-    assert sentence in captured.err
-
-
-@pytest.mark.parametrize("option", ["--output-filename", "--remote-python", "--remote-shell", "--mpirun", "-i"])
-def test_an_empty_value_is_refused(option: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["-np", "1", "-H", "a:1", option, "", "cmd"])
-    assert capfd.readouterr().err.endswith(": its value is empty (try 'hororun --help')\n")
-
-
 @pytest.mark.parametrize(
     ("line", "similar"),
     [

@@ -45,12 +45,8 @@ def test_nothing_is_lost_and_nothing_invented(data: bytes) -> None:
 
 
 def test_a_carriage_return_ends_an_update_and_before_a_newline_a_line() -> None:
-    assert split([b"\r10%\r20%\r", b"\n30%\rend"]) == [
-        Piece(b"10%", True),
-        Piece(b"20%", False),
-        Piece(b"30%", True),
-        Piece(b"end", False),
-    ]
+    pieces = [Piece(b"10%", True), Piece(b"20%", False), Piece(b"30%", True), Piece(b"end", False)]
+    assert split([b"\r10%\r20%\r", b"\n30%\rend"]) == pieces
 
 
 def test_a_line_without_end_is_cut_before_it_fills_memory() -> None:
@@ -198,10 +194,8 @@ def test_a_file_that_cannot_be_made_is_named(hororun: Hororun, tmp_path: Path) -
     (tmp_path / "rank.0").touch()
     done = hororun.run("-np", "1", "--output-filename", str(tmp_path), "true")
     assert done.returncode == 2
-    assert (
-        done.stderr
-        == f"hororun: --output-filename {tmp_path}: {tmp_path}/rank.0 is a file, and a folder is needed: name another\n"
-    )
+    said = f"{tmp_path}/rank.0 is a file, and a folder is needed: name another"
+    assert done.stderr == f"hororun: --output-filename {tmp_path}: {said}\n"
 
 
 def test_verbose_says_what_is_done(hororun: Hororun) -> None:

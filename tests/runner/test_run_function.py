@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import cloudpickle
 import pytest
-from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, marked_processes, wait_until
+from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, run_python, wait_until
 
 import horo
 from horo.bootstrap.store.client import StoreClient
@@ -202,35 +201,22 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TORCH_S,
-        check=True,
-    )
+    done = run_python(str(script), str(tmp_path), cwd=tmp_path, check=True)
     *said, results = done.stdout.splitlines()
     assert sorted(said) == ["[0] begins 0 neighbour", "[1] begins 1 neighbour"]
     assert results == "['neighbour', 'neighbour']"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_caller_is_ended(
-    script: Path, tmp_path: Path, number: signal.Signals, code: int
+    hororun: Hororun, script: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     (script.parent / "helper.py").write_text("WORD = ''\nWAITS = True\n")
-    runner = Hororun()
-    launched = runner.launch([sys.executable, str(script), str(tmp_path)], cwd=tmp_path)
-    try:
-        wait_until(
-            lambda: all((tmp_path / f"began{rank}").exists() for rank in (0, 1)), "both ranks", deadline_s=TORCH_S
-        )
-        os.kill(launched.process.pid, number)
-        assert launched.process.wait(DEADLINE_S) == code
-        wait_until(lambda: not marked_processes(launched.mark), "nothing left")
-    finally:
-        runner.clean_up()
+    launched = hororun.launch([sys.executable, str(script), str(tmp_path)], cwd=tmp_path)
+    wait_until(lambda: all((tmp_path / f"began{rank}").exists() for rank in (0, 1)), "both ranks", deadline_s=TORCH_S)
+    os.kill(launched.process.pid, number)
+    assert launched.process.wait(DEADLINE_S) == -number
+    launched.nothing_is_left()
 
 
 def test_a_result_that_cannot_travel_is_told() -> None:

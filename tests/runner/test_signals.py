@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from jobs import Flags, Hororun, Launched, make_remote_shell, wait_until
+from parsing import parsed
 
-from horo.runner.cli import parse
 from horo.runner.job.signals import SignalsToRanks
 from horo.runner.loop import Timer
 from horo.runner.processes import send_signal
@@ -283,8 +283,7 @@ def shell(script: str, flags: Flags) -> list[str]:
 
 
 def grace_s(line: str) -> float:
-    job = parse(line.split())
-    assert job is not None
+    job = parsed(line)
     return job.grace_s
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Hororun
+from parsing import parsed
 from trace_events import parse_timeline, rows_of
 
 from horo.runner.cli import parse
@@ -29,8 +30,7 @@ rank.close()
 
 
 def exports_of(*words: str, environment: dict[str, str] | None = None) -> dict[str, str]:
-    job = parse(["-np", "2", *words, "cmd"], environment=environment or {})
-    assert job is not None
+    job = parsed(["-np", "2", *words, "cmd"], environment=environment or {})
     assert job.passed_over == ()
     return job.exports
 
@@ -48,8 +48,7 @@ def test_options_become_variables_of_the_ranks() -> None:
 def test_marks_without_a_timeline_are_refused_or_in_a_script_of_horovods_passed_over() -> None:
     with pytest.raises(JobError, match="--timeline-mark-cycles has no effect: no --timeline-filename asks for a time"):
         exports_of("--timeline-mark-cycles")
-    job = parse(["-np", "2", "--timeline-mark-cycles", "cmd"], for_horovod=True, environment={})
-    assert job is not None
+    job = parsed(["-np", "2", "--timeline-mark-cycles", "cmd"], for_horovod=True, environment={})
     assert job.passed_over == ("--timeline-mark-cycles does nothing here: no --timeline-filename asks for a timeline",)
     assert "HORO_TIMELINE_MARK_CYCLES" not in job.exports  # else the ranks would say it once more
 
@@ -176,8 +175,7 @@ def test_a_merge_without_a_timeline_of_each_rank_is_refused(words: str, sentence
     with pytest.raises(JobError) as caught:
         parse(["-np", "2", "--timeline-merge", "all.json", *words.split(), "cmd"], environment={})
     assert str(caught.value).startswith(f"--timeline-merge all.json has no effect: {sentence}")
-    job = parse(["-np", "2", "--timeline-merge", "a", "cmd"], environment={"HOROVOD_TIMELINE": "t{rank}"})
-    assert job is not None
+    job = parsed(["-np", "2", "--timeline-merge", "a", "cmd"], environment={"HOROVOD_TIMELINE": "t{rank}"})
     assert job.timelines == TimelineMerge("a", "t{rank}")
 
 

@@ -177,31 +177,22 @@ def test_nonsense_ends_the_connection_with_a_sentence_that_names_the_host(tmp_pa
     assert not any(getattr(event, "rank", 0) for event in events)
 
 
-def test_what_ssh_and_agents_say_moves_no_cursor(tmp_path: Path) -> None:
+def test_what_ssh_and_agents_say_moves_no_cursor(hororun: Hororun, tmp_path: Path) -> None:
     """Neither ssh's last words nor an agent's version nor its sentence have their control characters in hororun's."""
     evil = "\x1b]0;title\x07\x9b2J\x08\u202e"
-    said = {
-        "ssh": f"printf '%s\\n' 'no route{evil}' >&2; exit 255",
-        "version": "cat said; exec cat",
-        "failed": "cat said; exec cat",
-    }
+    says = "cat said; exec cat"
+    said = {"ssh": f"printf '%s\\n' 'no route{evil}' >&2; exit 255", "version": says, "failed": says}
     messages = {
         "version": MAGIC + encode_json(Kind.HOST_INFO, {**INFO, "version": f"9.9{evil}\ud800\nhororun: all is well"}),
         "failed": GOOD + encode_json(Kind.FAILED, {"message": f"no{evil}\ud800\nhororun: all is well", "code": 70}),
     }
-    runner = Hororun()
-    shell = tmp_path / "shell"
-    try:
-        for case, script in said.items():
-            shell.write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
-            shell.chmod(0o755)
-            (tmp_path / "said").write_bytes(messages.get(case, b""))
-            done = runner.run("-np", "1", "--remote-shell", str(shell), "true", where="one:1")
-            assert done.returncode in (69, 70, 78), done.stderr
-            assert done.stderr.removesuffix("\n").isprintable(), (case, done.stderr)
-            assert "\\x1b]0;title\\x07\\x9b2J" in done.stderr, case
-    finally:
-        runner.clean_up()
+    for case, script in said.items():
+        hororun.remote_shell = make_remote_shell(tmp_path, f"cd {tmp_path}\n{script}")
+        (tmp_path / "said").write_bytes(messages.get(case, b""))
+        done = hororun.run("-np", "1", "true", where="one:1")
+        assert done.returncode in (69, 70, 78), done.stderr
+        assert done.stderr.removesuffix("\n").isprintable(), (case, done.stderr)
+        assert "\\x1b]0;title\\x07\\x9b2J" in done.stderr, case
 
 
 DIGITS = b"9" * 5000
@@ -240,7 +231,7 @@ def test_a_note_that_is_none_is_passed_over(line: bytes) -> None:
     assert reader.note == Note(joined=True)
 
 
-def test_hororun_survives_a_rank_that_writes_digits_and_notes_without_end(tmp_path: Path) -> None:
+def test_hororun_survives_a_rank_that_writes_digits_and_notes_without_end(hororun: Hororun) -> None:
     script = (
         "import os\n"
         "fd = int(os.environ['HORO_END_PIPE'].partition(':')[0])\n"
@@ -248,11 +239,7 @@ def test_hororun_survives_a_rank_that_writes_digits_and_notes_without_end(tmp_pa
         "os.write(2, b'PeerLostError: rank ' + b'9' * 5000 + b' is gone\\n')\n"
         "os._exit(3)\n"
     )
-    runner = Hororun(make_remote_shell(tmp_path))
-    try:
-        done = runner.run("-np", "1", sys.executable, "-S", "-c", script)
-    finally:
-        runner.clean_up()
+    done = hororun.run("-np", "1", sys.executable, "-S", "-c", script)
     assert done.returncode == 3
     assert "hororun: rank 0 on localhost exited with code 3; the job was ended\n" in done.stderr
 
@@ -269,15 +256,10 @@ TOLD_BYTES = PIECE * COUNT
 
 
 @pytest.mark.parametrize("where", ["localhost:1", "one:1"], ids=["direct", "agent"])
-def test_the_end_of_a_rank_is_known_although_what_it_left_behind_writes_on(tmp_path: Path, where: str) -> None:
-    runner = Hororun(make_remote_shell(tmp_path))
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            done = runner.run(
-                "-np", "1", "--grace-seconds", "0.3", sys.executable, "-S", "-c", FLOOD, where=where, stdout=nowhere
-            )
-    finally:
-        runner.clean_up()
+def test_the_end_of_a_rank_is_known_although_what_it_left_behind_writes_on(hororun: Hororun, where: str) -> None:
+    words = ["-np", "1", "--grace-seconds", "0.3", sys.executable, "-S", "-c", FLOOD]
+    with Path(os.devnull).open("wb") as nowhere:
+        done = hororun.run(*words, where=where, stdout=nowhere)
     assert done.returncode == 5
     assert "exited with code 5" in done.stderr
 

@@ -10,7 +10,6 @@ import json
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from fabric import make_setups
-from jobs import Hororun, make_remote_shell
+from jobs import Hororun, run_python
 
 import horo.bootstrap
 import horo.runner
@@ -203,8 +202,7 @@ def test_hororun_says_which_file_it_is_and_what_to_do(tmp_path: Path) -> None:
     folder, secret = prepare(tmp_path)
     (folder / "stdout").symlink_to(secret)
     words = ["-np", "1", "-H", "localhost:1", "--output-filename", str(tmp_path / "logs"), "true"]
-    command = [sys.executable, "-m", "horo.runner", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-m", "horo.runner", *words)
     assert done.returncode == 2
     assert done.stderr == (
         f"hororun: --output-filename {tmp_path}/logs: cannot make {folder}/stdout: "
@@ -233,8 +231,8 @@ ALL = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"
 )
 def test_no_command_imports_any_module_of_that_name(tmp_path: Path, module: str, option: str) -> None:
     ran = plant(tmp_path, (*ALL, "__future__"))
-    command = [sys.executable, f"{option}{module}" if option == "-um" else option, *[module] * (option != "-um"), "-h"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    words = [f"{option}{module}"] if option == "-um" else [option, module]
+    done = run_python(*words, "-h", cwd=tmp_path)
     assert (done.returncode, ran.exists()) == (0, False), done.stderr
 
 
@@ -243,38 +241,28 @@ def test_a_function_of_horo_run_finds_what_lies_beside_its_script(tmp_path: Path
     (tmp_path / "train.py").write_text(
         "import beside, horo\nif __name__ == '__main__':\n    print(horo.run(beside.rank, np=1))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("train.py", cwd=tmp_path)
     assert done.stdout == "[7]\n", done.stderr
 
 
 def test_a_job_imports_no_modules_of_the_current_directory(tmp_path: Path) -> None:
     ran = plant(tmp_path)
-    command = [sys.executable, "-m", "horo", "-np", "1", "-H", "localhost:1", "true"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-m", "horo", "-np", "1", "-H", "localhost:1", "true", cwd=tmp_path)
     assert (done.returncode, ran.exists()) == (0, False), done.stderr
 
 
-def test_agents_do_not_import_from_it_either(tmp_path: Path) -> None:
+def test_agents_do_not_import_from_it_either(hororun: Hororun, tmp_path: Path) -> None:
     ran = plant(tmp_path)
-    (tmp_path / "shell").mkdir()
-    runner = Hororun(make_remote_shell(tmp_path / "shell"))
-    try:
-        done = runner.run("-np", "2", "true", where="one:1,two:1", cwd=tmp_path)
-    finally:
-        runner.clean_up()
+    done = hororun.run("-np", "2", "true", where="one:1,two:1", cwd=tmp_path)
     assert (done.returncode, ran.exists()) == (0, False), done.stderr
 
 
 def test_a_script_still_imports_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "train.py").write_text("import beside\nimport os\nos.write(1, b'imported\\n')\n")
-    command = [sys.executable, "-m", "horo.runner", "-np", "1", "-H", "localhost:1", "--no-prefix"]
+    hororun = ["-m", "horo.runner", "-np", "1", "-H", "localhost:1", "--no-prefix"]
     for words in (["train.py"], ["-m", "train"]):
-        done = subprocess.run(
-            [*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-        )  # fmt: skip
+        done = run_python(*hororun, *words, cwd=tmp_path)
         assert done.stdout == "imported\n", done.stderr
 
 

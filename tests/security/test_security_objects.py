@@ -15,7 +15,7 @@ from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.errors import MismatchError
-from horo.torch.engine import runtime, submit
+from horo.torch.engine import runtime
 from horo.torch.functions import object_mac
 
 
@@ -96,31 +96,6 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
 
     ranks2.run(check)
     assert not Path(ran).exists()
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@on("ranks2")
-def test_a_call_that_came_about_on_some_ranks_only_refuses_no_later_one(operation: str) -> None:
-    """Rank 0 leaves its first call before anything was sent; its second one meets the first one of rank 1."""
-
-    def run(value: int) -> object:
-        if operation == "broadcast":
-            return hvd.broadcast_object(value, root_rank=0, name="left")
-        return hvd.allgather_object(value, name="left")
-
-    if hvd.rank() == 0:
-        patch = pytest.MonkeyPatch()
-
-        def leave(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        with patch.context() as patched:
-            patched.setattr(submit, "_submit", leave)
-            patched.setattr(submit, "_execute", leave)
-            with pytest.raises(KeyboardInterrupt):
-                run(7)
-    for value in (8, 9):
-        assert run(value) == (value if operation == "broadcast" else [value, value])
 
 
 @on("ranks2")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jobs import wait_until
+from jobs import run_python, wait_until
 
 from horo.bootstrap.auth.frames import pack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate
@@ -210,9 +210,7 @@ def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be()
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             print(soft - count in range(32, 64), soft, hard, missing)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", textwrap.dedent(script), check=True)
     few, some, many = done.stdout.splitlines()
     assert few == "True 64 512 "
     assert some.startswith("True 2") and some.endswith(" 512 ")
@@ -233,9 +231,7 @@ def test_hororun_may_open_all_files_and_its_ranks_have_the_limit_of_before() -> 
         child.wait()
         print(child.stdout.read().decode())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", textwrap.dedent(script), check=True)
     assert done.stdout.split("\n")[:2] == ["(512, 512)", "(256, 512)"]
 
 
