@@ -72,7 +72,7 @@ enum horo_op {
 enum horo_reduce_op {
     HORO_AVERAGE = 0,
     HORO_SUM = 1,
-    HORO_ADASUM = 2, /* allreduce of floats: tensor by tensor, pairs of ranks as a tree, see backend/adasum.c */
+    HORO_ADASUM = 2, /* allreduce of floats: tensor by tensor, pairs of ranks as a tree, see collective/adasum.c */
     HORO_MIN = 3,
     HORO_MAX = 4,
     HORO_PRODUCT = 5,

@@ -12,7 +12,7 @@
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
-#include "node/node_setup.h"
+#include "node/team.h"
 
 struct horo_context {
     struct hr_node node;
@@ -68,7 +68,7 @@ static int create_parts(struct horo_context *context, const horo_setup *setup, s
         hr_team_destroy(world);
         return status;
     }
-    struct hr_backend *backend = hr_adasum_create(world);
+    struct hr_backend *backend = hr_host_backend_create(world);
     if (backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
         hr_team_destroy(world);
@@ -166,7 +166,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }
-    *backend = status == HORO_OK ? hr_adasum_create(created) : NULL;
+    *backend = status == HORO_OK ? hr_host_backend_create(created) : NULL;
     if (status == HORO_OK && *backend == NULL) {
         status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }

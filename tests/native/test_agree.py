@@ -12,8 +12,6 @@ from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 from horo.core import context
 from horo.errors import MismatchError
 
-# ---- What ranks agree on: which names are known by an id, how large a message gets, and what differs ----
-
 
 @pytest.fixture
 def lone() -> Iterator[Rank]:

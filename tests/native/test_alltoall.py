@@ -78,6 +78,9 @@ def test_any_splits_over_any_layout(rank: Rank) -> None:
     for step in range(12):
         check(rank, [random_plan(rank.size, step)])
     check(rank, [Plan([[0] * rank.size] * rank.size)])
+    for step in range(4):
+        dtypes = (np.uint8, np.float64, bool)
+        check(rank, [random_plan(rank.size, 10 * step + i, dtype) for i, dtype in enumerate(dtypes)], "group")
 
 
 @pytest.mark.parametrize("hosts", [*range(2, 14), 16, 17, 23], ids=lambda hosts: f"{hosts} hosts")
@@ -90,14 +93,6 @@ def test_every_host_reaches_every_other(hosts: int) -> None:
         check(rank, [Plan([[300] * rank.size] * rank.size)])
 
     run_ranks(body, host_of_rank=layout, spin_us=0)
-
-
-@over_every_layout
-@ways
-@on_ranks("host_of_rank", "direct_bytes", segment_bytes=1 << 12)
-def test_groups_of_any_dtypes(rank: Rank) -> None:
-    for step in range(4):
-        check(rank, [random_plan(rank.size, 10 * step + i, t) for i, t in enumerate((np.uint8, np.float64, bool))])
 
 
 @pytest.mark.parametrize("hosts", [[70], [33, 32]], ids=str)

@@ -127,56 +127,32 @@ COUNT = 300
 SCALED = {"prescale": 0.3, "postscale": 0.7}
 
 
-class Paths:
-    """The same allreduce of all ranks, by each path in turn; rank 0 leads the agreement."""
-
-    def __init__(self, group: Group, hosts: list[int], inputs: list[np.ndarray], options: dict[str, Any]) -> None:
-        self._group = group
-        self._roots, self._others = range(hosts[0]), range(hosts[0], sum(hosts))
-        self._inputs = inputs
-        self._options = options
-        self._together = threading.Barrier(len(inputs))
-
-    def _messages(self, leader: int) -> int:
-        return self._group.contexts[leader].counters()["messages_sent"]
-
-    def _meet(self, leader: int) -> int:
-        """All ranks meet here; returns how many messages the leader has sent until then."""
-        self._together.wait()
-        before = self._messages(leader)
-        self._together.wait()
-        return before
-
-    def _reduce(self, rank: Rank, names: list[str]) -> bytes:
-        arrays = [self._inputs[rank.rank].copy() for _ in names]
-        handles = [
-            rank.submit("allreduce", name, [array], **self._options) for name, array in zip(names, arrays, strict=True)
-        ]
-        rank.finish(*handles)
-        return arrays[-1].tobytes()
-
-    def by_batch(self, rank: Rank) -> bytes:
-        """Two at once are not carried."""
-        return self._reduce(rank, ["y", "x"])
-
-    def by_record(self, rank: Rank) -> bytes:
-        """The other host's data is at the root before that of all of its own ranks."""
-        before = self._meet(self._others[0])
-        if rank.rank == self._roots[-1]:
-            wait_for(lambda: self._messages(self._others[0]) > before)
-        return self._reduce(rank, ["x"])
-
-
 def check_paths(hosts: list[int], inputs: list[np.ndarray], wanted: dict[str, Any]) -> None:
-    """An allreduce of ``inputs``, one of each rank, has the same bits on all ranks and by all paths."""
+    """An allreduce of ``inputs``, one of each rank, has the same bits on all ranks, in a batch and carried."""
+    together = threading.Barrier(len(inputs))
     with Group(hosts, cache_capacity=8) as group:
-        paths = Paths(group, hosts, inputs, wanted)
+
+        def sent() -> int:
+            """Messages of the leader of the other host."""
+            return group.contexts[hosts[0]].counters()["messages_sent"]
+
+        def reduce(rank: Rank, *names: str) -> bytes:
+            arrays = [inputs[rank.rank].copy() for _ in names]
+            pairs = zip(names, arrays, strict=True)
+            rank.finish(*[rank.submit("allreduce", name, [array], **wanted) for name, array in pairs])
+            return arrays[-1].tobytes()
 
         def body(rank: Rank) -> list[bytes]:
             for name in ("x", "y"):
-                rank.finish(rank.submit("allreduce", name, [inputs[rank.rank].copy()], **wanted))
+                reduce(rank, name)
             rank.barrier()
-            return [paths.by_batch(rank), paths.by_record(rank)]
+            by_batch = reduce(rank, "y", "x")  # two at once are not carried
+            together.wait(60)
+            before = sent()
+            together.wait(60)
+            if rank.rank == hosts[0] - 1:  # so the other host's data is at the root before that of all its own ranks
+                wait_for(lambda: sent() > before)
+            return [by_batch, reduce(rank, "x")]
 
         results = group.run(body)
     assert {bits for result in results for bits in result} == {results[0][0]}

@@ -129,6 +129,21 @@ def test_what_may_finish_is_no_deadlock(judges: list[Judge], messages: list[byte
     assert judges[0].verdict() == (NONE, "")
 
 
+def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:
+    judge = judges[0]
+    judge.note(blocked(0, "'a'", [1]))
+    judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"))
+    expected = "rank 0 waits for 'a', rank 1 for 'b'; only thread 'Loader' of rank 1 may still submit something"
+    assert judge.verdict() == (OPEN, expected)
+    assert judge.due_ns(100) == 100  # until then it may go on
+    assert judge.verdict() == (OPEN, expected)
+    assert judge.due_ns(100) == 0
+    judge.note(blocked(1, "'b'", [2], others="thread 'Loader'"), 7)  # which is nothing new
+    assert judge.due_ns(100) == 0
+    judge.note(blocked(1, "'b'", [2], others="thread 'Saver'"), 8)
+    assert judge.due_ns(100) == 8
+
+
 def test_a_long_sentence_is_cut_where_it_may_be(native: ModuleType) -> None:
     judge = Judge(native, 40)
     verdict, text = confirmed(judge, [blocked_as(rank, f"'{'n' * 200}{rank}'", rank + 1, 40) for rank in range(40)])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,61 +44,6 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
     size = sum(hosts)
     for result in results:
         np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_every_collective_with_ranks_on_gpus_and_ranks_on_processors(gpu: Gpu, hosts: tuple[int, ...]) -> None:
-    size = sum(hosts)
-    rows = [np.arange(3 * (r + 1), dtype=np.int64) + 100 * r for r in range(size)]
-    shared = [np.arange(7, dtype=np.float64) * (r + 1) for r in range(size)]
-
-    def body(rank: Rank) -> list[np.ndarray]:
-        mine, all_ranks = rank.rank, range(size)
-        device = OnGpu(rank, gpu) if mine != 1 else None
-        splits = {"splits": (1,) * size}
-        own_rows = len(np.array_split(np.arange(7), size)[mine])
-        calls: list[tuple[str, np.ndarray, np.ndarray | None, dict[str, Any]]] = [
-            ("allreduce", shared[mine].copy(), None, {"reduce_op": context.REDUCE_OPS["average"], "prescale": 2.0}),
-            ("allreduce", shared[mine].copy(), None, {"reduce_op": context.REDUCE_OPS["adasum"]}),
-            ("broadcast", shared[mine].copy(), None, {"root_rank": size - 1}),
-            ("reducescatter", shared[mine].copy(), np.zeros(own_rows), {"reduce_op": context.REDUCE_OPS["sum"]}),
-            ("allgather", rows[mine], None, {}),
-            ("alltoall", np.array([10 * mine + other for other in all_ranks]), None, splits),
-        ]
-        found = []
-        for number, (op, array, output, options) in enumerate(calls):
-            result = array if output is None else output
-            gathers = op in ("allgather", "alltoall")
-            if device is not None:
-                handle, _, target = device.submit(op, f"{op} {number}", array, output, **options)
-                if gathers:
-                    found.append(device.gathered(handle, array))
-                    continue
-                device.finish(handle)
-                gpu.synchronize(device.stream)
-                found.append(gpu.get(target, result))
-                continue
-            (tensor,) = describe([array], [result])
-            tensor = tensor._replace(splits=options.pop("splits", ()))
-            handle = rank.context.submit(
-                context.RequestBuffer.of(context.OPS[op], f"{op} {number}", [tensor], **options)
-            )
-            rank.context.wait(handle)
-            found.append(np.frombuffer(rank.context.take_result(handle, 0)[0], array.dtype) if gathers else result)
-            rank.context.release(handle)
-        if device is not None:
-            device.close()
-        return found
-
-    results = run_ranks(body, hosts)
-    total = np.arange(7) * (size * (size + 1) / 2)
-    for mine, (mean, adasum, copied, share, gathered, exchanged) in enumerate(results):
-        np.testing.assert_allclose(mean, 2 * total / size)
-        np.testing.assert_array_equal(adasum, results[0][1])
-        np.testing.assert_array_equal(copied, shared[-1])
-        np.testing.assert_array_equal(share, np.array_split(total, size)[mine])
-        np.testing.assert_array_equal(gathered, np.concatenate(rows))
-        np.testing.assert_array_equal(exchanged, [10 * other + mine for other in range(size)])
 
 
 @on_ranks((1,))

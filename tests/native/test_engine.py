@@ -31,15 +31,12 @@ def test_allreduce_sums_any_size_over_any_layout(rank: Rank) -> None:
         assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
 
 
-def test_allreduce_scales_before_and_after() -> None:
-    def body(rank: Rank) -> None:
-        x = rank.allreduce(np.full(3, 2.0), prescale=0.5, postscale=10.0)
-        assert np.array_equal(np.full(3, 0.5 * 2 * rank.size * 10), x)
-        big = rank.allreduce(np.full(30_000, 2.0), "big", "average", prescale=0.5, postscale=10.0)
-        assert np.array_equal(np.full(30_000, 10.0), big)
-
-    for hosts in ([2], [2, 2], [1]):
-        run_ranks(body, hosts)
+@on_ranks([2], [2, 2], [1])
+def test_allreduce_scales_before_and_after(rank: Rank) -> None:
+    x = rank.allreduce(np.full(3, 2.0), prescale=0.5, postscale=10.0)
+    assert np.array_equal(np.full(3, 0.5 * 2 * rank.size * 10), x)
+    big = rank.allreduce(np.full(30_000, 2.0), "big", "average", prescale=0.5, postscale=10.0)
+    assert np.array_equal(np.full(30_000, 10.0), big)
 
 
 @on_ranks([2], cycle_time_us=100_000)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 from ranks import run_script
 
-STOPPED = """
-import os, signal, sys, threading, time
+HEAD = """
+import ctypes, os, signal, sys, threading, time
 import numpy as np
 from fabric import close_setup, make_setups
 from ranks import Rank
 from horo.core.context import Context
 
-setups = make_setups([2], segment_bytes=1 << 16, spin_us=0)
+setups = make_setups([2], segment_bytes=1 << 16, spin_us=0, stall_warning_ms=0)
 child = os.fork()
 me = 1 if child == 0 else 0
 close_setup(setups[1 - me])
 rank = Rank(Context(setups[me]))
+"""
+
+STOPPED = """
 data = np.ones(8 << 20, np.float32)
 if me == 1:
     while True:
@@ -68,29 +71,18 @@ print("destroyed", flush=True)
 
 @pytest.mark.parametrize("call", ["run", "submit"])
 def test_ctrl_c_ends_a_wait_for_a_stopped_peer(call: str) -> None:
-    assert run_script(STOPPED, "raise", call).split() == ["interrupted", "destroyed"]
+    assert run_script(HEAD + STOPPED, "raise", call).split() == ["interrupted", "destroyed"]
 
 
 @pytest.mark.parametrize("call", ["run", "submit"])
 def test_a_signal_whose_handler_returns_changes_nothing(call: str) -> None:
-    assert run_script(STOPPED, "handled", call).split() == ["handled", "interrupted", "destroyed"]
+    assert run_script(HEAD + STOPPED, "handled", call).split() == ["handled", "interrupted", "destroyed"]
 
 
 HOLDING = """
-import ctypes, os, signal, time
-import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo.core.context import Context
-
 # A thread of rank 0 keeps the interpreter's lock for 6 s, as an extension does that computes without releasing it.
 # Rank 1 stops for 1.5 s meanwhile, when the first segment has come and hundreds are due, so that rank 0's wait inside
 # the operation lasts.
-setups = make_setups([2], segment_bytes=1 << 16, stall_warning_ms=0)
-child = os.fork()
-me = 1 if child == 0 else 0
-close_setup(setups[1 - me])
-rank = Rank(Context(setups[me]))
 if me == 1 and os.fork() == 0:
     stopped = os.getppid()
     while open(f"/proc/{stopped}/stat").read().rpartition(")")[2].split()[0] != "T":
@@ -117,5 +109,7 @@ os._exit(0)
 
 
 def test_a_peer_does_not_wait_for_the_interpreter_of_a_rank_in_the_middle_of_an_operation() -> None:
-    times = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in run_script(HOLDING).splitlines()}
+    times = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in run_script(HEAD + HOLDING).splitlines()
+    }
     assert times["peer done"] < times["held until"] - 1, times

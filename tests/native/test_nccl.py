@@ -10,7 +10,6 @@ from device_group import SUM, Gpu, Nccl, on_gpu
 from ranks import Group, Rank, run_ranks
 
 from horo.core import context
-from horo.errors import MismatchError
 
 MIN, HALF = context.REDUCE_OPS["min"], context.DTYPES["float16"]
 HOSTS = [(2,), (1, 1), (3,), (2, 1)]
@@ -196,22 +195,3 @@ def test_what_nccl_cannot_do_is_staged(
     assert one or np.array_equal(*found)
     assert nccl.counts()["launched"] == 0
     assert gpu.counts()["pinned_ever"] > 0
-
-
-def test_a_tensor_of_nccl_here_and_none_there_is_an_error_for_both(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        own.allreduce(np.ones(4, np.float32))
-        with pytest.raises(
-            MismatchError,
-            match=r"allreduce 'y': rank 0 \(.*\) sent it on the GPU that NCCL uses, rank 1 \(.*\) sent it in host "
-            "memory or on another GPU",
-        ):
-            if rank.rank == 0:
-                own.allreduce(np.ones(4, np.float32), "y")
-            else:
-                rank.allreduce(np.ones(4, np.float32), "y")
-        assert own.allreduce(np.ones(4, np.float32), "y").tolist() == [2.0] * 4
-        own.close()
-
-    run_ranks(body, (1, 1))

@@ -83,61 +83,50 @@ def test_a_wake_is_an_eventfd_that_blocks_nobody(make: Callable[..., tuple[int, 
 
 
 LINE_BYTES = 64
-BLOCKS = [1, 2, 4, 8, 9, 33, 68, 260, 4096]
-"""Bytes of a block: elements, and values with a scale."""
-
-by_block = pytest.mark.parametrize("block", BLOCKS)
 
 
-def shares(native: ModuleType, block: int, count: int, owners: int) -> list[tuple[int, int]]:
+def shares(native: ModuleType, count: int, owners: int) -> list[tuple[int, int]]:
     offset, length = native.ffi.new("size_t *"), native.ffi.new("size_t *")
     found = []
     for index in range(owners):
-        native.lib.shim_share(block, count, index, owners, offset, length)
+        native.lib.shim_share(count, index, owners, offset, length)
         found.append((offset[0], length[0]))
     return found
 
 
-@by_block
-@given(blocks=st.integers(0, 1 << 20), owners=st.integers(1, 200))
-def test_shares_are_whole_blocks_and_lines_and_cover_everything_in_order(
-    native: ModuleType, block: int, blocks: int, owners: int
-) -> None:
-    """Of lines where these hold whole blocks; else no share but the last is shorter than a line."""
+@given(count=st.integers(0, 1 << 24), owners=st.integers(1, 200))
+def test_shares_are_whole_lines_and_cover_everything_in_order(native: ModuleType, count: int, owners: int) -> None:
     end = 0
-    for offset, length in shares(native, block, blocks * block, owners):
-        assert offset == end and length % block == 0
+    for offset, length in shares(native, count, owners):
+        assert offset == end
         end = offset + length
-        assert end == blocks * block or (end % LINE_BYTES == 0 if LINE_BYTES % block == 0 else length >= LINE_BYTES)
-    assert end == blocks * block
+        assert end == count or end % LINE_BYTES == 0
+    assert end == count
 
 
-@by_block
-@given(blocks=st.integers(0, 1 << 20), owners=st.integers(1, 200), data=st.data())
+@given(count=st.integers(0, 1 << 24), owners=st.integers(1, 200), data=st.data())
 def test_no_share_of_a_shorter_segment_is_longer_than_the_bound(
-    native: ModuleType, block: int, blocks: int, owners: int, data: st.DataObject
+    native: ModuleType, count: int, owners: int, data: st.DataObject
 ) -> None:
-    most = native.lib.shim_share_most(block, blocks * block, owners)
-    shorter = data.draw(st.integers(0, blocks), "shorter")
-    assert max(length for _, length in shares(native, block, shorter * block, owners)) <= most
-    unit = -(-LINE_BYTES // block) * block
-    assert most - max(length for _, length in shares(native, block, blocks * block, owners)) < unit
+    most = native.lib.shim_share_most(count, owners)
+    shorter = data.draw(st.integers(0, count), "shorter")
+    assert max(length for _, length in shares(native, shorter, owners)) <= most
+    assert most - max(length for _, length in shares(native, count, owners)) < LINE_BYTES
 
 
 @pytest.mark.parametrize("segment_bytes", [4096, 8192, 1 << 16, 1 << 18, 1 << 20])
 @pytest.mark.parametrize("hosts", [2, 3, 8, 129, 256, 300])
-@pytest.mark.parametrize("block", [1, 4, 68, 1000])
+@pytest.mark.parametrize("value", [1, 4, 16])
 def test_scratch_holds_every_share_of_every_segment(
-    native: ModuleType, block: int, hosts: int, segment_bytes: int
+    native: ModuleType, value: int, hosts: int, segment_bytes: int
 ) -> None:
     """Also where the last segment is shorter, but cut so that somebody's share of it is longer."""
-    whole = segment_bytes // block
     for owners in (*range(1, 14), 24, 33, 48, 63, 64, 100):
-        reserved = native.lib.shim_two_level_reserved(hosts, owners, block, whole * block)
+        reserved = native.lib.shim_two_level_reserved(hosts, owners, value, segment_bytes)
         for cut in (0, 1, 64, 65, 128, 192, 320, segment_bytes // 2, segment_bytes - 1):
             for index in range(owners):
-                shorter = max(whole - -(-cut // block), 0) * block
-                needed = native.lib.shim_two_level_needed(hosts, owners, block, shorter, index)
+                shorter = max(segment_bytes - -(-cut // value) * value, 0)
+                needed = native.lib.shim_two_level_needed(hosts, owners, value, shorter, index)
                 assert needed <= reserved, (owners, cut, index)
 
 

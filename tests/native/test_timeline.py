@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import native_build
 import numpy as np
@@ -20,29 +22,32 @@ from horo.errors import MismatchError, UsageError
 from horo.timeline.recording import Recording, finish
 
 
+def recorded(path: Path, body: Callable[[Rank], object], hosts: Sequence[int] = (1,)) -> list[dict[str, Any]]:
+    """What the timeline of rank 0 has of the body, behind a barrier named ``begin``."""
+
+    def run(rank: Rank) -> None:
+        rank.barrier("before")
+        if rank.rank == 0:
+            rank.context.start_timeline(str(path))
+        rank.barrier("begin")
+        body(rank)
+        if rank.rank == 0:
+            rank.context.stop_timeline()
+
+    run_ranks(run, hosts)
+    return parse_timeline(path)
+
+
 @pytest.mark.parametrize(
     ("hosts", "via", "levels"), [([2], "SHM", 1), ([1, 1], "TCP", 1), ([3], "SHM", 2), ([2, 3], "TCP", 3)], ids=str
 )
 def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, levels: int) -> None:
-    path = tmp_path / "t.json"
-
-    def body(rank: Rank) -> None:
-        rank.barrier("first")
-        if rank.rank == 0:
-            rank.context.start_timeline(str(path))
-        rank.barrier("second")
-        adasums(rank)
-        if rank.rank == 0:
-            rank.context.stop_timeline()
-
-    run_ranks(body, hosts)
-    rows = rows_of(parse_timeline(path))
+    rows = rows_of(recorded(tmp_path / "t.json", adasums, hosts))
     expected = adasum_rows(via, levels)
     assert {name: rows[name] for name in expected} == expected
 
 
-def test_names_are_whole_and_escaped(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
+def test_names_are_whole_and_escaped_and_automatic_ones_share_a_row(tmp_path: Path) -> None:
     names = [
         'quote"back\\slash\nline\ttab\x01',
         "gr\u00f6\u00dfe \U0001f600",
@@ -50,46 +55,27 @@ def test_names_are_whole_and_escaped(tmp_path: Path) -> None:
         "a" * 40 + ".w",
         "b" * 40 + ".w",
     ]
-    with Group([1]) as group:
-        rank = Rank(group.contexts[0])
-        rank.context.start_timeline(str(path))
-        for name in names:
+
+    def body(rank: Rank) -> None:
+        for name in [*names, *(f"allreduce.noname.{number}" for number in range(50))]:
             rank.allreduce(np.ones(3), name)
-        rank.context.stop_timeline()
-    events = parse_timeline(path)
-    assert {*names} <= rows_of(events).keys()
-    last = [event["args"] for event in events if event["ph"] == "E" and "args" in event]
-    assert {(each["dtype"], each["shape"], each["bytes"]) for each in last} == {("float64", "[3]", 24)}
 
-
-def test_automatic_names_share_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with Group([1]) as group:
-        rank = Rank(group.contexts[0])
-        rank.context.start_timeline(str(path))
-        for number in range(50):
-            rank.allreduce(np.ones(3), f"allreduce.noname.{number}")
-        rank.context.stop_timeline()
-    found = rows_of(parse_timeline(path))
-    assert found.keys() == {"allreduce.noname"}
+    events = recorded(tmp_path / "t.json", body)
+    found = rows_of(events)
+    assert found.keys() == {"begin", *names, "allreduce.noname"}
     assert found["allreduce.noname"].count("ALLREDUCE") == 50
+    ended = [event["args"] for event in events if event["ph"] == "E" and event.get("args", {}).get("bytes")]
+    assert {(each["dtype"], each["shape"], each["bytes"]) for each in ended} == {("float64", "[3]", 24)}
 
 
 def test_a_request_that_fails_is_ended_with_its_error(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-
     def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            rank.context.start_timeline(str(path))
         with pytest.raises(MismatchError):
             rank.allreduce(np.ones(3 + rank.rank), "x")
-        if rank.rank == 0:
-            rank.context.stop_timeline()
 
-    run_ranks(body, [2])
-    events = parse_timeline(path)
+    events = recorded(tmp_path / "t.json", body, [2])
     assert rows_of(events)["x"] == ["NEGOTIATE_ALLREDUCE"]
-    assert [e["args"]["error"] for e in events if e["ph"] == "E" and "args" in e] == ["mismatch"]
+    assert [e["args"]["error"] for e in events if e["ph"] == "E" and "error" in e.get("args", ())] == ["mismatch"]
 
 
 def test_started_and_stopped_a_hundred_times_it_leaves_nothing(tmp_path: Path) -> None:

@@ -132,38 +132,24 @@ def test_a_peer_that_reads_no_data_for_longer_than_the_timeout_is_waited_for(nat
         rank.destroy()
 
 
-def bad_pipe() -> tuple[int, list[Any]]:
-    read_end, write_end = os.pipe()
-    return read_end, [os.fdopen(read_end, "rb"), os.fdopen(write_end, "wb")]
-
-
-def bad_datagram() -> tuple[int, list[Any]]:
-    pair = socket.socketpair(type=socket.SOCK_DGRAM)
-    return pair[0].fileno(), list(pair)
-
-
-def bad_unconnected() -> tuple[int, list[Any]]:
-    lonely = socket.socket()
-    return lonely.fileno(), [lonely]
-
-
-def bad_closed() -> tuple[int, list[Any]]:
-    return 1_000_000, []
+def ends_of_a_pipe() -> list[Any]:
+    return [os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
 
 
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (bad_pipe, "for host 2 is no socket"),
-        (bad_closed, "descriptor 1000000 for host 2 is no socket: Bad file descriptor"),
-        (bad_datagram, "for host 2 is no stream socket"),
-        (bad_unconnected, "for host 2 is not connected"),
+        (ends_of_a_pipe, "for host 2 is no socket"),
+        (list, "descriptor 1000000 for host 2 is no socket: Bad file descriptor"),
+        (lambda: [*socket.socketpair(type=socket.SOCK_DGRAM)], "for host 2 is no stream socket"),
+        (lambda: [socket.socket()], "for host 2 is not connected"),
     ],
 )
 def test_a_bad_descriptor_is_named_and_all_stay_with_the_caller(
-    native: ModuleType, make: Callable[[], tuple[int, list[Any]]], sentence: str
+    native: ModuleType, make: Callable[[], list[Any]], sentence: str
 ) -> None:
-    bad, kept = make()
+    kept = make()
+    bad = kept[0].fileno() if kept else 1_000_000
     near, far = socket.socketpair()
     with near, far:
         with pytest.raises(ValueError, match=sentence) as caught:

@@ -29,10 +29,9 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "device": {"base"},
     "transport": {"base", "mpi"},
     "node": {"base", "kernel", "arena", "mpi", "transport"},
-    "local": {"base", "kernel", "arena", "node"},
     "cross": {"base", "kernel", "transport"},
-    "collective": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "cross"},
-    "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "local", "collective", "device"},
+    "collective": {"base", "kernel", "arena", "mpi", "transport", "node", "cross"},
+    "backend": {"base", "kernel", "arena", "mpi", "transport", "node", "collective", "device"},
     "engine": {"base", "kernel", "wire", "arena", "mpi", "transport", "node", "collective", "backend", "device"},
 }
 

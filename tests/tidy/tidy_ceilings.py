@@ -26,7 +26,7 @@ DECLARATIONS_MAX = 24
 ROOMS: dict[str, tuple[str, str]] = {
     "joining": (r"join|stand_in", r"engine/(join|stand_in)\.c|engine/membership/.*|engine/agree/join\.c"),
     "stranded memory": (r"strand", r"mpi/.*|transport/mpi\.c|node/(node|bury)\.[ch]|context\.c"),
-    "NCCL": (r"nccl", r"engine/(by_)?nccl.*|engine/gpu/.*|backend/nccl.*|device/nccl.*"),
+    "NCCL": (r"nccl", r"engine/(by_)?nccl.*|engine/gpu/.*|backend/nccl.*|device/libraries.*"),
 }
 """Per subject, the words by which a file names it, and the files that may. Comments do not count."""
 

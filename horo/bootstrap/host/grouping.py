@@ -110,7 +110,7 @@ def control_peers(host: int, count: int) -> list[int]:
     """The hosts, of ``count``, to whose leaders the leader of ``host`` has a link: its parent and its children.
 
     They form the binomial tree rooted at host 0: the parent is the number with the lowest set bit cleared. Its depth is
-    at most log2(count) + 1. ``native/src/node/linked.h`` has the same rule for the core.
+    at most log2(count) + 1. ``native/src/node/team.h`` has the same rule for the core.
     """
     peers = [host & (host - 1)] if host else []
     bit = 1
@@ -124,7 +124,7 @@ def data_peers(host: int, count: int) -> list[int]:
     """The hosts, of ``count``, with which the owners on ``host`` exchange data, ascending.
 
     Their distance round the ring of hosts, in either direction, is a power of two: the algorithms between hosts use no
-    other links, whatever the operation and its root. ``native/src/node/linked.h`` has the same rule for the core, which
+    other links, whatever the operation and its root. ``native/src/node/team.h`` has the same rule for the core, which
     refuses to start without these links.
     """
     distances = [1 << bit for bit in range((count - 1).bit_length())]

@@ -51,7 +51,7 @@ struct hr_ring_head {
     _Alignas(HR_LINE) _Atomic uint64_t written; /* total bytes; writer: release, readers: acquire */
 };
 
-/* Of a host, see node/contention.h: until when waits do without yields, and for how long that is; 0: never. */
+/* Of a host, see node/wait.h: until when waits do without yields, and for how long that is; 0: never. */
 struct hr_contention {
     _Atomic int64_t until_ns, while_ns;
 };
@@ -78,7 +78,7 @@ struct hr_arena_header {
 struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t sleeping; /* seq_cst on both sides: see hr_node_wake */
     _Alignas(HR_LINE) _Atomic uint32_t state;    /* enum hr_member_state */
-    /* 1 + the core that its driver was on, 0: unknown; see node/core_choice.h */
+    /* 1 + the core that its driver was on, 0: unknown; see node/wait.h */
     _Atomic int32_t core;
     /* waiting for others: by then it will have looked, and moved this on */
     _Atomic int64_t alive_until_ns;
@@ -94,7 +94,7 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic uint32_t asked;
     _Atomic uint32_t answered;
     _Atomic uint32_t answers; /* there is somebody who does */
-    /* for those who read its memory, see node/peer_memory.h; process 0: nobody can */
+    /* for those who read its memory, see collective/direct.c; process 0: nobody can */
     _Alignas(HR_LINE) _Atomic int32_t process;
     _Atomic uint64_t proof_at;
     _Atomic uint64_t proof[HR_PROOF_WORDS];

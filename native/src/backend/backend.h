@@ -1,5 +1,5 @@
 /*
- * A backend does whole collectives on buffers, wherever they live, as tasks (collective/task.h). The engine decides
+ * A backend does whole collectives on buffers, wherever they live, as tasks (collective/segments.h). The engine decides
  * what runs and when; a backend decides how. All ranks of the team begin the same work in the same order, from the
  * driver of the engine, one at a time.
  */
@@ -10,7 +10,6 @@
 #include <stdint.h>
 
 #include "node/team.h"
-#include "collective/task.h"
 
 /* One tensor of a batch. */
 struct hr_operand {
@@ -49,7 +48,6 @@ struct hr_work {
 struct hr_backend;
 
 struct hr_backend_ops {
-    const char *name;
     /*
      * The work becomes the one task of this backend. HORO_OK or a status: HORO_ERR_RESOURCE for lack of memory, which
      * ends the team, since other ranks may have begun. Operands of equal dtype and wire dtype are reduced as one
@@ -81,7 +79,10 @@ static inline void hr_backend_destroy(struct hr_backend *backend) {
 
 /* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
-/* The same, which does Adasum as well, by the collectives of one of those. */
-struct hr_backend *hr_adasum_create(struct hr_team *team);
+
+/* AVERAGE is a sum and a factor. */
+int hr_operation_of(int reduce_op);
+/* The scale for the sum of `dtype` over `size` ranks, where the user asked for `postscale` besides. */
+struct hr_scale hr_postscale_of(int reduce_op, double postscale, int dtype, int size);
 
 #endif

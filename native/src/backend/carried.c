@@ -1,10 +1,9 @@
 #include "backend/carried.h"
 
-#include "backend/operands.h"
 #include "base/traits.h"
 #include "collective/collective.h"
 #include "horo_gpu.h"
-#include "kernel/codec.h"
+#include "kernel/kernel.h"
 
 static const struct hr_codec *codec_of(const horo_request *call) {
     return hr_codec_find(call->tensors[0].dtype, call->tensors[0].wire_dtype);
@@ -34,13 +33,12 @@ size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
         return 0;
     }
     const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
-    const size_t bytes = count == 0 ? 0 : hr_codec_bytes(codec_of(call), count);
+    const size_t bytes = count == 0 ? 0 : count * codec_of(call)->wire_bytes;
     return bytes <= HR_CARRIED_MAX ? bytes : 0;
 }
 
 static struct hr_scale postscale_of(const struct hr_team *team, const horo_request *call) {
-    const struct hr_work work = {.reduce_op = call->reduce_op, .postscale = call->postscale};
-    return hr_postscale_of(&work, codec_of(call)->wire_dtype, team->size);
+    return hr_postscale_of(call->reduce_op, call->postscale, codec_of(call)->wire_dtype, team->size);
 }
 
 static double partial_scale_of(const struct hr_team *team, const horo_request *call) {
@@ -50,21 +48,23 @@ static double partial_scale_of(const struct hr_team *team, const horo_request *c
 static void scale(const struct hr_team *team, const horo_request *call, void *packed, struct hr_scale by) {
     const struct hr_codec *codec = codec_of(call);
     if (hr_scale_changes(by)) {
-        codec->scale(codec, team->node->kernel, packed, hr_codec_blocks(codec, hr_carried_bytes(team, call)), by);
+        hr_kernel_scale(team->node->kernel, codec->wire_dtype, packed, packed,
+                        hr_carried_bytes(team, call) / codec->wire_bytes, by, HR_STORE_ORDINARY);
     }
 }
 
 static void reduce(const struct hr_team *team, const horo_request *call, const void *const *contributions, int count,
                    void *packed, double factor) {
     const struct hr_codec *codec = codec_of(call);
-    codec->reduce(codec, team->node->kernel, hr_operation_of(call->reduce_op), packed, NULL, contributions, count,
-                  hr_codec_blocks(codec, hr_carried_bytes(team, call)), hr_scale_by(factor), HR_STORE_ORDINARY);
+    hr_kernel_reduce(team->node->kernel, codec->wire_dtype, hr_operation_of(call->reduce_op), packed, NULL,
+                     contributions, count, hr_carried_bytes(team, call) / codec->wire_bytes, hr_scale_by(factor),
+                     HR_STORE_ORDINARY);
 }
 
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
     const struct hr_codec *codec = codec_of(call);
     const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
-    codec->pack(codec, team->node->kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
+    hr_codec_pack(codec, team->node->kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
     if (team->local_size == 1) {
         scale(team, call, packed, hr_scale_by(partial_scale_of(team, call)));
     }
@@ -87,6 +87,6 @@ void hr_carried_reduce(const struct hr_team *team, const horo_request *call, con
 
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed) {
     const struct hr_codec *codec = codec_of(call);
-    codec->unpack(codec, team->node->kernel, call->tensors[0].output, packed,
-                  value_count(&call->tensors[0], HR_CARRIED_MAX));
+    hr_codec_unpack(codec, team->node->kernel, call->tensors[0].output, packed,
+                    value_count(&call->tensors[0], HR_CARRIED_MAX));
 }

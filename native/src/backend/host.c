@@ -1,10 +1,10 @@
 /* Collectives on host memory: turns operands into fused vectors for the algorithms. */
 #include <stdlib.h>
 
-#include "backend/operands.h"
+#include "backend/backend.h"
+#include "base/cut.h"
 #include "base/traits.h"
 #include "collective/collective.h"
-#include "collective/direct.h"
 
 /* Scratch of what has a part for each rank. */
 struct parts {
@@ -18,9 +18,10 @@ enum way { WAY_SLOTS, WAY_TRY, WAY_READ };
 struct host_backend {
     struct hr_backend base;
     struct hr_team *team;
-    struct hr_pieces pieces;
+    struct hr_piece *pieces; /* [piece_capacity] */
+    size_t piece_capacity;
     struct hr_work work;
-    struct hr_kinds kinds;
+    int next_kind; /* of a reduction: see kind_of */
     struct parts parts;
     struct hr_fused fused; /* of a broadcast */
     size_t moved_bytes;    /* of all ranks together, of an alltoall their mean; not of an allreduce */
@@ -30,6 +31,7 @@ struct host_backend {
         struct hr_probe probe;
         struct hr_direct direct;
         struct hr_allreduce allreduce;
+        struct hr_adasum adasum;
         struct hr_broadcast broadcast;
         struct hr_allgather allgather;
         struct hr_reducescatter reducescatter;
@@ -79,15 +81,70 @@ static int begin_direct(struct host_backend *host, const struct hr_move *move) {
     return 1;
 }
 
-/* ---- Reductions: one vector after the other ---- */
+/* ---- Reductions: the operands of equal dtype and wire dtype are one vector; one kind after the other ---- */
+
+int hr_operation_of(int reduce_op) {
+    return reduce_op == HORO_AVERAGE ? HORO_SUM : reduce_op;
+}
+
+struct hr_scale hr_postscale_of(int reduce_op, double postscale, int dtype, int size) {
+    if (reduce_op != HORO_AVERAGE) {
+        return hr_scale_by(postscale);
+    }
+    return hr_dtype_is_integer(dtype) ? (struct hr_scale){postscale, size} : hr_scale_by(postscale / size);
+}
+
+static struct hr_scale postscale_of(const struct host_backend *host, const struct hr_codec *codec) {
+    return hr_postscale_of(host->work.reduce_op, host->work.postscale, codec->dtype, host->team->size);
+}
+
+enum { KIND_COUNT = 3 * HR_REDUCED_DTYPE_COUNT }; /* a dtype that travels as it is, as float16 or as bfloat16 */
+
+static int kind_of(const struct hr_operand *operand) {
+    const int wire = operand->wire_dtype;
+    return operand->dtype + HR_REDUCED_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
+}
+
+/* The least one that is not done; KIND_COUNT behind the last one. */
+static int take_kind(struct host_backend *host) {
+    int least = KIND_COUNT;
+    for (size_t i = 0; i < host->work.count; i++) {
+        const int kind = kind_of(&host->work.operands[i]);
+        least = kind >= host->next_kind && kind < least ? kind : least;
+    }
+    host->next_kind = least + 1;
+    return least;
+}
+
+/* Of all operands of a kind, the rows that fall to rank r, of which mine have outputs; -1: all that there is. */
+static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pieces, int kind, int r) {
+    struct hr_fused fused = {.pieces = pieces};
+    for (size_t i = 0; i < host->work.count; i++) {
+        const struct hr_operand *operand = &host->work.operands[i];
+        if (kind_of(operand) != kind) {
+            continue;
+        }
+        size_t begin = 0;
+        size_t bytes = operand->bytes;
+        if (r >= 0 && bytes > 0) {
+            hr_part(bytes / operand->row_bytes, (size_t)host->team->size, (size_t)r, &begin, &bytes);
+            begin *= operand->row_bytes;
+            bytes *= operand->row_bytes;
+        }
+        fused.codec = hr_codec_find(operand->dtype, operand->wire_dtype);
+        hr_fuse_append(&fused, pieces, (const char *)operand->input + begin,
+                       r < 0 || r == host->team->rank ? operand->output : NULL, bytes / fused.codec->element_bytes);
+    }
+    return fused;
+}
 
 /* The vectors have been made. */
 static int begin_scatter(struct host_backend *host) {
     const struct hr_fused *by_rank = host->parts.by_rank;
     const struct hr_work *work = &host->work;
     const int reduce_op = hr_operation_of(work->reduce_op);
-    const struct hr_scale postscale = hr_postscale_of(work, by_rank[0].codec->dtype, host->team->size);
-    if (work->prescale == 1.0 && hr_codec_is_plain(by_rank[0].codec)) {
+    const struct hr_scale postscale = postscale_of(host, by_rank[0].codec);
+    if (work->prescale == 1.0 && by_rank[0].codec->is_plain) {
         const struct hr_sum sum = {reduce_op, postscale};
         const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
         if (begin_direct(host, &move)) {
@@ -102,27 +159,39 @@ static int begin_scatter(struct host_backend *host) {
 }
 
 static int begin_rows(struct host_backend *host) {
-    if (!hr_kinds_next_rows(&host->kinds, host->pieces.at, host->parts.by_rank)) {
+    const int kind = take_kind(host);
+    if (kind == KIND_COUNT) {
         end_parts(host);
         return HR_DONE;
     }
     host->moved_bytes = 0;
     for (int r = 0; r < host->team->size; r++) {
+        host->parts.by_rank[r] = fuse(host, host->pieces + (size_t)r * host->work.count, kind, r);
         host->moved_bytes += host->parts.by_rank[r].bytes;
     }
     return begin_scatter(host);
 }
 
+static int is_adasum(const struct host_backend *host) {
+    return host->work.op == HORO_ALLREDUCE && host->work.reduce_op == HORO_ADASUM;
+}
+
 static int begin_kind(struct host_backend *host) {
-    struct hr_fused fused;
     const struct hr_work *work = &host->work;
-    if (!hr_kinds_next(&host->kinds, host->pieces.at, &fused)) {
+    const int kind = take_kind(host);
+    if (kind == KIND_COUNT) {
         return HR_DONE;
     }
+    const struct hr_fused fused = fuse(host, host->pieces, kind, -1);
     host->task = NULL; /* a task that could not begin has nothing to cancel */
-    HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op),
-                              work->prescale, hr_postscale_of(work, fused.codec->dtype, host->team->size)));
-    host->task = &host->run.allreduce.segments.task;
+    if (is_adasum(host) && fused.bytes > 0) {
+        HR_TRY(hr_adasum_begin(&host->run.adasum, host->team, &fused, work->prescale, work->postscale));
+        host->task = &host->run.adasum.task;
+    } else {
+        HR_TRY(hr_allreduce_begin(&host->run.allreduce, host->team, &fused, hr_operation_of(work->reduce_op),
+                                  work->prescale, postscale_of(host, fused.codec)));
+        host->task = &host->run.allreduce.segments.task;
+    }
     return HR_MOVED;
 }
 
@@ -139,7 +208,7 @@ static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i,
  */
 static void lay_out_splits(struct host_backend *host, struct hr_fused *to, struct hr_fused *from, size_t *bytes) {
     const struct hr_work *work = &host->work;
-    struct hr_piece *pieces = host->pieces.at;
+    struct hr_piece *pieces = host->pieces;
     const int rank = host->team->rank;
     const int size = host->team->size;
     const struct hr_codec *codec = hr_codec_find(HORO_UINT8, 0);
@@ -175,10 +244,10 @@ static hr_status lay_out_move(struct host_backend *host) {
     const int size = host->team->size;
     host->moved_bytes = 0;
     if (work->op == HORO_BROADCAST) {
-        host->fused = (struct hr_fused){.pieces = host->pieces.at, .codec = hr_codec_find(HORO_UINT8, 0)};
+        host->fused = (struct hr_fused){.pieces = host->pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_operand *operand = &work->operands[i];
-            hr_fuse_append(&host->fused, host->pieces.at, operand->input, operand->output, operand->bytes);
+            hr_fuse_append(&host->fused, host->pieces, operand->input, operand->output, operand->bytes);
         }
         host->moved_bytes = host->fused.bytes;
         return HORO_OK;
@@ -196,7 +265,7 @@ static hr_status lay_out_move(struct host_backend *host) {
     }
     /* of each rank, its contributions to all tensors as one vector with the places here as outputs */
     for (int r = 0; r < size; r++) {
-        struct hr_piece *pieces = host->pieces.at + (size_t)r * work->count;
+        struct hr_piece *pieces = host->pieces + (size_t)r * work->count;
         by_rank[r] = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
         for (size_t i = 0; i < work->count; i++) {
             const struct hr_gathered *result = &work->results[i];
@@ -250,23 +319,35 @@ static hr_status begin_move(struct host_backend *host) {
 
 /* ---- The table ---- */
 
+static hr_status reserve_pieces(struct host_backend *host, size_t count) {
+    if (count > host->piece_capacity) {
+        struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        host->pieces = larger;
+        host->piece_capacity = count;
+    }
+    return HORO_OK;
+}
+
 static hr_status host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
     if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
     }
+    if (is_adasum(host) && host->team->size == 1) {
+        host->work.reduce_op = HORO_SUM; /* its own, scaled */
+    }
     host->task = NULL;
     host->way = WAY_SLOTS;
-    host->kinds = (struct hr_kinds){.operands = work->operands,
-                                    .count = work->count,
-                                    .rank = host->team->rank,
-                                    .size = host->team->size};
+    host->next_kind = 0;
     const int op = host->work.op;
     const int is_by_rank = op == HORO_ALLGATHER || op == HORO_REDUCESCATTER || op == HORO_ALLTOALL;
     /* each vector needs a piece for each tensor */
     const size_t vectors = is_by_rank ? (size_t)host->team->size * (op == HORO_ALLTOALL ? 2 : 1) : 1;
-    HR_TRY(hr_pieces_reserve(&host->pieces, vectors * work->count));
+    HR_TRY(reserve_pieces(host, vectors * work->count));
     switch (op) {
     case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_REDUCESCATTER:
@@ -283,7 +364,7 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
 static struct hr_segments *segments_ahead(struct host_backend *host) {
-    if (host->way != WAY_SLOTS || host->task == NULL) {
+    if (host->way != WAY_SLOTS || host->task == NULL || is_adasum(host)) {
         return NULL;
     }
     switch (host->work.op) {
@@ -356,14 +437,16 @@ static int host_is_ending(const struct hr_backend *backend) {
 static void host_destroy(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
-        hr_pieces_fini(&host->pieces);
+        if (is_adasum(host) && host->task == &host->run.adasum.task) {
+            hr_adasum_free(&host->run.adasum);
+        }
+        free(host->pieces);
         end_parts(host);
         free(host);
     }
 }
 
 static const struct hr_backend_ops host_ops = {
-    .name = "host",
     .begin = host_begin,
     .begin_ahead = host_begin_ahead,
     .show_ahead = host_show_ahead,

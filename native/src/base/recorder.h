@@ -42,7 +42,7 @@ enum hr_traced_kind {
     HR_EVENT_STOPPED,
 };
 
-/* Of an Adasum, see backend/adasum.c. */
+/* Of an Adasum, see collective/adasum.c. */
 enum hr_adasum_phase {
     HR_ADASUM_PACK,
     HR_ADASUM_SCATTER, /* alltoall */

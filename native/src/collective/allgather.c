@@ -1,9 +1,10 @@
 /*
- * Allgather over one arena; over several it is two_level_gather.c. Every rank shows its next segment and copies the
+ * Allgather over one arena. Every rank shows its next segment and copies the
  * others' out.
  */
+#include <string.h>
+
 #include "collective/collective.h"
-#include "collective/two_level.h"
 
 /* Segment k of what one rank contributes; empty behind its end. */
 static struct hr_range part_of(const struct hr_team *team, const struct hr_fused *fused, size_t k) {
@@ -42,10 +43,155 @@ static void drain(struct hr_segments *segments, size_t k) {
 
 static const struct hr_segments_ops one_host = {.fill = fill, .keep = keep, .drain = drain};
 
+/*
+ * ---- Several hosts (two-level form) ----
+ *
+ * The part of every rank is cut into `share_count` shares, an equal
+ * number for each owner and segment: share j belongs to segment j / owners and lies in the slot of owner j % owners,
+ * all parts in order of their hosts one behind the other. So the ranks of a host write what they have into their
+ * owners' slots; each owner gathers its slot with its like on the other hosts, host by host a contiguous part; and
+ * everybody copies everything out of the slots of its host. The links of all owners carry the same, whoever has how
+ * much.
+ *
+ * Small results travel by doubling, large ones round a ring, where each link carries all but one host's data once, in
+ * both directions at once.
+ *
+ * A rank that is alone on its host needs no slot for a share that is one host's own and lies in one tensor: it travels
+ * from and to the result. That is nobody else's business: what travels is the same.
+ */
+
+enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
+
+/* The place that a share travels from and to without a slot, or NULL. */
+static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
+    const struct hr_team *team = run->segments.team;
+    if (team->local_size > 1 || team->host_size[team->host_of_rank[rank]] > 1 || share.bytes == 0) {
+        return NULL;
+    }
+    const struct hr_fused *part = &run->by_rank[rank];
+    const struct hr_piece *piece = &part->pieces[hr_fused_find(part, share.offset)];
+    const size_t skip = share.offset - piece->offset;
+    return skip + share.bytes <= piece->bytes ? piece->output + skip : NULL;
+}
+
+static struct hr_walk walk_begin(const struct hr_allgather *run, size_t k, int owner) {
+    return (struct hr_walk){
+        .by_rank = run->by_rank,
+        .members = &run->members,
+        .unit = HR_LINE,
+        .share_count = run->share_count,
+        .index = k * (size_t)run->owners + (size_t)owner,
+    };
+}
+
+/* The place where a share lies here. */
+static char *place_of(const struct hr_allgather *run, const struct hr_walk *walk, int owner, size_t k) {
+    char *direct = direct_place(run, walk->rank, walk->share);
+    return direct != NULL ? direct : hr_segments_slot(&run->segments, owner, k) + walk->at;
+}
+
+static void fill_owners(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    struct hr_team *team = segments->team;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
+            if (walk.rank == team->rank) {
+                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                              place_of(run, &walk, owner, k), team->node->kernel, 1.0, HR_STORE_ORDINARY);
+            }
+        }
+    }
+}
+
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    const struct hr_team *team = segments->team;
+    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
+    memset(parts, 0, (size_t)team->host_count * sizeof *parts);
+    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    while (hr_walk_on(&walk)) {
+        struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
+        part->data = part->bytes == 0 ? place_of(run, &walk, team->local_rank, k) : part->data;
+        part->bytes += walk.share.bytes;
+    }
+    struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
+    call.parts = parts;
+    hr_cross_begin(run->cross, cross, &call);
+}
+
+static void drain_owners(struct hr_segments *segments, size_t k) {
+    const struct hr_allgather *run = (struct hr_allgather *)segments;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct hr_walk walk = walk_begin(run, k, owner);
+        while (hr_walk_on(&walk)) {
+            if (direct_place(run, walk.rank, walk.share) == NULL) {
+                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                                place_of(run, &walk, owner, k), segments->team->node->kernel);
+            }
+        }
+    }
+}
+
+/* The bytes of all parts that one segment takes. */
+static size_t segment_bytes(const struct hr_allgather *run) {
+    const struct hr_team *team = run->segments.team;
+    int needs_slots = team->size > team->host_count;
+    for (int i = 0; i < run->members.count; i++) {
+        needs_slots |= run->by_rank[run->members.ranks[i]].count > 1;
+    }
+    return needs_slots ? (team->tuning.segment - (size_t)run->members.count * ROUNDING_BYTES) * (size_t)run->owners
+                       : (size_t)run->members.count * team->tuning.gather_lone;
+}
+
+static int begin_next_run(struct hr_segments *segments);
+
+static const struct hr_segments_ops several_hosts = {
+    .fill = fill_owners, .begin = begin, .drain = drain_owners, .follow = begin_next_run};
+
+/*
+ * Begins the next run of ranks: each part in a slot is rounded up, and a run has so few ranks that this takes half of a
+ * slot at most. Nearly always one run has all ranks.
+ */
+static int begin_next_run(struct hr_segments *segments) {
+    struct hr_allgather *run = (struct hr_allgather *)segments;
+    struct hr_team *team = segments->team;
+    size_t total = 0;
+    if (!hr_members_advance(&run->members, team, team->tuning.segment / (2 * ROUNDING_BYTES))) {
+        return 0;
+    }
+    for (int i = 0; i < run->members.count; i++) {
+        total += run->by_rank[run->members.ranks[i]].bytes;
+    }
+    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
+    run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
+    const size_t count = hr_divide_up(total, segment_bytes(run));
+    run->share_count = count * (size_t)run->owners;
+    run->segments = (struct hr_segments){
+        .team = team,
+        .ops = &several_hosts,
+        .carries = team->local_rank < run->owners,
+        .drain_phase = HR_PHASE_REDUCED,
+    };
+    hr_segments_begin(&run->segments, count);
+    return 1;
+}
+
+static hr_status begin_between_hosts(struct hr_allgather *run) {
+    struct hr_team *team = run->segments.team;
+    HR_TRY(hr_segments_reserve_scratch(
+        team, HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count * sizeof(struct hr_cross_part)));
+    run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
+    (void)begin_next_run(&run->segments);
+    return HORO_OK;
+}
+
+/* ---- The beginning ---- */
+
 hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
     *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
     if (team->host_count > 1) {
-        return hr_two_level_gather_begin(run);
+        return begin_between_hosts(run);
     }
     size_t count = 0;
     size_t total = 0;

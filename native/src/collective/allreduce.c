@@ -16,14 +16,13 @@
 #include <math.h>
 
 #include "collective/collective.h"
-#include "collective/two_level.h"
 
 static struct hr_range segment_of(const struct hr_allreduce *run, size_t k) {
-    return hr_segment(run->segment_bytes, run->fused.bytes, k);
+    return hr_segment(run->segments.team->tuning.segment, run->fused.bytes, k);
 }
 
 static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range segment, int owner) {
-    return hr_share(run->unit, segment.bytes, owner, run->owners);
+    return hr_share(segment.bytes, owner, run->owners);
 }
 
 /*
@@ -31,12 +30,12 @@ static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range 
  * are, so that a result does not depend on who owns it.
  */
 static int packs_own_share(const struct hr_allreduce *run) {
-    return run->prescale != 1.0 || !hr_codec_is_plain(run->fused.codec);
+    return run->prescale != 1.0 || !run->fused.codec->is_plain;
 }
 
 /* Whether the owner, too, gets its result from its slot. */
 static int drains_own_share(const struct hr_allreduce *run) {
-    return run->segments.team->host_count > 1 || !hr_codec_is_plain(run->fused.codec);
+    return run->segments.team->host_count > 1 || !run->fused.codec->is_plain;
 }
 
 /*
@@ -56,7 +55,7 @@ static struct hr_range own_share(const struct hr_allreduce *run, size_t k) {
 
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is packed needs one. */
 static const struct hr_piece *whole_piece(const struct hr_allreduce *run, size_t k) {
-    if (run->segments.team->local_size > 1 || !hr_codec_is_plain(run->fused.codec) || run->partial_scale != 1.0) {
+    if (run->segments.team->local_size > 1 || !run->fused.codec->is_plain || run->partial_scale != 1.0) {
         return NULL;
     }
     const struct hr_range segment = segment_of(run, k);
@@ -103,8 +102,8 @@ static void reduce_part(struct hr_allreduce *run, size_t k, size_t at, size_t by
         team->sources[i] = i == team->local_rank && mine != NULL ? mine : hr_segments_slot(&run->segments, i, k) + at;
     }
     const struct hr_codec *codec = run->fused.codec;
-    codec->reduce(codec, team->node->kernel, run->reduce_op, target, copy, team->sources, team->local_size,
-                  hr_codec_blocks(codec, bytes), scale, run->store);
+    hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->reduce_op, target, copy, team->sources,
+                     team->local_size, bytes / codec->wire_bytes, scale, run->store);
 }
 
 static void reduce(struct hr_segments *segments, size_t k) {
@@ -182,36 +181,37 @@ const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, si
     return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
 }
 
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t block_bytes,
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
                                   size_t segment_bytes) {
-    const size_t most = hr_share_most(hr_share_unit(block_bytes), segment_bytes, owners);
+    const size_t most = hr_share_most(segment_bytes, owners);
     /* the last segment may have a small share only */
     const size_t small_most = most < tuning->doubling ? most : tuning->doubling;
-    const size_t small = hr_cross_scratch_bytes(&hr_cross_doubling, host_count, block_bytes, small_most, tuning->piece);
+    const size_t small = hr_cross_scratch_bytes(&hr_cross_doubling, host_count, value_bytes, small_most, tuning->piece);
     const size_t large =
-        hr_cross_scratch_bytes(hr_two_level_cross(tuning, most), host_count, block_bytes, most, tuning->piece);
+        hr_cross_scratch_bytes(hr_two_level_cross(tuning, most), host_count, value_bytes, most, tuning->piece);
     return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_allreduce *run = (struct hr_allreduce *)segments;
     const struct hr_team *team = run->segments.team;
     const struct hr_range share = own_share(run, k);
     struct hr_cross_call cross_call = hr_cross_call_of(team, run->fused.codec);
     cross_call.data = travelling(run, k);
-    cross_call.count = hr_codec_blocks(run->fused.codec, share.bytes);
+    cross_call.count = share.bytes / run->fused.codec->wire_bytes;
     cross_call.reduce_op = run->reduce_op;
     cross_call.scratch =
         team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
-    return hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
+    hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
     struct hr_allreduce *run = (struct hr_allreduce *)segments;
     if (segments->team->local_rank < run->owners && hr_scale_changes(run->postscale)) {
         const struct hr_codec *codec = run->fused.codec;
-        const size_t blocks = hr_codec_blocks(codec, own_share(run, k).bytes);
-        codec->scale(codec, run->segments.team->node->kernel, travelling(run, k), blocks, run->postscale);
+        char *at = travelling(run, k);
+        hr_kernel_scale(segments->team->node->kernel, codec->wire_dtype, at, at,
+                        own_share(run, k).bytes / codec->wire_bytes, run->postscale, HR_STORE_ORDINARY);
     }
 }
 
@@ -229,7 +229,7 @@ static void flat_fill(struct hr_segments *segments, size_t k) {
 static void flat_drain(struct hr_segments *segments, size_t k) {
     struct hr_allreduce *run = (struct hr_allreduce *)segments;
     const struct hr_fused *fused = &run->fused;
-    const int is_plain = hr_codec_is_plain(fused->codec);
+    const int is_plain = fused->codec->is_plain;
     if (!is_plain) {
         char result[HR_FLAT_MAX]; /* packed here too: fused with others or not, a tensor gets the same bits */
         reduce_part(run, k, 0, fused->bytes, NULL, result, NULL, run->postscale);
@@ -250,13 +250,13 @@ static void run_alone_packed(const struct hr_allreduce *run) {
     const struct hr_fused *fused = &run->fused;
     const struct hr_codec *codec = fused->codec;
     const struct hr_kernel *kernel = run->segments.team->node->kernel;
-    char packed[HR_CODEC_BLOCK_BYTES_MAX];
-    const size_t step = hr_codec_blocks(codec, sizeof packed) * codec->block_bytes;
-    for (size_t at = 0; at < fused->bytes; at += step) {
-        const size_t bytes = fused->bytes - at < step ? fused->bytes - at : step;
+    char packed[HR_FLAT_MAX];
+    for (size_t at = 0; at < fused->bytes; at += sizeof packed) {
+        const size_t bytes = hr_smaller(fused->bytes - at, sizeof packed);
         hr_fused_pack(fused, at, bytes, packed, kernel, run->prescale, HR_STORE_ORDINARY);
         if (hr_scale_changes(run->postscale)) {
-            codec->scale(codec, kernel, packed, hr_codec_blocks(codec, bytes), run->postscale);
+            hr_kernel_scale(kernel, codec->wire_dtype, packed, packed, bytes / codec->wire_bytes, run->postscale,
+                            HR_STORE_ORDINARY);
         }
         hr_fused_unpack(fused, at, bytes, packed, kernel);
     }
@@ -271,11 +271,12 @@ static void run_alone(const struct hr_allreduce *run) {
             kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
         }
         if (run->prescale != 1.0) {
-            kernel->scale(dtype, piece->output, piece->output, piece->count, hr_scale_by(run->prescale),
-                          HR_STORE_ORDINARY);
+            hr_kernel_scale(kernel, dtype, piece->output, piece->output, piece->count, hr_scale_by(run->prescale),
+                            HR_STORE_ORDINARY);
         }
         if (hr_scale_changes(run->postscale)) {
-            kernel->scale(dtype, piece->output, piece->output, piece->count, run->postscale, HR_STORE_ORDINARY);
+            hr_kernel_scale(kernel, dtype, piece->output, piece->output, piece->count, run->postscale,
+                            HR_STORE_ORDINARY);
         }
     }
 }
@@ -302,12 +303,10 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         .partial_scale = 1.0,
         .postscale = postscale,
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
-        .unit = hr_share_unit(fused->codec->block_bytes),
-        .segment_bytes = hr_codec_blocks(fused->codec, team->tuning.segment) * fused->codec->block_bytes,
     };
     struct hr_segments *segments = &run->segments;
     if (team->size == 1 && fused->bytes > 0) {
-        (hr_codec_is_plain(fused->codec) ? run_alone : run_alone_packed)(run);
+        (fused->codec->is_plain ? run_alone : run_alone_packed)(run);
     }
     if (team->size == 1 || fused->bytes == 0) {
         hr_segments_begin(segments, 0);
@@ -323,7 +322,7 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         const size_t segment_bytes = segment_of(run, 0).bytes;
         const size_t at_once = segment_bytes == fused->bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
         run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->owners,
-                                                        fused->codec->block_bytes, segment_bytes);
+                                                        fused->codec->wire_bytes, segment_bytes);
         HR_TRY(hr_segments_reserve_scratch(team, at_once * run->scratch_bytes));
     } else if (fused->bytes <= team->tuning.flat) {
         segments->ops = &flat;
@@ -335,6 +334,6 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
             run->store = segments->trial.store;
         }
     }
-    hr_segments_begin(segments, hr_divide_up(fused->bytes, run->segment_bytes));
+    hr_segments_begin(segments, hr_divide_up(fused->bytes, team->tuning.segment));
     return HORO_OK;
 }

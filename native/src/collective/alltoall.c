@@ -1,17 +1,24 @@
 /*
- * All-to-all over one arena; over several it is two_level_exchange.c. What a rank has for another is cut into as many
+ * All-to-all over one arena. What a rank has for another is cut into as many
  * shares as there are segments. In each segment a rank shows its share for each of the others in its slot, one behind
  * the other, and takes out of their slots what is there for it. So all are at work in every segment, however many ranks
  * there are.
  *
  * Data of a rank for itself never passes a slot.
  */
+#include <string.h>
+
+#include "base/cut.h"
 #include "collective/collective.h"
-#include "collective/two_level.h"
+
+/* The bytes that s has for d and that pass a slot. */
+static size_t bytes_of(const struct hr_alltoall *run, int s, int d) {
+    return s == d ? 0 : run->bytes[(size_t)s * (size_t)run->segments.team->size + (size_t)d];
+}
 
 /* The share of what s has for d in segment k. */
 static struct hr_range share_of(const struct hr_alltoall *run, int s, int d, size_t k) {
-    return hr_units(run->unit, hr_alltoall_bytes(run, s, d), k, run->share_count);
+    return hr_units(run->unit, bytes_of(run, s, d), k, run->share_count);
 }
 
 static void show(struct hr_segments *segments, size_t k) {
@@ -40,13 +47,11 @@ static void take(struct hr_segments *segments, size_t k) {
 
 static const struct hr_segments_ops one_host = {.fill = show, .drain = take};
 
-/* ---- The beginning ---- */
-
 /* The bytes of the shares for the ranks below `end` in the slot of s, as if each were as long as any of its kind. */
 static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t count) {
     size_t bytes = 0;
     for (int d = 0; d < end; d++) {
-        bytes += hr_divide_up(hr_divide_up(hr_alltoall_bytes(run, s, d), run->unit), count) * run->unit;
+        bytes += hr_divide_up(hr_divide_up(bytes_of(run, s, d), run->unit), count) * run->unit;
     }
     return bytes;
 }
@@ -68,7 +73,7 @@ static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
     for (int s = 0; s < team->size; s++) {
         size_t bytes = 0;
         for (int d = 0; d < team->size; d++) {
-            bytes += hr_alltoall_bytes(run, s, d);
+            bytes += bytes_of(run, s, d);
         }
         most = bytes > most ? bytes : most;
     }
@@ -102,7 +107,279 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
     return HORO_OK;
 }
 
-int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
+/*
+ * ---- Several hosts (two-level form) ----
+ *
+ * What the ranks of one host have for those of another, or for one
+ * another, is a *stream*: of each sender in turn what it has for each receiver, both in the order of their ranks. Every
+ * stream is cut into `share_count` shares, an equal number for each owner and segment: share j belongs to segment
+ * j / owners and lies in the slot of owner j % owners. There lie, one behind the other, the shares of the streams from
+ * this host to each host, this one included; then those from each other host to this one; then those that only pass
+ * here.
+ *
+ * So the ranks of a host write what they have into the slots of the owners, each owner exchanges with its like on the
+ * other hosts, and each rank takes what is for it out of the slots. Since streams are cut and not what one rank has for
+ * one other, a slot is full however unequal that is, and it does not matter how many ranks there are.
+ */
+
+/* The share of a stream in one slot, and where it lies there. */
+struct window {
+    struct hr_range range; /* of the stream */
+    char *data;
+};
+
+/* Goes through the shares in one slot. */
+struct layout {
+    const struct hr_alltoall *run;
+    size_t index; /* of the shares */
+    char *at;
+};
+
+static struct layout layout_of(const struct hr_alltoall *run, size_t k, int owner) {
+    return (struct layout){
+        .run = run,
+        .index = k * (size_t)run->owners + (size_t)owner,
+        .at = hr_segments_slot(&run->segments, owner, k),
+    };
+}
+
+static struct window next_window(struct layout *layout, int origin, int destination) {
+    const struct hr_alltoall *run = layout->run;
+    const size_t place = (size_t)origin * (size_t)run->segments.team->host_count + (size_t)destination;
+    const struct hr_range range = hr_units(run->unit, run->streams[place], layout->index, run->share_count);
+    const struct window window = {range, layout->at};
+    layout->at += range.bytes;
+    return window;
+}
+
+/*
+ * The part of [begin, begin + bytes) of the stream that is in the window: its offset from `begin`, and how long it is.
+ */
+static struct hr_range overlap(const struct window *window, size_t begin, size_t bytes) {
+    const size_t first = window->range.offset > begin ? window->range.offset : begin;
+    const size_t window_end = window->range.offset + window->range.bytes;
+    const size_t end = hr_smaller(window_end, begin + bytes);
+    return first < end ? (struct hr_range){first - begin, end - first} : (struct hr_range){0};
+}
+
+static char *place_in(const struct window *window, size_t begin, struct hr_range part) {
+    return window->data + (begin + part.offset - window->range.offset);
+}
+
+/* Place in team->rank_by_host of the first rank of the next host. */
+static int skip_host(const struct hr_team *team, int host, int first) {
+    return first + team->host_size[host];
+}
+
+static void fill_owners(struct hr_segments *segments, size_t k) {
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
+    struct hr_team *team = segments->team;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct layout layout = layout_of(run, k, owner);
+        for (int host = 0, first = 0; host < team->host_count; host++) {
+            const struct window window = next_window(&layout, team->host, host);
+            size_t begin = run->starts[host];
+            for (int i = first; i < skip_host(team, host, first); i++) {
+                const int rank = team->rank_by_host[i];
+                const struct hr_range part = overlap(&window, begin, bytes_of(run, team->rank, rank));
+                if (part.bytes > 0) {
+                    hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(&window, begin, part),
+                                  team->node->kernel, 1.0, HR_STORE_ORDINARY);
+                }
+                begin += bytes_of(run, team->rank, rank);
+            }
+            first = skip_host(team, host, first);
+        }
+    }
+}
+
+static void drain_owners(struct hr_segments *segments, size_t k) {
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
+    struct hr_team *team = segments->team;
+    for (int owner = 0; owner < run->owners; owner++) {
+        struct layout layout = layout_of(run, k, owner);
+        struct window own = {0};
+        for (int host = 0; host < team->host_count; host++) {
+            const struct window window = next_window(&layout, team->host, host);
+            own = host == team->host ? window : own;
+        }
+        for (int host = 0, first = 0; host < team->host_count; host++) {
+            const struct window window = host == team->host ? own : next_window(&layout, host, team->host);
+            for (int i = first; i < skip_host(team, host, first); i++) {
+                const int rank = team->rank_by_host[i];
+                const size_t begin = run->places[rank];
+                const struct hr_range part = overlap(&window, begin, bytes_of(run, rank, team->rank));
+                if (part.bytes > 0) {
+                    hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(&window, begin, part),
+                                    team->node->kernel);
+                }
+            }
+            first = skip_host(team, host, first);
+        }
+    }
+}
+
+/* Whether a stream of other hosts passes the slots of this one. */
+static int passes(const struct hr_team *team, int origin, int destination) {
+    int hosts[HR_CROSS_HOPS_MAX];
+    const int count = hr_cross_way(team->host_count, origin, destination, hosts);
+    for (int i = 0; i < count; i++) {
+        if (hosts[i] == team->host) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+    const struct hr_alltoall *run = (struct hr_alltoall *)segments;
+    const struct hr_team *team = segments->team;
+    const size_t pairs = (size_t)team->host_count * (size_t)team->host_count;
+    struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * pairs;
+    /* all parts are as long as on every host; those that come here or pass here have a place */
+    const int h = team->host_count;
+    struct layout layout = layout_of(run, k, team->local_rank);
+    for (int i = 0; i < h; i++) {
+        const struct window window = next_window(&layout, team->host, i);
+        parts[team->host * h + i] = (struct hr_cross_part){window.data, window.range.bytes};
+    }
+    for (int i = 0; i < h; i++) {
+        if (i != team->host) {
+            const struct window window = next_window(&layout, i, team->host);
+            parts[i * h + team->host] = (struct hr_cross_part){window.data, window.range.bytes};
+        }
+    }
+    for (int origin = 0; origin < h; origin++) {
+        for (int destination = 0; destination < h; destination++) {
+            if (origin == team->host || destination == team->host) {
+                continue;
+            }
+            struct layout before = layout;
+            const struct window window = next_window(&layout, origin, destination);
+            const int is_here = passes(team, origin, destination);
+            layout = is_here ? layout : before;
+            parts[origin * h + destination] = (struct hr_cross_part){is_here ? window.data : NULL, window.range.bytes};
+        }
+    }
+    for (int i = 0; i < h; i++) { /* data that stays on its host does not travel */
+        parts[i * h + i] = (struct hr_cross_part){0};
+    }
+    struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
+    call.parts = parts;
+    call.scratch = run->scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
+    hr_cross_begin(&hr_cross_exchange, cross, &call);
+}
+
+static const struct hr_segments_ops several_hosts = {.fill = fill_owners, .begin = begin, .drain = drain_owners};
+
+/* The tables of a run stay in the scratch of the team until the next collective begins. */
+static hr_status reserve_tables(struct hr_alltoall *run) {
+    struct hr_team *team = run->segments.team;
+    const size_t hosts = (size_t)team->host_count;
+    const size_t pairs = hosts * hosts;
+    size_t bytes = 0;
+    const size_t parts = hr_place(&bytes, HR_SEGMENTS_TRAVELLING_MAX * pairs * sizeof *run->parts, HR_CROSS_ALIGNMENT);
+    const size_t streams = hr_place(&bytes, pairs * sizeof *run->streams, HR_CROSS_ALIGNMENT);
+    const size_t starts = hr_place(&bytes, hosts * sizeof *run->starts, HR_CROSS_ALIGNMENT);
+    const size_t places = hr_place(&bytes, (size_t)team->size * sizeof *run->places, HR_CROSS_ALIGNMENT);
+    const size_t traffic = hr_place(&bytes, hosts * sizeof *run->traffic, HR_CROSS_ALIGNMENT);
+    run->scratch_bytes = hr_round_up(hr_cross_exchange_scratch_bytes(team->host_count), HR_CROSS_ALIGNMENT);
+    const size_t scratch = hr_place(&bytes, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes, HR_CROSS_ALIGNMENT);
+    HR_TRY(hr_segments_reserve_scratch(team, bytes));
+    memset(team->cross_scratch, 0, bytes);
+    run->parts = (struct hr_cross_part *)(void *)(team->cross_scratch + parts);
+    run->streams = (size_t *)(void *)(team->cross_scratch + streams);
+    run->starts = (size_t *)(void *)(team->cross_scratch + starts);
+    run->places = (size_t *)(void *)(team->cross_scratch + places);
+    run->traffic = (struct hr_traffic *)(void *)(team->cross_scratch + traffic);
+    run->scratch = team->cross_scratch + scratch;
+    return HORO_OK;
+}
+
+/* Notes what passes the slots of a host: the bytes of all streams, and the number of streams. */
+static void note_traffic(const struct hr_alltoall *run, int host, size_t bytes) {
+    run->traffic[host].bytes += bytes;
+    run->traffic[host].streams++;
+}
+
+static void measure_traffic(const struct hr_alltoall *run) {
+    const int h = run->segments.team->host_count;
+    for (int origin = 0; origin < h; origin++) {
+        for (int destination = 0; destination < h; destination++) {
+            const size_t bytes = run->streams[origin * h + destination];
+            int hosts[HR_CROSS_HOPS_MAX];
+            const int count = hr_cross_way(h, origin, destination, hosts);
+            note_traffic(run, origin, bytes);
+            if (destination != origin) {
+                note_traffic(run, destination, bytes);
+            }
+            for (int i = 0; i < count; i++) {
+                note_traffic(run, hosts[i], bytes);
+            }
+        }
+    }
+}
+
+/*
+ * So many segments that all shares find room in the slots of every host; a share is at most two units longer than the
+ * mean. HORO_ERR_RESOURCE for so many hosts that a slot has no room for that.
+ */
+static hr_status count_segments(struct hr_alltoall *run, size_t *count) {
+    const struct hr_team *team = run->segments.team;
+    const size_t segment = team->tuning.segment;
+    size_t streams = 0;
+    size_t bytes = 0;
+    for (int host = 0; host < team->host_count; host++) {
+        streams = run->traffic[host].streams > streams ? run->traffic[host].streams : streams;
+        bytes = run->traffic[host].bytes > bytes ? run->traffic[host].bytes : bytes;
+    }
+    run->unit = 2 * streams * HR_LINE <= segment / 2 ? HR_LINE : 1;
+    const size_t rounding = 2 * streams * run->unit;
+    if (rounding >= segment) {
+        return HORO_ERR_RESOURCE;
+    }
+    *count = hr_divide_up(bytes, (segment - rounding) * (size_t)run->owners);
+    return HORO_OK;
+}
+
+static hr_status begin_between_hosts(struct hr_alltoall *run) {
+    struct hr_team *team = run->segments.team;
+    HR_TRY(reserve_tables(run));
+    /* of all streams, in their order: how long they are, and where in them what I have and what I get */
+    for (int i = 0; i < team->size; i++) {
+        const int s = team->rank_by_host[i];
+        for (int j = 0; j < team->size; j++) {
+            const int d = team->rank_by_host[j];
+            const int to = team->host_of_rank[d];
+            size_t *stream = &run->streams[(size_t)team->host_of_rank[s] * (size_t)team->host_count + (size_t)to];
+            if (s == team->rank && (j == 0 || to != team->host_of_rank[team->rank_by_host[j - 1]])) {
+                run->starts[to] = *stream;
+            }
+            if (d == team->rank) {
+                run->places[s] = *stream;
+            }
+            *stream += bytes_of(run, s, d);
+        }
+    }
+    size_t total = 0;
+    for (int i = 0; i < team->host_count * team->host_count; i++) {
+        total += run->streams[i];
+    }
+    size_t count;
+    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
+    measure_traffic(run);
+    HR_TRY(count_segments(run, &count));
+    run->share_count = count * (size_t)run->owners;
+    run->segments.ops = &several_hosts;
+    run->segments.carries = team->local_rank < run->owners;
+    run->segments.drain_phase = HR_PHASE_REDUCED;
+    hr_segments_begin(&run->segments, count);
+    return HORO_OK;
+}
+
+/* ---- The beginning ---- */
+
+hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
                       const struct hr_fused *from, const size_t *bytes) {
     *run = (struct hr_alltoall){.segments = {.team = team}, .to = to, .from = from, .bytes = bytes};
     const struct hr_fused *mine = &to[team->rank];
@@ -115,5 +392,5 @@ int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struc
         team->node->kernel->copy(from[team->rank].pieces[i].output, mine->pieces[i].input, mine->pieces[i].bytes,
                                  run->result_store);
     }
-    return team->host_count == 1 ? begin_on_one_host(run) : hr_two_level_exchange_begin(run);
+    return team->host_count == 1 ? begin_on_one_host(run) : begin_between_hosts(run);
 }

@@ -29,16 +29,16 @@ static void fill(struct hr_segments *segments, size_t k) {
     }
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_broadcast *run = (struct hr_broadcast *)segments;
     const struct hr_team *team = segments->team;
-    const struct hr_range share = hr_share(HR_LINE, segment_of(run, k).bytes, team->local_rank, run->owners);
+    const struct hr_range share = hr_share(segment_of(run, k).bytes, team->local_rank, run->owners);
     struct hr_cross_call call = hr_cross_call_of(team, run->fused.codec);
     call.data = share_data(run, team->local_rank, k, share.offset);
     call.count = share.bytes;
     call.root_host = run->root_host;
     const struct hr_cross_ops *ops = run->fused.bytes <= team->tuning.tree ? &hr_cross_tree : &hr_cross_chain;
-    return hr_cross_begin(ops, cross, &call);
+    hr_cross_begin(ops, cross, &call);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -46,7 +46,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_team *team = segments->team;
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
-        const struct hr_range share = hr_share(HR_LINE, segment.bytes, owner, run->owners);
+        const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
         hr_fused_put(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
                      team->node->kernel, run->result_store);
     }

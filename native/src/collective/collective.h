@@ -1,5 +1,5 @@
 /*
- * Whole collectives on host memory for all ranks of a team, as tasks (task.h). Every rank begins the same ones with the
+ * Whole collectives on host memory for all ranks of a team, as tasks. Every rank begins the same ones with the
  * same sizes in the same order, one after the other. The memory of a task is the caller's and must stay where it is
  * until the task is done or cancelled, as must the pieces of its vectors.
  *
@@ -19,8 +19,6 @@ struct hr_allreduce {
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
     struct hr_scale postscale;
     int owners;
-    size_t unit;          /* of shares, see hr_share_unit */
-    size_t segment_bytes; /* of every segment but the last */
     enum hr_store store;
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
@@ -34,16 +32,6 @@ struct hr_broadcast {
     int owners;
     enum hr_store store;
     enum hr_store result_store;
-};
-
-/*
- * The ranks whose parts pass the slots now, in order of hosts: all, unless there are more than have room there at once.
- * Then one run over the slots follows the other.
- */
-struct hr_members {
-    const int *ranks;
-    int count;
-    int next; /* place in team->rank_by_host of the first rank of the next run */
 };
 
 struct hr_allgather {
@@ -95,13 +83,43 @@ struct hr_reducescatter {
     double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
     enum hr_store store;
-    size_t unit; /* of shares */
     int owners;
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
     struct hr_members members;
     size_t share_count;
+};
+
+/* See adasum.c. */
+struct hr_adasum {
+    struct hr_task task;
+    struct hr_team *team;
+    struct hr_fused fused;
+    double prescale;
+    struct hr_scale postscale;
+    enum hr_adasum_phase stage;
+    /* Counts are of values as they travel. */
+    size_t width; /* bytes of a value */
+    size_t count;
+    size_t first, own_count; /* my share */
+    int is_packed;           /* the values to send and the result lie in `packed`; else in the only tensor itself */
+    size_t at;               /* in this stage: bytes that are done; of the current pair, values */
+    int low;                 /* the lower rank of the current pair, whose share becomes what comes of both */
+    int distance;            /* to the upper one */
+    void *memory;            /* of what follows */
+    char *packed;            /* [count] */
+    char *shares;            /* [size][own_count] mine, of the vector of each rank */
+    double *sums;            /* [pairs of a level][tensors][products] */
+    size_t *bytes;           /* [size][size] */
+    struct hr_fused *vectors; /* [2 * size], as the pieces */
+    struct hr_piece *pieces;
+    struct hr_task *inner; /* the collective that runs; NULL: none */
+    union {
+        struct hr_alltoall alltoall;
+        struct hr_allreduce allreduce;
+        struct hr_allgather allgather;
+    } run;
 };
 
 /*
@@ -121,6 +139,13 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
  */
 double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale);
 
+/* The algorithm by which a share of so many bytes travels. */
+const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
+
+/* Scratch for any share of any segment of at most `segment_bytes`, of values of `value_bytes`, for so many owners. */
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
+                                  size_t segment_bytes);
+
 /* outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
@@ -137,8 +162,8 @@ hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, con
  * of the host: one copy in and one out; between hosts each link carries the bytes of each pair of hosts whose way it is
  * on. HORO_OK or HORO_ERR_RESOURCE.
  */
-int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
-                      const struct hr_fused *from, const size_t *bytes);
+hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
+                            const struct hr_fused *from, const size_t *bytes);
 
 /*
  * by_rank[r] describes the values that rank r gets the sum of, the same on all ranks: my inputs, and in
@@ -149,5 +174,73 @@ int hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struc
  */
 hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                                  int reduce_op, double prescale, struct hr_scale postscale);
+
+/* outputs = postscale * Adasum of (prescale * inputs), of several ranks. HORO_OK or HORO_ERR_RESOURCE. */
+hr_status hr_adasum_begin(struct hr_adasum *run, struct hr_team *team, const struct hr_fused *fused, double prescale,
+                          double postscale);
+/* Gives its memory back, of one that has neither ended nor been cancelled. */
+void hr_adasum_free(struct hr_adasum *run);
+
+/*
+ * ---- Moves with a single copy ----
+ *
+ * Between the ranks of one host: each rank shows the addresses of what it has for others in its slot, and reads what
+ * others have for it from their memory, or the sum of that. Nobody goes on before all have read.
+ */
+
+/* Whether all members can read each other's memory: each tries, tells, and hears of the others. */
+struct hr_probe {
+    struct hr_task task;
+    struct hr_team *team;
+    int has_told;
+};
+
+/* Sets team->reads_peers, to the same on all members, which begin this at one place. The team has one host. */
+void hr_probe_begin(struct hr_probe *probe, struct hr_team *team);
+
+/* Of plain values, all of one dtype; reduce_op and scale as of hr_reducescatter_begin. */
+struct hr_sum {
+    int reduce_op;
+    struct hr_scale scale;
+};
+
+/* The vectors that move: one list of those that I show, and those that I get. */
+struct hr_move {
+    const struct hr_fused *shown; /* [shown_count] one for all, or one for each member; their inputs are read */
+    int shown_count;              /* 1 or team->size */
+    const struct hr_fused *from;  /* [team->size] what comes from each, to outputs; of a broadcast: the one vector */
+    int root_rank;                /* whose vector all get; -1: everybody has something */
+    size_t tensors;               /* pieces in any of these vectors, at most; equal on all members */
+    /* NULL: what comes from each is kept. Else `from` is `shown`, and from[team->rank] has the outputs, of the sum. */
+    const struct hr_sum *sum;
+};
+
+/*
+ * Whether a move goes by this way; equal on all members if `bytes`, what the largest tensor of a member has, is.
+ * team->reads_peers may be 0: it would, if it can.
+ */
+int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes);
+
+struct hr_direct {
+    struct hr_task task;
+    struct hr_team *team;
+    struct hr_move move;
+    int stage;
+    unsigned parity;
+    int is_shown_ahead; /* all have shown their addresses, see hr_direct_show_ahead */
+    int peer;           /* how many peers' parts are read */
+    size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
+    struct hr_sum sum;
+};
+
+/*
+ * Inputs and outputs as the collective has them; the caller keeps the vectors. If afterwards team->reads_peers is
+ * negative, which is the same on all members, a read has failed, and all of the move is to be done again by another
+ * way.
+ */
+void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move);
+/* As hr_segments_fill_ahead and hr_segments_show_ahead, of the addresses. */
+int hr_direct_fill_ahead(struct hr_direct *run);
+void hr_direct_show_ahead(struct hr_direct *run);
 
 #endif

@@ -1,14 +1,89 @@
-#include "collective/direct.h"
-
+/*
+ * Moves with a single copy. Memory of another rank of this host is read by process_vm_readv: the kernel copies straight
+ * from there. It lets a process do so that may also attach to it as a debugger; security modules, containers and
+ * filters of system calls may refuse. So each rank shows in its arena block its process id and the place of its proof,
+ * a random number in its private memory. Whoever reads that number under that process id reads the memory of that very
+ * process: in another namespace, and after the death of a process whose id is used again, there is something else.
+ * Every read takes the proof along, behind the data.
+ */
+#include <errno.h>
 #include <string.h>
+#include <sys/uio.h>
 
-#include "local/shares.h"
+#include "collective/collective.h"
 
 enum {
     READ_AT_ONCE = 1 << 19, /* bytes, before the driver looks at other things */
     SUM_AT_ONCE = 1 << 16,  /* of each: they are read into my slot, and still in the cache when they are added up */
     SUM_LEAST = 1 << 12,    /* with slots too small for more at once, the system calls take longer than two copies */
 };
+
+/* ---- Reading ---- */
+
+enum { RANGES_MAX = 32 };
+
+/* `bytes` at address `from` there go to `to` here. */
+struct range {
+    void *to;
+    uint64_t from;
+    size_t bytes;
+};
+
+/* 0, or an error number. */
+static int read_all(pid_t process, struct iovec *local, struct iovec *remote, int count) {
+    while (count > 0) {
+        const ssize_t got = process_vm_readv(process, local, (unsigned long)count, remote, (unsigned long)count, 0);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got <= 0) {
+            return got < 0 ? errno : EFAULT;
+        }
+        size_t left = (size_t)got;
+        for (; count > 0 && left >= local->iov_len; local++, remote++, count--) {
+            left -= local->iov_len;
+        }
+        if (count > 0) { /* the rest of this range */
+            local->iov_base = (char *)local->iov_base + left;
+            remote->iov_base = (char *)remote->iov_base + left;
+            local->iov_len -= left;
+            remote->iov_len = local->iov_len;
+        }
+    }
+    return 0;
+}
+
+/*
+ * Reads up to RANGES_MAX ranges of a rank of this host (local index). 0, or an error number: ESRCH where the process is
+ * gone, EFAULT where an address is none or its memory a device's, EPERM where the system refuses, and so on; then what
+ * has been written to `to` is not to be used. Does not wait for the other rank.
+ */
+static int read_peer(const struct hr_node *node, int local_rank, const struct range *ranges, int count) {
+    const struct hr_arena_block *block = &node->arena.blocks[local_rank];
+    struct iovec local[RANGES_MAX + 1];
+    struct iovec remote[RANGES_MAX + 1];
+    uint64_t proof[HR_PROOF_WORDS] = {0};
+    const int32_t process = atomic_load(&block->process);
+    if (process == 0) {
+        return ENOSYS;
+    }
+    for (int i = 0; i < count; i++) {
+        local[i] = (struct iovec){ranges[i].to, ranges[i].bytes};
+        remote[i] = (struct iovec){(void *)(uintptr_t)ranges[i].from, ranges[i].bytes};
+    }
+    local[count] = (struct iovec){proof, sizeof proof};
+    remote[count] = (struct iovec){(void *)(uintptr_t)atomic_load(&block->proof_at), sizeof proof};
+    const int error = read_all((pid_t)process, local, remote, count + 1);
+    if (error != 0) {
+        return error;
+    }
+    for (int i = 0; i < HR_PROOF_WORDS; i++) {
+        if (proof[i] != atomic_load(&block->proof[i])) {
+            return ESRCH;
+        }
+    }
+    return 0;
+}
 
 /* ---- Whether it can be done ---- */
 
@@ -55,7 +130,7 @@ static int probe(struct hr_task *task) {
     if (!self->has_told) {
         uint64_t told = TOLD_YES;
         for (int i = 0; i < team->local_size && told == TOLD_YES; i++) {
-            const int error = hr_peer_memory_read(team->node, team->index_of_local[i], NULL, 0);
+            const int error = read_peer(team->node, team->index_of_local[i], NULL, 0);
             told = error == 0 ? TOLD_YES : refusal(i, error);
         }
         tell(team, told);
@@ -167,7 +242,7 @@ struct chunk {
 /* The next ones of a part, of at most `room` bytes together; moves on. */
 static int collect(struct hr_direct *run, const struct hr_fused *part, size_t room, struct chunk *chunks) {
     int count = 0;
-    while (run->piece < part->count && count < HR_PEER_RANGES_MAX && room > 0) {
+    while (run->piece < part->count && count < RANGES_MAX && room > 0) {
         const struct hr_piece *piece = &part->pieces[run->piece];
         const size_t left = piece->bytes - run->skip;
         const size_t bytes = left < room ? left : room;
@@ -183,14 +258,14 @@ static int collect(struct hr_direct *run, const struct hr_fused *part, size_t ro
 /* Reads what one member has of these, to `to`, one behind the other; NULL: to their outputs. 0, or an error number. */
 static int read_chunks(const struct hr_direct *run, int from, const struct chunk *chunks, int count, char *to) {
     const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
-    struct hr_peer_range ranges[HR_PEER_RANGES_MAX];
+    struct range ranges[RANGES_MAX];
     for (int i = 0; i < count; i++) {
         const uint64_t address = atomic_load_explicit(&at[chunks[i].piece], memory_order_relaxed);
         ranges[i] =
-            (struct hr_peer_range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
+            (struct range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
         to = to != NULL ? to + chunks[i].bytes : NULL;
     }
-    return hr_peer_memory_read(run->team->node, run->team->index_of_local[from], ranges, count);
+    return read_peer(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
 static int end_reading(struct hr_direct *run) {
@@ -202,7 +277,7 @@ static int end_reading(struct hr_direct *run) {
 /* Each rank begins with another, so that not all read the same memory. */
 static int read_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
-    struct chunk chunks[HR_PEER_RANGES_MAX];
+    struct chunk chunks[RANGES_MAX];
     const int from = (team->rank + 1 + run->peer) % team->size;
     const int count = shows(run, from) ? collect(run, part_from(run, from), READ_AT_ONCE, chunks) : 0;
     int error = 0;
@@ -226,7 +301,7 @@ static int sum_next(struct hr_direct *run) {
     const size_t room = sum_room(team, &run->move);
     char *scratch = hr_team_slot(team, team->local_rank, run->parity) + address_bytes(&run->move);
     for (size_t done = 0; done < READ_AT_ONCE; done += room * (size_t)team->size) {
-        struct chunk addends[HR_PEER_RANGES_MAX];
+        struct chunk addends[RANGES_MAX];
         const int count = collect(run, part_from(run, team->rank), room, addends);
         if (count == 0) {
             return end_reading(run);
@@ -249,8 +324,9 @@ static int sum_next(struct hr_direct *run) {
                 team->sources[r] = r == team->rank ? addends[i].mine : next;
                 next += r == team->rank ? 0 : room;
             }
-            codec->reduce(codec, team->node->kernel, run->sum.reduce_op, addends[i].output, NULL, team->sources,
-                          team->size, hr_codec_blocks(codec, addends[i].bytes), run->sum.scale, HR_STORE_ORDINARY);
+            hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->sum.reduce_op, addends[i].output, NULL,
+                             team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->sum.scale,
+                             HR_STORE_ORDINARY);
             read += addends[i].bytes;
         }
     }

@@ -12,7 +12,6 @@
  * it once.
  */
 #include "collective/collective.h"
-#include "collective/two_level.h"
 
 static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t k) {
     return hr_segments_slot(&run->segments, local_rank, k);
@@ -20,7 +19,7 @@ static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t 
 
 /* Whether this rank's own contribution is read from its slot, too: see allreduce.c. */
 static int packs_own(const struct hr_reducescatter *run) {
-    return run->prescale != 1.0 || !hr_codec_is_plain(run->codec);
+    return run->prescale != 1.0 || !run->codec->is_plain;
 }
 
 /* `at` is the place in a slot. */
@@ -28,7 +27,7 @@ static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, i
     return (struct hr_walk){
         .by_rank = run->by_rank,
         .members = &run->members,
-        .unit = run->unit,
+        .unit = HR_LINE,
         .share_count = run->share_count,
         .index = k * (size_t)run->owners + (size_t)owner,
         .at = (size_t)owner * run->region_bytes,
@@ -52,8 +51,8 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
                 r == team->local_rank && !packs_own(run) ? piece->input + skip : slot_of(run, r, k) + at;
         }
         char *target = to_outputs ? piece->output + skip : slot_of(run, team->local_rank, k) + at;
-        run->codec->reduce(run->codec, team->node->kernel, run->reduce_op, target, NULL, team->sources,
-                           team->local_size, hr_codec_blocks(run->codec, bytes), scale, HR_STORE_ORDINARY);
+        hr_kernel_reduce(team->node->kernel, run->codec->wire_dtype, run->reduce_op, target, NULL, team->sources,
+                         team->local_size, bytes / run->codec->wire_bytes, scale, HR_STORE_ORDINARY);
         offset += bytes;
         at += bytes;
         left -= bytes;
@@ -82,7 +81,7 @@ static void fill(struct hr_segments *segments, size_t k) {
 static void drain(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    const int to_outputs = hr_codec_is_plain(run->codec);
+    const int to_outputs = run->codec->is_plain;
     struct hr_walk walk = walk_begin(run, k, 0);
     while (hr_walk_on(&walk)) {
         if (walk.rank != team->rank) {
@@ -110,7 +109,7 @@ static void reduce_region(struct hr_segments *segments, size_t k) {
     }
 }
 
-static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
+static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     const struct hr_team *team = segments->team;
     char *scratch = team->cross_scratch + k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes;
@@ -131,11 +130,11 @@ static int begin(struct hr_segments *segments, size_t k, struct hr_cross *cross)
     const int has_parts = ops == &hr_cross_scatter_ring;
     struct hr_cross_call call = hr_cross_call_of(team, run->codec);
     call.data = has_parts ? NULL : region;
-    call.count = has_parts ? 0 : hr_codec_blocks(run->codec, bytes);
+    call.count = has_parts ? 0 : bytes / run->codec->wire_bytes;
     call.parts = has_parts ? parts : NULL;
     call.reduce_op = run->reduce_op;
     call.scratch = scratch;
-    return hr_cross_begin(ops, cross, &call);
+    hr_cross_begin(ops, cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {
@@ -144,8 +143,9 @@ static void finish(struct hr_segments *segments, size_t k) {
     struct hr_walk walk = walk_begin(run, k, team->local_rank);
     while (owns(run) && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
         if (team->host_of_rank[walk.rank] == team->host) {
-            run->codec->scale(run->codec, team->node->kernel, slot_of(run, team->local_rank, k) + walk.at,
-                              hr_codec_blocks(run->codec, walk.share.bytes), run->postscale);
+            char *at = slot_of(run, team->local_rank, k) + walk.at;
+            hr_kernel_scale(team->node->kernel, run->codec->wire_dtype, at, at,
+                            walk.share.bytes / run->codec->wire_bytes, run->postscale, HR_STORE_ORDINARY);
         }
     }
 }
@@ -180,7 +180,7 @@ static const struct hr_segments_ops several_hosts = {.fill = fill,
 static int begin_next_run(struct hr_segments *segments) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    const size_t units = run->region_bytes / run->unit;
+    const size_t units = run->region_bytes / HR_LINE;
     if (!hr_members_advance(&run->members, team, units)) {
         return 0;
     }
@@ -188,7 +188,7 @@ static int begin_next_run(struct hr_segments *segments) {
     size_t total = 0;
     for (int i = 0; i < run->members.count; i++) {
         const size_t bytes = run->by_rank[run->members.ranks[i]].bytes;
-        const size_t part = hr_divide_up(bytes, run->unit);
+        const size_t part = hr_divide_up(bytes, HR_LINE);
         longest = part > longest ? part : longest;
         total += bytes;
     }
@@ -212,8 +212,7 @@ static int begin_next_run(struct hr_segments *segments) {
 hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                                  int reduce_op, double prescale, struct hr_scale postscale) {
     const struct hr_codec *codec = by_rank[0].codec;
-    const size_t unit = hr_share_unit(codec->block_bytes);
-    const size_t units = team->tuning.segment / unit;
+    const size_t units = team->tuning.segment / HR_LINE;
     const int owners_most = team->host_count == 1 ? 1 : team->owner_count;
     const int owners = units < (size_t)owners_most ? (int)units : owners_most;
     *run = (struct hr_reducescatter){
@@ -224,19 +223,18 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .unit = unit,
         .owners = owners,
-        .region_bytes = units / (size_t)owners * unit,
+        .region_bytes = units / (size_t)owners * HR_LINE,
     };
     if (team->host_count > 1) {
         run->partial_scale = hr_partial_scale(codec, reduce_op, postscale.factor);
         run->postscale.factor /= run->partial_scale;
         const struct hr_tuning *tuning = &team->tuning;
-        const size_t block_bytes = run->codec->block_bytes;
+        const size_t value_bytes = run->codec->wire_bytes;
         const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
         const size_t small =
-            hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, block_bytes, small_most, tuning->piece);
-        const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, block_bytes,
+            hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, value_bytes, small_most, tuning->piece);
+        const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, value_bytes,
                                                     run->region_bytes, tuning->piece);
         run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
         run->scratch_bytes = hr_round_up(

@@ -141,7 +141,7 @@ static int travel(struct hr_segments *segments) {
         struct hr_cross *cross = cross_of(segments, segments->begun);
         cross->status = HORO_OK; /* of a rank that carries nothing */
         if (segments->carries) {
-            HR_TRY(segments->ops->begin(segments, segments->begun, cross));
+            segments->ops->begin(segments, segments->begun, cross);
         }
         segments->begun++;
         return HR_MOVED;

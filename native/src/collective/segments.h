@@ -19,11 +19,27 @@
 #ifndef HR_COLLECTIVE_SEGMENTS_H
 #define HR_COLLECTIVE_SEGMENTS_H
 
+#include "collective/fused.h"
 #include "cross/cross.h"
-#include "local/fused.h"
-#include "local/shares.h"
-#include "node/team.h"
-#include "collective/task.h"
+
+/*
+ * A task is a collective that is under way. Nothing in it waits: the driver of the engine calls progress again and
+ * again, serves the control links between two calls, and sleeps when nothing can go on.
+ */
+struct hr_task {
+    /*
+     * At most one stage of one segment of work: enum hr_progress, or an error, which ends the task. HR_DONE: it is
+     * complete on this rank. HORO_ERR_PEER_LOST comes with team->suspect set.
+     */
+    int (*progress)(struct hr_task *task);
+    /*
+     * Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too.
+     * NULL: it posts nothing.
+     */
+    void (*cancel)(struct hr_task *task);
+    /* Whether all that this rank sends has been posted, so that only the end is waited for. NULL: it has not. */
+    int (*is_ending)(const struct hr_task *task);
+};
 
 enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
 
@@ -38,7 +54,7 @@ struct hr_segments_ops {
     void (*keep)(struct hr_segments *segments, size_t k);   /* when all may see what I have filled in; NULL: nothing */
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
     /* hr_cross_begin for the share that this rank carries; NULL on one host. */
-    int (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
+    void (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);
     void (*finish)(struct hr_segments *segments, size_t k); /* the last step of my share; NULL: there is none */
     void (*drain)(struct hr_segments *segments, size_t k);
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
@@ -107,5 +123,52 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
  * HORO_ERR_RESOURCE.
  */
 hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
+
+/* ---- The ranks whose parts pass the slots, for collectives in which each has one ---- */
+
+/*
+ * The ranks whose parts pass the slots now, in order of hosts: all, unless there are more than have room there at once.
+ * Then one run over the slots follows the other.
+ */
+struct hr_members {
+    const int *ranks;
+    int count;
+    int next; /* place in team->rank_by_host of the first rank of the next run */
+};
+
+/* The next ranks, at most so many (>= 1) at once; 0 if all have had their run. */
+static inline int hr_members_advance(struct hr_members *members, const struct hr_team *team, size_t at_once) {
+    const size_t left = (size_t)(team->size - members->next);
+    members->ranks = team->rank_by_host + members->next;
+    members->count = (int)(left < at_once ? left : at_once);
+    members->next += members->count;
+    return members->count;
+}
+
+/*
+ * Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies
+ * behind the first one. Zeroed but for the first five.
+ */
+struct hr_walk {
+    const struct hr_fused *by_rank;
+    const struct hr_members *members;
+    size_t unit, share_count; /* of shares */
+    size_t index;             /* of the share in each part */
+    int next;                 /* of members->ranks */
+    int rank;
+    struct hr_range share;
+    size_t at;
+};
+
+/* 1, or 0 behind the last one. */
+static inline int hr_walk_on(struct hr_walk *walk) {
+    if (walk->next == walk->members->count) {
+        return 0;
+    }
+    walk->at += walk->share.bytes;
+    walk->rank = walk->members->ranks[walk->next++];
+    walk->share = hr_units(walk->unit, walk->by_rank[walk->rank].bytes, walk->index, walk->share_count);
+    return 1;
+}
 
 #endif

@@ -14,7 +14,7 @@
  * After an error of progress nothing of the call is posted any more: it has abandoned the data channel. A caller that
  * gives up a call in progress must do the same (transport->ops->abandon) before state, data or scratch go away.
  *
- * Peers are the linked hosts of node/linked.h and no others, whatever the call.
+ * Peers are the linked hosts of node/team.h and no others, whatever the call.
  *
  * All members run the same algorithm on the same count, codec, reduce_op, root and sizes of parts; afterwards all hold
  * bit-identical data.
@@ -22,7 +22,7 @@
 #ifndef HR_CROSS_CROSS_H
 #define HR_CROSS_CROSS_H
 
-#include "kernel/codec.h"
+#include "kernel/kernel.h"
 #include "transport/transport.h"
 
 enum {
@@ -37,7 +37,7 @@ enum {
  */
 struct hr_cross_part {
     char *data;
-    size_t bytes; /* whole blocks; equal on all members; may be 0, and then data NULL */
+    size_t bytes; /* whole values; equal on all members; may be 0, and then data NULL */
 };
 
 struct hr_cross_call {
@@ -45,8 +45,8 @@ struct hr_cross_call {
     int host;       /* my member index = my host index */
     int host_count; /* >= 2 */
     void *data;     /* in place */
-    const struct hr_codec *codec; /* whose blocks the data is; nothing is cut within one */
-    size_t count;   /* blocks; may be 0 */
+    const struct hr_codec *codec; /* of the values; nothing is cut within one */
+    size_t count;   /* values; may be 0 */
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce and reduce-scatter only */
     const struct hr_kernel *kernel; /* allreduce and reduce-scatter only */
     int root_host;    /* broadcast only */
@@ -58,9 +58,24 @@ struct hr_cross_call {
 
 struct hr_cross; /* state of one running call; the caller provides the memory */
 
-struct hr_step;
+enum hr_arrival {
+    HR_ARRIVAL_REPLACES = 0,      /* received straight into the data */
+    HR_ARRIVAL_IS_LEFT = 1,       /* data = received op data */
+    HR_ARRIVAL_IS_RIGHT = 2,      /* data = data op received */
+};
 
-/* The moves of an algorithm, see cross/pipeline.h. */
+/* The work of this member in one step; a peer of -1 means that it does not send or receive. */
+struct hr_step {
+    int send_peer;
+    int recv_peer;
+    size_t send_part;
+    size_t recv_part;
+    enum hr_arrival arrival;
+    /* the step that brings what this one sends; -1: it is here from the beginning. Preset to the step before. */
+    int after;
+};
+
+/* The moves of an algorithm, see pipeline.c. */
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */
@@ -73,19 +88,18 @@ struct hr_plan {
 };
 
 struct hr_cross_ops {
-    const char *name;
-    /* For data of `bytes` in all, in blocks of `block_bytes`. NULL: none is needed. */
-    size_t (*scratch_bytes)(int host_count, size_t block_bytes, size_t bytes, size_t piece_bytes);
-    /* Fills in the plan, zeroed before. HORO_OK, or HORO_ERR_INTERNAL for a call that the algorithm cannot do. */
-    int (*plan)(const struct hr_cross_call *call, struct hr_plan *plan);
+    int reduces; /* it takes scratch, for what comes */
+    /* Fills in the plan, zeroed before. */
+    void (*plan)(const struct hr_cross *state, struct hr_plan *plan);
     /* Fills in the work of this member in step `index`. */
     void (*step)(const struct hr_cross *state, int index, struct hr_step *step);
 };
 
-size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
+/* For data of `bytes` in all, of a reduce-scatter in one part, of values of `value_bytes`. */
+size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t value_bytes, size_t bytes,
                               size_t piece_bytes);
-/* HORO_OK, or HORO_ERR_INTERNAL for a call that no caller should make. Posts nothing. The state is overwritten. */
-hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
+/* Posts nothing. The state is overwritten. */
+void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call);
 /*
  * HORO_IN_PROGRESS, HORO_OK, HORO_ERR_PEER_LOST when an io failed (state->lost_host says with whom) or
  * HORO_ERR_INTERNAL when a link is missing. Once it is not HORO_IN_PROGRESS, it stays the same.
@@ -148,6 +162,8 @@ extern const struct hr_cross_ops hr_cross_scatter_ring;
  * are powers of two in its way.
  */
 extern const struct hr_cross_ops hr_cross_exchange;
+/* Its scratch, for the steps; everything is received where it belongs. */
+size_t hr_cross_exchange_scratch_bytes(int host_count);
 /*
  * Between which hosts such a part goes on its way: writes their numbers, at most HR_CROSS_HOPS_MAX, and says how many.
  */

@@ -1,20 +1,22 @@
-#include "cross/pipeline.h"
-
+/*
+ * The common part of all algorithms between hosts. An algorithm is a list of steps: in each, a member sends one part of
+ * the data to one peer and receives one part from another, which replaces its own or is reduced into it. Every part is
+ * cut into the same number of pieces, so the pieces of all steps form one sequence
+ *
+ *     q = step * piece_count + piece
+ *
+ * and one rule covers the flow of data: a piece may be sent once the same piece of an earlier step, the one before
+ * unless the plan names another, is finished (has come and is reduced). Pieces finish in the order of q, whatever order
+ * they come in, so the order of summation depends on nothing but the call.
+ *
+ * Why it cannot hang: what q waits for at any member (the same piece of an earlier step, its own send, a place in the
+ * window) has a smaller q at some member, or is the same q on the other side of the link.
+ */
 #include "base/cut.h"
+#include "cross/cross.h"
 #include "horo.h"
 
-size_t hr_pipeline_scratch_bytes(int host_count, size_t block_bytes, size_t part_bytes, size_t piece_bytes) {
-    (void)host_count;
-    size_t piece = piece_bytes < block_bytes ? block_bytes : piece_bytes;
-    piece = piece < part_bytes ? piece : part_bytes;
-    return HR_CROSS_WINDOW * hr_round_up(piece, HR_CROSS_ALIGNMENT);
-}
-
-int hr_cross_has_byte_parts(const struct hr_cross_call *call) {
-    return call->parts != NULL && call->codec->block_bytes == 1;
-}
-
-/* In blocks. */
+/* In values. */
 static size_t longest_part(const struct hr_cross *state) {
     if (state->call.parts == NULL) {
         return hr_divide_up(state->call.count, state->plan.part_count);
@@ -23,38 +25,35 @@ static size_t longest_part(const struct hr_cross *state) {
     for (size_t i = 0; i < state->plan.part_count; i++) {
         longest = state->call.parts[i].bytes > longest ? state->call.parts[i].bytes : longest;
     }
-    return hr_codec_blocks(state->call.codec, longest);
+    return longest / state->call.codec->wire_bytes;
 }
 
-size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t block_bytes, size_t bytes,
+size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t value_bytes, size_t bytes,
                               size_t piece_bytes) {
-    return ops->scratch_bytes == NULL ? 0 : ops->scratch_bytes(host_count, block_bytes, bytes, piece_bytes);
+    /* a part of a ring is at most one value longer than the mean */
+    const size_t part = ops == &hr_cross_ring ? bytes / (size_t)host_count + value_bytes : bytes;
+    const size_t piece = piece_bytes < value_bytes ? value_bytes : piece_bytes;
+    return ops->reduces ? HR_CROSS_WINDOW * hr_round_up(hr_smaller(piece, part), HR_CROSS_ALIGNMENT) : 0;
 }
 
-hr_status hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
+void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, const struct hr_cross_call *call) {
     *state = (struct hr_cross){.ops = ops, .call = *call, .status = HORO_IN_PROGRESS, .lost_host = -1};
-    if (call->host_count < 2 || call->host < 0 || call->host >= call->host_count || call->codec == NULL ||
-        call->piece_bytes == 0 || call->root_host < 0 || call->root_host >= call->host_count ||
-        ops->plan(call, &state->plan) != HORO_OK) {
-        state->status = HORO_ERR_INTERNAL;
-        return state->status;
-    }
-    const size_t block_bytes = call->codec->block_bytes;
-    const size_t piece_blocks = call->piece_bytes < block_bytes ? 1 : hr_codec_blocks(call->codec, call->piece_bytes);
-    const size_t part_blocks = longest_part(state);
-    state->piece_count = hr_divide_up(part_blocks, piece_blocks);
+    ops->plan(state, &state->plan);
+    const size_t value_bytes = call->codec->wire_bytes;
+    const size_t piece_values = call->piece_bytes < value_bytes ? 1 : call->piece_bytes / call->codec->wire_bytes;
+    const size_t part_values = longest_part(state);
+    state->piece_count = hr_divide_up(part_values, piece_values);
     if (state->piece_count > 0) {
         state->slot_bytes =
-            hr_round_up(hr_divide_up(part_blocks, state->piece_count) * block_bytes, HR_CROSS_ALIGNMENT);
+            hr_round_up(hr_divide_up(part_values, state->piece_count) * value_bytes, HR_CROSS_ALIGNMENT);
     }
     state->total = state->piece_count * (size_t)state->plan.step_count;
-    return HORO_OK;
 }
 
 /* One piece: where it lies in the data. */
 struct span {
     char *data;
-    size_t count; /* blocks */
+    size_t count; /* values */
     size_t bytes;
 };
 
@@ -63,16 +62,16 @@ static struct span span_of(const struct hr_cross *state, size_t part, size_t pie
     size_t part_count;
     size_t begin;
     size_t count;
-    const size_t block_bytes = state->call.codec->block_bytes;
+    const size_t value_bytes = state->call.codec->wire_bytes;
     if (state->call.parts != NULL) {
         const struct hr_cross_part *theirs = &state->call.parts[part];
-        hr_part(hr_codec_blocks(state->call.codec, theirs->bytes), state->piece_count, piece, &begin, &count);
-        return (struct span){count == 0 ? NULL : theirs->data + begin * block_bytes, count, count * block_bytes};
+        hr_part(theirs->bytes / state->call.codec->wire_bytes, state->piece_count, piece, &begin, &count);
+        return (struct span){count == 0 ? NULL : theirs->data + begin * value_bytes, count, count * value_bytes};
     }
     hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
     hr_part(part_count, state->piece_count, piece, &begin, &count);
-    char *data = (char *)state->call.data + (part_begin + begin) * block_bytes;
-    return (struct span){data, count, count * block_bytes};
+    char *data = (char *)state->call.data + (part_begin + begin) * value_bytes;
+    return (struct span){data, count, count * value_bytes};
 }
 
 static struct hr_step step_of(const struct hr_cross *state, size_t q) {
@@ -111,8 +110,8 @@ static void finish_received(struct hr_cross *state) {
                 const int is_left = step.arrival == HR_ARRIVAL_IS_LEFT;
                 const void *const operands[2] = {is_left ? received : span.data, is_left ? span.data : received};
                 const struct hr_cross_call *call = &state->call;
-                call->codec->reduce(call->codec, call->kernel, call->reduce_op, span.data, NULL, operands, 2,
-                                    span.count, hr_scale_by(1.0), HR_STORE_ORDINARY);
+                hr_kernel_reduce(call->kernel, call->codec->wire_dtype, call->reduce_op, span.data, NULL, operands,
+                                 2, span.count, hr_scale_by(1.0), HR_STORE_ORDINARY);
             }
         }
         state->finished++;

@@ -6,15 +6,10 @@
 #include "base/clock.h"
 #include "base/system.h"
 
-#ifndef HR_IDLE_BYTES_MAX /* which is less in tests */
-#define HR_IDLE_BYTES_MAX (256 << 20)
-#endif
-
 enum {
     DEVICES_MAX = 64, /* a bit of a word for each */
-    IDLE_BYTES_MAX = HR_IDLE_BYTES_MAX, /* idle memory stays pinned up to this: to pin new takes milliseconds */
-    LOOKS = 4,                  /* at idle memory that a copy may use still, before new memory is pinned */
-    WATCH_NS = 100000000,       /* between looks for failed copies: other ranks may wait for what is found */
+    LOOKS = 4,            /* at idle memory that a copy may use still, before new memory is pinned */
+    WATCH_NS = 100000000, /* between looks for failed copies: other ranks may wait for what is found */
 };
 
 struct hr_stager {
@@ -24,8 +19,7 @@ struct hr_stager {
     struct hr_device *devices[DEVICES_MAX]; /* by number; those that have been used */
     _Atomic int is_kept;
     pthread_mutex_t lock; /* of what follows; nobody calls CUDA with it, since CUDA calls a function that takes it */
-    struct hr_block *idle;
-    size_t idle_bytes;
+    struct hr_block *idle; /* kept until the end: to pin new memory takes milliseconds */
     struct hr_block *first_launched, *last_launched; /* of which functions of the host are to come */
     int is_broken; /* copies have failed: those functions may never be called */
     void *owner;   /* NULL: closed */
@@ -73,41 +67,74 @@ int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **de
 
 /* ---- Blocks ---- */
 
-/* With the lock held. */
-static void put_idle(struct hr_stager *stager, struct hr_block *block) {
-    block->next = stager->idle;
-    stager->idle = block;
-    stager->idle_bytes += block->bytes;
+/* The caller has entered the device. */
+static void free_block(struct hr_block *block) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    if (block->data != NULL) {
+        (void)cuda->host_free(block->data);
+    }
+    if (block->copied_in != NULL) {
+        (void)cuda->event_destroy(block->copied_in);
+    }
+    if (block->copied_out != NULL) {
+        (void)cuda->event_destroy(block->copied_out);
+    }
+    free(block);
 }
 
-static void put_all_idle(struct hr_stager *stager, struct hr_block *blocks) {
-    (void)pthread_mutex_lock(&stager->lock);
-    while (blocks != NULL) {
-        struct hr_block *block = blocks;
-        blocks = block->next;
-        put_idle(stager, block);
+static hr_status create_block(struct hr_device *device, size_t bytes, struct hr_block **block, struct hr_error *error) {
+    struct hr_block *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
     }
-    (void)pthread_mutex_unlock(&stager->lock);
+    made->device = device;
+    made->bytes = bytes;
+    const struct hr_cuda *cuda = device->cuda;
+    struct hr_error refusal = {0};
+    void *data = NULL;
+    int status = hr_cuda_check(cuda, cuda->host_alloc(&data, bytes, HR_CUDA_HOST_PORTABLE), "cuMemHostAlloc", &refusal);
+    if (status != HORO_OK) {
+        (void)hr_fail(error, status, "no %zu bytes of pinned memory: %s", bytes, refusal.text);
+    } else {
+        made->data = data;
+        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_in, HR_CUDA_EVENT_DISABLE_TIMING),
+                               "cuEventCreate", error);
+    }
+    if (status == HORO_OK) {
+        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_out, HR_CUDA_EVENT_DISABLE_TIMING),
+                               "cuEventCreate", error);
+    }
+    if (status != HORO_OK) {
+        free_block(made);
+        return status;
+    }
+    atomic_fetch_add(&device->held, 1);
+    *block = made;
+    return HORO_OK;
+}
+
+/* Whether no copy uses it. The caller has entered the device. */
+static int is_done(const struct hr_block *block) {
+    const struct hr_cuda *cuda = block->device->cuda;
+    return cuda->event_query(block->copied_in) != HR_CUDA_NOT_READY &&
+           (!block->is_out || cuda->event_query(block->copied_out) != HR_CUDA_NOT_READY);
 }
 
 /* With the lock held: one user less. */
 static void let_go(struct hr_block *block) {
     if (--block->users == 0) {
-        put_idle(block->stager, block);
+        block->next = block->stager->idle;
+        block->stager->idle = block;
     }
 }
 
-/*
- * The smallest idle one that is large enough and not more than four times as large, or of any size where too much is
- * idle; NULL: there is none.
- */
+/* The smallest idle one that is large enough and not more than four times as large; NULL: there is none. */
 static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_device *device, size_t bytes) {
     struct hr_block **best = NULL;
     (void)pthread_mutex_lock(&stager->lock);
     for (struct hr_block **link = &stager->idle; *link != NULL; link = &(*link)->next) {
         const struct hr_block *block = *link;
-        const int is_too_large = block->bytes / 4 > bytes && stager->idle_bytes <= IDLE_BYTES_MAX;
-        if (block->device == device && block->bytes >= bytes && !is_too_large &&
+        if (block->device == device && block->bytes >= bytes && block->bytes / 4 <= bytes &&
             (best == NULL || block->bytes < (*best)->bytes)) {
             best = link;
         }
@@ -115,7 +142,7 @@ static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_d
     struct hr_block *taken = best == NULL ? NULL : *best;
     if (taken != NULL) {
         *best = taken->next;
-        stager->idle_bytes -= taken->bytes;
+        taken->users = 1;
     }
     (void)pthread_mutex_unlock(&stager->lock);
     return taken;
@@ -123,15 +150,17 @@ static struct hr_block *take_fitting(struct hr_stager *stager, const struct hr_d
 
 hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *device, size_t bytes,
                                struct hr_block **block, struct hr_error *error) {
-    struct hr_block *busy = NULL;
+    struct hr_block *busy[LOOKS];
     struct hr_block *taken = take_fitting(stager, device, bytes);
-    for (int i = 1; taken != NULL && !hr_block_is_done(taken); i++) {
-        taken->next = busy;
-        busy = taken;
-        taken = i < LOOKS ? take_fitting(stager, device, bytes) : NULL;
+    int busy_count = 0;
+    while (taken != NULL && !is_done(taken)) {
+        busy[busy_count++] = taken;
+        taken = busy_count < LOOKS ? take_fitting(stager, device, bytes) : NULL;
     }
-    put_all_idle(stager, busy);
-    HR_TRY(taken != NULL ? HORO_OK : hr_block_create(device, bytes, &taken, error));
+    while (busy_count > 0) {
+        hr_stager_give_block(stager, busy[--busy_count]);
+    }
+    HR_TRY(taken != NULL ? HORO_OK : create_block(device, bytes, &taken, error));
     taken->stager = stager;
     taken->users = 1;
     taken->is_out = 0;
@@ -144,39 +173,6 @@ void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
     block->request = NULL;
     let_go(block);
     (void)pthread_mutex_unlock(&stager->lock);
-}
-
-void hr_stager_trim(struct hr_stager *stager) {
-    struct hr_block *all = NULL;
-    struct hr_block *kept = NULL;
-    struct hr_block *gone = NULL;
-    size_t kept_bytes = 0;
-    struct hr_device_visit visit;
-    (void)pthread_mutex_lock(&stager->lock);
-    if (stager->idle_bytes > IDLE_BYTES_MAX) {
-        all = stager->idle;
-        stager->idle = NULL;
-        stager->idle_bytes = 0;
-    }
-    (void)pthread_mutex_unlock(&stager->lock);
-    for (struct hr_block *each = all, *after; each != NULL; each = after) {
-        after = each->next;
-        int goes = 0;
-        if (kept_bytes + each->bytes > IDLE_BYTES_MAX && hr_device_enter(each->device, &visit, NULL) == HORO_OK) {
-            goes = hr_block_is_done(each);
-            hr_device_leave(each->device, &visit);
-        }
-        struct hr_block **list = goes ? &gone : &kept;
-        kept_bytes += goes ? 0 : each->bytes;
-        each->next = *list;
-        *list = each;
-    }
-    put_all_idle(stager, kept); /* first: others may need it while this thread waits */
-    while (gone != NULL) {
-        struct hr_block *block = gone;
-        gone = block->next;
-        hr_block_destroy(block);
-    }
 }
 
 /* ---- Copies to the host ---- */
@@ -292,13 +288,9 @@ static int sleep_until_look(struct hr_stager *stager) {
 
 /*
  * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
- * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there, or nothing is to be freed.
+ * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there.
  */
 static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
-    struct hr_device_visit visit;
-    if (atomic_load(&stager->is_kept) || hr_device_enter(device, &visit, NULL) != HORO_OK) {
-        return 0;
-    }
     int has_blocks = 0;
     for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
         if (block->device == device) {
@@ -309,23 +301,24 @@ static int await_quiet(const struct hr_stager *stager, const struct hr_device *d
             }
         }
     }
-    const int is_quiet = has_blocks && hr_device_await_program(device);
-    hr_device_leave(device, &visit);
-    return is_quiet;
+    return !has_blocks || hr_device_await_program(device);
 }
 
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
-    const int is_quiet = await_quiet(stager, device);
-    for (struct hr_block **link = &stager->idle; *link != NULL;) {
-        struct hr_block *block = *link;
-        if (block->device != device) {
-            link = &block->next;
-            continue;
+    struct hr_device_visit visit;
+    if (!atomic_load(&stager->is_kept) && hr_device_enter(device, &visit, NULL) == HORO_OK) {
+        const int is_quiet = await_quiet(stager, device);
+        for (struct hr_block **link = &stager->idle; is_quiet && *link != NULL;) {
+            struct hr_block *block = *link;
+            if (block->device != device) {
+                link = &block->next;
+            } else {
+                *link = block->next;
+                free_block(block);
+                atomic_fetch_sub(&device->held, 1);
+            }
         }
-        *link = block->next;
-        if (is_quiet) {
-            hr_block_destroy(block);
-        }
+        hr_device_leave(device, &visit);
     }
     hr_device_close(device);
     free(device);

@@ -10,7 +10,7 @@
 #ifndef HR_DEVICE_STAGER_H
 #define HR_DEVICE_STAGER_H
 
-#include "device/block.h"
+#include "device/device.h"
 
 /* Both are called with the stager's lock held. This one from a thread of the driver, and must not call CUDA. */
 typedef void hr_stager_ready(void *owner, void *request);
@@ -18,6 +18,22 @@ typedef void hr_stager_ready(void *owner, void *request);
 typedef void hr_stager_failed(void *owner, void *request, const char *text);
 
 struct hr_stager;
+
+/* Pinned memory of the host with events that tell when copies no longer use it. */
+struct hr_block {
+    struct hr_device *device;
+    char *data;
+    size_t bytes;
+    void *copied_in, *copied_out; /* events */
+    int is_out;                   /* copied_out has been recorded for its last use */
+    /* the stager's: */
+    struct hr_stager *stager;
+    struct hr_block *next;            /* that is idle */
+    struct hr_block *earlier, *later; /* that are launched */
+    void *request;                    /* of the owner, who is told of it; NULL: nobody is */
+    int users;                        /* 0: it is idle */
+    int is_launched, has_failed;
+};
 
 /*
  * Loads and initializes the driver from one of the paths. HORO_OK, or HORO_ERR_RESOURCE with a sentence. The stager
@@ -50,12 +66,6 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
  * one that looks for such. Not with a lock that on_ready takes.
  */
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
-
-/*
- * Frees pinned memory of which too much is idle. Waits for all that runs on the device: not for a thread that others
- * count on, and not while something runs there that may need other ranks.
- */
-void hr_stager_trim(struct hr_stager *stager);
 
 /*
  * The values of a block are on their way, on a stream where copied_in is behind them: on_ready or on_failed is called

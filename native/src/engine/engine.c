@@ -7,7 +7,7 @@
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
-#include "node/node_setup.h"
+#include "node/team.h"
 
 /* ---- Tuning ---- */
 

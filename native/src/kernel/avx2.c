@@ -1,11 +1,9 @@
 /* 256-bit registers; needs AVX2 and F16C, which kernel.c has checked. */
-#include "kernel/level.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
-#include <string.h>
 
-#include "kernel/element.h"
+#define VECTOR_BYTES 32
+#include "kernel/level.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
@@ -13,9 +11,6 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #endif
-
-#define VECTOR_BYTES 32
-#include "kernel/vector_types.h"
 
 HR_INLINE vector_float widen_float16_lanes(vector_half half) {
     return (vector_float)_mm256_cvtph_ps((__m128i)half);
@@ -52,41 +47,9 @@ HR_INLINE void stream_fence(void) {
     _mm_sfence();
 }
 
-HR_INLINE vector_float real_floats(vector_float a) {
-    return (vector_float)_mm256_moveldup_ps((__m256)a);
-}
-
-HR_INLINE vector_float imaginary_floats(vector_float a) {
-    return (vector_float)_mm256_movehdup_ps((__m256)a);
-}
-
-HR_INLINE vector_float turned_floats(vector_float a) {
-    return (vector_float)_mm256_permute_ps((__m256)a, 0xb1);
-}
-
-HR_INLINE vector_float subtract_and_add_floats(vector_float a, vector_float b) {
-    return (vector_float)_mm256_addsub_ps((__m256)a, (__m256)b);
-}
-
-HR_INLINE vector_double real_doubles(vector_double a) {
-    return (vector_double)_mm256_movedup_pd((__m256d)a);
-}
-
-HR_INLINE vector_double imaginary_doubles(vector_double a) {
-    return (vector_double)_mm256_permute_pd((__m256d)a, 0xf);
-}
-
-HR_INLINE vector_double turned_doubles(vector_double a) {
-    return (vector_double)_mm256_permute_pd((__m256d)a, 0x5);
-}
-
-HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double b) {
-    return (vector_double)_mm256_addsub_pd((__m256d)a, (__m256d)b);
-}
-
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(hr_kernel_avx2, "avx2", level)
+HR_DEFINE_KERNEL(hr_kernel_avx2, "avx2")
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,11 +1,9 @@
 /* 512-bit registers; needs AVX-512 F, BW, DQ and VL, which kernel.c has checked. */
-#include "kernel/level.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
-#include <string.h>
 
-#include "kernel/element.h"
+#define VECTOR_BYTES 64
+#include "kernel/level.h"
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))),                  \
@@ -14,9 +12,6 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #endif
-
-#define VECTOR_BYTES 64
-#include "kernel/vector_types.h"
 
 HR_INLINE vector_float widen_float16_lanes(vector_half half) {
     return (vector_float)_mm512_cvtph_ps((__m256i)half);
@@ -53,41 +48,9 @@ HR_INLINE void stream_fence(void) {
     _mm_sfence();
 }
 
-HR_INLINE vector_float real_floats(vector_float a) {
-    return (vector_float)_mm512_moveldup_ps((__m512)a);
-}
-
-HR_INLINE vector_float imaginary_floats(vector_float a) {
-    return (vector_float)_mm512_movehdup_ps((__m512)a);
-}
-
-HR_INLINE vector_float turned_floats(vector_float a) {
-    return (vector_float)_mm512_permute_ps((__m512)a, 0xb1);
-}
-
-HR_INLINE vector_float subtract_and_add_floats(vector_float a, vector_float b) {
-    return (vector_float)_mm512_mask_sub_ps((__m512)(a + b), 0x5555, (__m512)a, (__m512)b);
-}
-
-HR_INLINE vector_double real_doubles(vector_double a) {
-    return (vector_double)_mm512_movedup_pd((__m512d)a);
-}
-
-HR_INLINE vector_double imaginary_doubles(vector_double a) {
-    return (vector_double)_mm512_permute_pd((__m512d)a, 0xff);
-}
-
-HR_INLINE vector_double turned_doubles(vector_double a) {
-    return (vector_double)_mm512_permute_pd((__m512d)a, 0x55);
-}
-
-HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double b) {
-    return (vector_double)_mm512_mask_sub_pd((__m512d)(a + b), 0x55, (__m512d)a, (__m512d)b);
-}
-
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(hr_kernel_avx512, "avx512", level)
+HR_DEFINE_KERNEL(hr_kernel_avx512, "avx512")
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -2,7 +2,10 @@
 
 #include <string.h>
 
+#include "base/cut.h"
 #include "kernel/level.h"
+
+/* ---- The levels ---- */
 
 #if defined(__x86_64__)
 /*
@@ -49,4 +52,276 @@ const struct hr_kernel *hr_kernel_find(const char *name) {
 
 HORO_API const char *horo_simd_name(void) {
     return hr_kernel_find(NULL)->name;
+}
+
+/* ---- Arithmetic ---- */
+
+enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
+
+static enum hr_kernel_op kernel_op(int reduce_op) {
+    switch (reduce_op) {
+    case HORO_MIN: return HR_KERNEL_MIN;
+    case HORO_MAX: return HR_KERNEL_MAX;
+    case HORO_PRODUCT: return HR_KERNEL_PRODUCT;
+    default: return HR_KERNEL_SUM;
+    }
+}
+
+HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
+    if (scale.factor == 1.0) {
+        /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
+        return dtype == HORO_INT64 ? value / scale.divisor : (int32_t)value / scale.divisor;
+    }
+    const double result = (double)value * scale.factor / scale.divisor;
+    if (result >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
+        return high;
+    }
+    if (result <= (double)low) {
+        return low;
+    }
+    return result == result ? (int64_t)result : 0;
+}
+
+HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
+                          int64_t high) {
+    const size_t bytes = element_bytes(dtype);
+    for (size_t i = 0; i < count; i++) {
+        const int64_t value = load_integer(dtype, src + i * bytes);
+        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
+    }
+}
+
+static void scale_values(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale) {
+    switch (dtype) {
+    case HORO_UINT8:
+        scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX);
+        break;
+    case HORO_INT8:
+        scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX);
+        break;
+    case HORO_INT16:
+        scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX);
+        break;
+    case HORO_INT32:
+        scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX);
+        break;
+    default:
+        scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
+    }
+}
+
+/* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
+static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, enum hr_kernel_op op, struct hr_span span,
+                                   struct hr_scale scale) {
+    const size_t bytes = hr_dtype_bytes(dtype);
+    const size_t count = span.end;
+    uint8_t *copy = span.copy;
+    span.copy = NULL;
+    span.scale = 1.0;
+    for (size_t i = 0; i < count; i = span.end) {
+        span.begin = i;
+        span.end = i + hr_smaller(BLOCK_BYTES / bytes, count - i);
+        kernel->reduce[dtype][op](&span);
+        uint8_t *block = span.dst + i * bytes;
+        scale_values(dtype, block, block, span.end - i, scale);
+        if (copy != NULL) {
+            kernel->copy(copy + i * bytes, block, (span.end - i) * bytes, span.copy_store);
+        }
+    }
+}
+
+void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
+                     const void *const *src, int src_count, size_t count, struct hr_scale scale,
+                     enum hr_store copy_store) {
+    const struct hr_span span = {
+        .dst = dst,
+        .copy = copy,
+        .src = src,
+        .src_count = src_count,
+        .copy_store = copy_store,
+        .end = count,
+        .scale = dtype == HORO_BOOL ? 1.0 : scale.factor,
+    };
+    if (hr_dtype_is_integer(dtype) && hr_scale_changes(scale)) {
+        reduce_scaled_integers(kernel, dtype, kernel_op(reduce_op), span, scale);
+    } else {
+        kernel->reduce[dtype][kernel_op(reduce_op)](&span);
+    }
+}
+
+static void scale_integers(const struct hr_kernel *kernel, int dtype, uint8_t *dst, const uint8_t *src, size_t count,
+                           struct hr_scale scale, enum hr_store store) {
+    if (store == HR_STORE_ORDINARY) {
+        scale_values(dtype, dst, src, count, scale);
+        return;
+    }
+    const size_t bytes = hr_dtype_bytes(dtype);
+    uint8_t block[BLOCK_BYTES];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = hr_smaller(BLOCK_BYTES / bytes, count - i);
+        scale_values(dtype, block, src + i * bytes, step, scale);
+        kernel->copy(dst + i * bytes, block, step * bytes, store);
+    }
+}
+
+void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const void *src, size_t count,
+                    struct hr_scale scale, enum hr_store store) {
+    if (!hr_scale_changes(scale) || dtype == HORO_BOOL) {
+        if (dst != src && count > 0) {
+            kernel->copy(dst, src, count * hr_dtype_bytes(dtype), store);
+        }
+    } else if (hr_dtype_is_integer(dtype)) {
+        scale_integers(kernel, dtype, dst, src, count, scale, store);
+    } else {
+        /* A reduction of one source. The result goes where the store policy applies. */
+        const int part = hr_dtype_real(dtype);
+        const struct hr_span span = {.copy = dst,
+                                     .src = &src,
+                                     .src_count = 1,
+                                     .copy_store = store,
+                                     .end = part == dtype ? count : 2 * count,
+                                     .scale = scale.factor};
+        kernel->reduce[part][HR_KERNEL_SUM](&span);
+    }
+}
+
+/* float64 goes through float32, block by block. */
+static void narrow_doubles(const struct hr_kernel *kernel, int dst_dtype, uint8_t *dst, const uint8_t *src,
+                           size_t count, double scale, enum hr_store store) {
+    float block[BLOCK_BYTES / sizeof(float)];
+    const void *const source = block;
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = hr_smaller(BLOCK_BYTES / sizeof *block, count - i);
+        for (size_t j = 0; j < step; j++) {
+            block[j] = (float)(load_double(src + (i + j) * sizeof(double)) * scale);
+        }
+        const struct hr_span span = {.copy = dst + i * element_bytes(dst_dtype),
+                                     .src = &source,
+                                     .src_count = 1,
+                                     .copy_store = store,
+                                     .end = step,
+                                     .scale = 1.0};
+        kernel->convert[dst_dtype][HORO_FLOAT32](&span);
+    }
+}
+
+static void widen_to_doubles(const struct hr_kernel *kernel, uint8_t *dst, int src_dtype, const uint8_t *src,
+                             size_t count, double scale, enum hr_store store) {
+    float block[BLOCK_BYTES / sizeof(double)];
+    double wide[BLOCK_BYTES / sizeof(double)];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = hr_smaller(BLOCK_BYTES / sizeof *wide, count - i);
+        const void *const source = src + i * element_bytes(src_dtype);
+        const struct hr_span span = {
+            .copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = step, .scale = 1.0};
+        kernel->convert[HORO_FLOAT32][src_dtype](&span);
+        for (size_t j = 0; j < step; j++) {
+            wide[j] = (double)block[j] * scale;
+        }
+        kernel->copy(dst + i * sizeof *wide, wide, step * sizeof *wide, store);
+    }
+}
+
+void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
+                      size_t count, double scale, enum hr_store store) {
+    if (src_dtype == HORO_FLOAT64) {
+        narrow_doubles(kernel, dst_dtype, dst, src, count, scale, store);
+    } else if (dst_dtype == HORO_FLOAT64) {
+        widen_to_doubles(kernel, dst, src_dtype, src, count, scale, store);
+    } else {
+        const struct hr_span span = {
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+        kernel->convert[dst_dtype][src_dtype](&span);
+    }
+}
+
+static void widen_block(const struct hr_kernel *kernel, int dtype, const uint8_t *src, size_t count, float *block) {
+    const void *const source = src;
+    const struct hr_span span = {.copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = count, .scale = 1.0};
+    kernel->convert[HORO_FLOAT32][dtype](&span);
+}
+
+void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
+                    double *sums) {
+    if (element_bytes(dtype) > 2) {
+        kernel->dots[dtype](a, b, count, sums);
+        return;
+    }
+    float x[BLOCK_BYTES / sizeof(float)];
+    float y[BLOCK_BYTES / sizeof(float)];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
+        widen_block(kernel, dtype, (const uint8_t *)a + i * element_bytes(dtype), step, x);
+        widen_block(kernel, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        kernel->dots[HORO_FLOAT32]((const uint8_t *)x, (const uint8_t *)y, step, sums);
+    }
+}
+
+void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const void *b, size_t count, double a_factor,
+                      double b_factor) {
+    if (element_bytes(dtype) > 2) {
+        kernel->combine[dtype](a, b, count, a_factor, b_factor);
+        return;
+    }
+    float x[BLOCK_BYTES / sizeof(float)];
+    float y[BLOCK_BYTES / sizeof(float)];
+    const void *const narrowed = x;
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
+        uint8_t *at = (uint8_t *)a + i * element_bytes(dtype);
+        widen_block(kernel, dtype, at, step, x);
+        widen_block(kernel, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        kernel->combine[HORO_FLOAT32]((uint8_t *)x, (const uint8_t *)y, step, a_factor, b_factor);
+        const struct hr_span span = {.copy = at, .src = &narrowed, .src_count = 1, .end = step, .scale = 1.0};
+        kernel->convert[dtype][HORO_FLOAT32](&span);
+    }
+}
+
+/* ---- The form of values while they travel ---- */
+
+#define PLAIN(of, bytes) [of] = {of, of, 1, bytes, bytes}
+
+static const struct hr_codec plain[HR_REDUCED_DTYPE_COUNT] = {
+    PLAIN(HORO_UINT8, 1),   PLAIN(HORO_INT8, 1),    PLAIN(HORO_INT16, 2),    PLAIN(HORO_INT32, 4),
+    PLAIN(HORO_INT64, 8),   PLAIN(HORO_FLOAT16, 2), PLAIN(HORO_BFLOAT16, 2), PLAIN(HORO_FLOAT32, 4),
+    PLAIN(HORO_FLOAT64, 8), PLAIN(HORO_BOOL, 1),
+    PLAIN(HORO_COMPLEX32, 4), PLAIN(HORO_COMPLEX64, 8), PLAIN(HORO_COMPLEX128, 16), /* to be multiplied */
+};
+
+static const struct hr_codec narrowing[2][2] = {
+    {{HORO_FLOAT32, HORO_FLOAT16, 0, 4, 2}, {HORO_FLOAT32, HORO_BFLOAT16, 0, 4, 2}},
+    {{HORO_FLOAT64, HORO_FLOAT16, 0, 8, 2}, {HORO_FLOAT64, HORO_BFLOAT16, 0, 8, 2}},
+};
+
+const struct hr_codec *hr_codec_find(int dtype, int wire_dtype) {
+    if (wire_dtype == 0) {
+        const int has_one = dtype >= 0 && dtype < HR_REDUCED_DTYPE_COUNT && plain[dtype].wire_bytes > 0;
+        return has_one ? &plain[dtype] : NULL;
+    }
+    return hr_dtype_narrows(dtype, wire_dtype) ? &narrowing[dtype == HORO_FLOAT64][wire_dtype == HORO_BFLOAT16] : NULL;
+}
+
+void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *wire, const void *input,
+                   size_t count, double factor, enum hr_store store) {
+    if (!codec->is_plain) {
+        hr_kernel_convert(kernel, codec->wire_dtype, wire, codec->dtype, input, count, factor, store);
+    } else if (factor == 1.0) {
+        kernel->copy(wire, input, count * codec->element_bytes, store);
+    } else {
+        hr_kernel_scale(kernel, codec->dtype, wire, input, count, hr_scale_by(factor), store);
+    }
+}
+
+void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
+                     size_t count) {
+    if (codec->is_plain) {
+        kernel->copy(output, wire, count * codec->element_bytes, HR_STORE_ORDINARY);
+    } else {
+        hr_kernel_convert(kernel, codec->dtype, output, codec->wire_dtype, wire, count, 1.0, HR_STORE_ORDINARY);
+    }
 }

@@ -50,42 +50,19 @@ static inline int hr_scale_changes(struct hr_scale scale) {
     return scale.factor != 1.0 || scale.divisor != 1;
 }
 
-/* One table per SIMD level; functions are exhaustive over the dtypes that they name and never fail. */
+enum hr_kernel_op {
+    HR_KERNEL_SUM = 0,
+    HR_KERNEL_MIN = 1,
+    HR_KERNEL_MAX = 2,
+    HR_KERNEL_PRODUCT = 3,
+    HR_KERNEL_OP_COUNT = 4,
+};
+
+struct hr_span;
+
+/* The loops of one SIMD level, exhaustive over the dtypes that they name. Those with dtypes are for kernel.c. */
 struct hr_kernel {
     const char *name;
-
-    /*
-     * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
-     * `copy_store` rules the stores to copy only. src_count >= 1. dst and copy may each equal any src exactly; partial
-     * overlap is not allowed.
-     * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale); of complex numbers it is
-     * PRODUCT.
-     */
-    void (*reduce)(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count, size_t count,
-                   struct hr_scale scale, enum hr_store copy_store);
-
-    /* dst[i] = scale * src[i]; dst may equal src. */
-    void (*scale)(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale, enum hr_store store);
-
-    /*
-     * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64;
-     * multiplied in the wider one. dst and src do not overlap.
-     */
-    void (*convert)(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double factor,
-                    enum hr_store store);
-
-    /*
-     * Of floats: adds a.b, a.a and b.b to sums[0], [1] and [2], in double. Each product of two float32 is exact there.
-     * Eight running sums take the elements in turn, and are added up in their order at the end of a block (of 1024
-     * elements of 16 bits, of all of the wider ones): equal bits on every level.
-     */
-    void (*dots)(int dtype, const void *a, const void *b, size_t count, double *sums);
-
-    /*
-     * Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded once to float32 and from there to 16
-     * bits. a and b do not overlap.
-     */
-    void (*combine)(int dtype, void *a, const void *b, size_t count, double a_factor, double b_factor);
 
     /* memcpy; dst and src do not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
@@ -96,12 +73,80 @@ struct hr_kernel {
      * makes two.
      */
     void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
+
+    /* Of complex numbers the product only. */
+    void (*reduce[HR_REDUCED_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
+    /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
+    void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
+    /* Of float32 and float64 only; made of pair_template.h. */
+    void (*dots[HORO_DTYPE_COUNT])(const uint8_t *a, const uint8_t *b, size_t count, double *sums);
+    void (*combine[HORO_DTYPE_COUNT])(uint8_t *a, const uint8_t *b, size_t count, double a_factor, double b_factor);
 };
+
+/*
+ * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
+ * `copy_store` rules the stores to copy only. src_count >= 1. dst and copy may each equal any src exactly; partial
+ * overlap is not allowed.
+ * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale); of complex numbers it is
+ * PRODUCT.
+ */
+void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
+                      const void *const *src, int src_count, size_t count, struct hr_scale scale,
+                      enum hr_store copy_store);
+
+/* dst[i] = scale * src[i]; dst may equal src. */
+void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const void *src, size_t count,
+                     struct hr_scale scale, enum hr_store store);
+
+/*
+ * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64;
+ * multiplied in the wider one. dst and src do not overlap.
+ */
+void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
+                       size_t count, double factor, enum hr_store store);
+
+/*
+ * Of floats: adds a.b, a.a and b.b to sums[0], [1] and [2], in double. Each product of two float32 is exact there.
+ * Eight running sums take the elements in turn, and are added up in their order at the end of a block (of 1024
+ * elements of 16 bits, of all of the wider ones): equal bits on every level.
+ */
+void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
+                    double *sums);
+
+/*
+ * Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded once to float32 and from there to 16
+ * bits. a and b do not overlap.
+ */
+void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const void *b, size_t count,
+                       double a_factor, double b_factor);
 
 /*
  * The table "scalar", "avx2", "avx512" or "neon", NULL where this build or this machine lacks it; of NULL the best one
  * that there is. The same pointer every time. Cheap, but not free: keep it where many small calls follow.
  */
 const struct hr_kernel *hr_kernel_find(const char *name);
+
+/*
+ * ---- The form of values while they travel ----
+ *
+ * In the slots of the arena and on the links between hosts, values are as they are in memory, or floats are narrower.
+ * Everybody unpacks the same values, whoever has reduced them: all ranks get the same bits, whatever is lost.
+ */
+struct hr_codec {
+    int dtype;            /* of the values in memory */
+    int wire_dtype;       /* on the way */
+    int is_plain;         /* the two are one, so that the caller's memory may stand in for a slot */
+    size_t element_bytes; /* in memory */
+    size_t wire_bytes;    /* on the way */
+};
+
+/* For values of `dtype` that travel as `wire_dtype`, 0: as they are. NULL for what allreduce does not offer. */
+const struct hr_codec *hr_codec_find(int dtype, int wire_dtype);
+
+/* wire = factor * input, and output = wire, of so many values. Wire memory has any alignment. */
+void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *wire, const void *input,
+                   size_t count, double factor, enum hr_store store);
+void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
+                     size_t count);
 
 #endif

@@ -1,19 +1,14 @@
 /*
- * Inside of the kernels: one level = one table of range functions, made of vector_template.h (or, for the scalar level,
- * of plain loops), and the driver in level.c that all levels share.
+ * Inside of the kernels: single elements as the scalar code sees them (any alignment, 16-bit floats as float, integers
+ * and bool as int64), and the functions of a level, made of
+ * vector_template.h or, for the scalar level, plain loops.
  */
 #ifndef HR_KERNEL_LEVEL_H
 #define HR_KERNEL_LEVEL_H
 
-#include "kernel/kernel.h"
+#include <string.h>
 
-enum hr_kernel_op {
-    HR_KERNEL_SUM = 0,
-    HR_KERNEL_MIN = 1,
-    HR_KERNEL_MAX = 2,
-    HR_KERNEL_PRODUCT = 3,
-    HR_KERNEL_OP_COUNT = 4,
-};
+#include "kernel/kernel.h"
 
 /* Elements begin .. end of one reduction. dst or copy may be NULL. */
 struct hr_span {
@@ -24,35 +19,8 @@ struct hr_span {
     enum hr_store copy_store;
     size_t begin;
     size_t end;
-    double scale; /* the factor; 1 for integers and bool: level.c scales those */
+    double scale; /* the factor; 1 for integers and bool: kernel.c scales those */
 };
-
-struct hr_level {
-    /* Of complex numbers the product only. */
-    void (*reduce[HR_REDUCED_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
-    /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
-    void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
-    void (*copy)(void *dst, const void *src, size_t bytes, enum hr_store store);
-    /* Of float32 and float64 only; made of pair_template.h. */
-    void (*dots[HORO_DTYPE_COUNT])(const uint8_t *a, const uint8_t *b, size_t count, double *sums);
-    void (*combine[HORO_DTYPE_COUNT])(uint8_t *a, const uint8_t *b, size_t count, double a_factor, double b_factor);
-};
-
-extern const struct hr_level hr_level_scalar;
-
-/* The kernels that are the same on every level; struct hr_kernel has the contracts. */
-void hr_level_reduce(const struct hr_level *level, int dtype, int reduce_op, void *dst, void *copy,
-                     const void *const *src, int src_count, size_t count, struct hr_scale scale,
-                     enum hr_store copy_store);
-void hr_level_scale(const struct hr_level *level, int dtype, void *dst, const void *src, size_t count,
-                    struct hr_scale scale, enum hr_store store);
-
-void hr_level_convert(const struct hr_level *level, int dst_dtype, void *dst, int src_dtype, const void *src,
-                      size_t count, double scale, enum hr_store store);
-
-void hr_level_dots(const struct hr_level *level, int dtype, const void *a, const void *b, size_t count, double *sums);
-void hr_level_combine(const struct hr_level *level, int dtype, void *a, const void *b, size_t count, double a_factor,
-                      double b_factor);
 
 extern const struct hr_kernel hr_kernel_scalar;
 #if defined(__x86_64__)
@@ -68,14 +36,150 @@ extern const struct hr_kernel hr_kernel_neon;
  */
 #define HR_INLINE static inline __attribute__((always_inline))
 
+HR_INLINE uint32_t float_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+HR_INLINE float float_from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* As vcvtph2ps and FCVTL do it: exact, and a signaling NaN becomes a quiet one with the same payload. */
+HR_INLINE float widen_float16(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+    const uint32_t exponent = (half >> 10) & 0x1f;
+    const uint32_t mantissa = half & 0x3ff;
+    if (exponent == 0x1f) {
+        return float_from_bits(sign | (mantissa == 0 ? 0x7f800000 : 0x7fc00000 | mantissa << 13));
+    }
+    if (exponent == 0) {
+        return float_from_bits(sign | float_bits((float)mantissa * 0x1p-24f));
+    }
+    return float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+/*
+ * As vcvtps2ph and FCVTN do it: to nearest even, overflow to infinity, gradual underflow, NaN quiet with its upper
+ * payload.
+ */
+HR_INLINE uint16_t narrow_float16(float value) {
+    const uint32_t bits = float_bits(value);
+    const uint32_t sign = (bits >> 16) & 0x8000;
+    const uint32_t size = bits & 0x7fffffff;
+    if (size > 0x7f800000) {
+        return (uint16_t)(sign | 0x7e00 | ((size >> 13) & 0x3ff));
+    }
+    if (size >= 0x477ff000) { /* 65520, halfway between the largest half and the next power of two */
+        return (uint16_t)(sign | 0x7c00);
+    }
+    if (size >= 0x38800000) { /* 2^-14, the smallest normal half */
+        return (uint16_t)(sign | (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13);
+    }
+    if (size <= 0x33000000) { /* 2^-25, half of the smallest half: ties to zero */
+        return (uint16_t)sign;
+    }
+    const uint32_t mantissa = (size & 0x7fffff) | 0x800000;
+    const uint32_t shift = 126 - (size >> 23); /* to units of 2^-24 */
+    const uint32_t kept = mantissa >> shift;
+    const uint32_t lost = mantissa & ((1u << shift) - 1);
+    const uint32_t tie = 1u << (shift - 1);
+    return (uint16_t)(sign | (kept + (lost > tie || (lost == tie && (kept & 1) != 0))));
+}
+
+HR_INLINE float widen_bfloat16(uint16_t half) {
+    return float_from_bits((uint32_t)half << 16);
+}
+
+HR_INLINE uint16_t narrow_bfloat16(float value) {
+    const uint32_t bits = float_bits(value);
+    if (value != value) {
+        return (uint16_t)(bits >> 16 | 0x40); /* rounding could carry a NaN into infinity */
+    }
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+HR_INLINE float load_float(int dtype, const uint8_t *at) {
+    if (dtype == HORO_FLOAT32) {
+        float value;
+        memcpy(&value, at, sizeof value);
+        return value;
+    }
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return dtype == HORO_FLOAT16 ? widen_float16(half) : widen_bfloat16(half);
+}
+
+HR_INLINE void store_float(int dtype, uint8_t *at, float value) {
+    if (dtype == HORO_FLOAT32) {
+        memcpy(at, &value, sizeof value);
+        return;
+    }
+    const uint16_t half = dtype == HORO_FLOAT16 ? narrow_float16(value) : narrow_bfloat16(value);
+    memcpy(at, &half, sizeof half);
+}
+
+HR_INLINE double load_double(const uint8_t *at) {
+    double value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+HR_INLINE int64_t load_integer(int dtype, const uint8_t *at) {
+    int16_t two;
+    int32_t four;
+    int64_t eight;
+    switch (dtype) {
+    case HORO_BOOL: return *at != 0; /* any byte but 0 is true */
+    case HORO_INT8: return (int8_t)*at;
+    case HORO_INT16: memcpy(&two, at, sizeof two); return two;
+    case HORO_INT32: memcpy(&four, at, sizeof four); return four;
+    case HORO_INT64: memcpy(&eight, at, sizeof eight); return eight;
+    default: return *at;
+    }
+}
+
+/* Keeps the low bytes: this is where integers wrap. */
+HR_INLINE void store_integer(int dtype, uint8_t *at, int64_t value) {
+    const int16_t two = (int16_t)value;
+    const int32_t four = (int32_t)value;
+    switch (dtype) {
+    case HORO_INT16: memcpy(at, &two, sizeof two); break;
+    case HORO_INT32: memcpy(at, &four, sizeof four); break;
+    case HORO_INT64: memcpy(at, &value, sizeof value); break;
+    default: *at = (uint8_t)value;
+    }
+}
+
+HR_INLINE size_t element_bytes(int dtype) {
+    switch (dtype) {
+    case HORO_INT16:
+    case HORO_FLOAT16:
+    case HORO_BFLOAT16: return 2;
+    case HORO_INT32:
+    case HORO_FLOAT32:
+    case HORO_COMPLEX32: return 4;
+    case HORO_INT64:
+    case HORO_FLOAT64:
+    case HORO_COMPLEX64: return 8;
+    case HORO_COMPLEX128: return 16;
+    default: return 1;
+    }
+}
+
+/* The products of complex numbers, on every level: scalar.c. */
+void hr_complex32_product(const struct hr_span *span);
+void hr_complex64_product(const struct hr_span *span);
+void hr_complex128_product(const struct hr_span *span);
+
 /* NAME_sum, NAME_min, ... for one dtype from `run(dtype, op, span)`, and their row in the table of a level. */
 #define HR_DEFINE_OPS(name, dtype)                                                                                     \
     static void name##_sum(const struct hr_span *span) { run(dtype, HR_KERNEL_SUM, span); }                            \
     static void name##_min(const struct hr_span *span) { run(dtype, HR_KERNEL_MIN, span); }                            \
     static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }                            \
-    static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
-
-#define HR_DEFINE_PRODUCT(name, dtype)                                                                                 \
     static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
 
 #define HR_DEFINE_ALL_OPS                                                                                              \
@@ -88,13 +192,10 @@ extern const struct hr_kernel hr_kernel_neon;
     HR_DEFINE_OPS(bfloat16, HORO_BFLOAT16)                                                                             \
     HR_DEFINE_OPS(float32, HORO_FLOAT32)                                                                               \
     HR_DEFINE_OPS(float64, HORO_FLOAT64)                                                                               \
-    HR_DEFINE_OPS(bool, HORO_BOOL)                                                                                     \
-    HR_DEFINE_PRODUCT(complex32, HORO_COMPLEX32)                                                                       \
-    HR_DEFINE_PRODUCT(complex64, HORO_COMPLEX64)                                                                       \
-    HR_DEFINE_PRODUCT(complex128, HORO_COMPLEX128)
+    HR_DEFINE_OPS(bool, HORO_BOOL)
 
 #define HR_OPS_ROW(name) {name##_sum, name##_min, name##_max, name##_product}
-#define HR_PRODUCT_ROW(name) {[HR_KERNEL_PRODUCT] = name##_product}
+#define HR_PRODUCT_ROW(name) {[HR_KERNEL_PRODUCT] = hr_##name##_product}
 
 #define HR_ALL_OPS_TABLE                                                                                               \
     {                                                                                                                  \
@@ -120,27 +221,30 @@ extern const struct hr_kernel hr_kernel_neon;
         [HORO_FLOAT32] = {[HORO_FLOAT16] = widen_from_float16, [HORO_BFLOAT16] = widen_from_bfloat16},                 \
     }
 
-/* The functions of struct hr_kernel for one level, and the table itself. */
-#define HR_DEFINE_KERNEL(symbol, level_name, level)                                                                    \
-    static void level_reduce(int dtype, int reduce_op, void *dst, void *copy, const void *const *src, int src_count,   \
-                             size_t count, struct hr_scale scale, enum hr_store copy_store) {                          \
-        hr_level_reduce(&level, dtype, reduce_op, dst, copy, src, src_count, count, scale, copy_store);                \
-    }                                                                                                                  \
-    static void level_scale(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale,                \
-                            enum hr_store store) {                                                                     \
-        hr_level_scale(&level, dtype, dst, src, count, scale, store);                                                  \
-    }                                                                                                                  \
-    static void level_convert(int dst_dtype, void *dst, int src_dtype, const void *src, size_t count, double scale,    \
-                              enum hr_store store) {                                                                   \
-        hr_level_convert(&level, dst_dtype, dst, src_dtype, src, count, scale, store);                                 \
-    }                                                                                                                  \
-    static void level_dots(int dtype, const void *a, const void *b, size_t count, double *sums) {                      \
-        hr_level_dots(&level, dtype, a, b, count, sums);                                                               \
-    }                                                                                                                  \
-    static void level_combine(int dtype, void *a, const void *b, size_t count, double a_factor, double b_factor) {     \
-        hr_level_combine(&level, dtype, a, b, count, a_factor, b_factor);                                              \
-    }                                                                                                                  \
-    const struct hr_kernel symbol = {level_name, level_reduce,  level_scale, level_convert,                            \
-                                     level_dots, level_combine, level_copy,  level_exchange};
+/* The table of a level. */
+#define HR_DEFINE_KERNEL(symbol, level_name)                                                                           \
+    const struct hr_kernel symbol = {.name = level_name,                                                               \
+                                     .copy = level_copy,                                                               \
+                                     .exchange = level_exchange,                                                       \
+                                     .reduce = HR_ALL_OPS_TABLE,                                                       \
+                                     .convert = HR_CONVERSIONS_TABLE,                                                  \
+                                     .dots = HR_DOTS_TABLE,                                                            \
+                                     .combine = HR_COMBINE_TABLE};
+
+/* The vector types of a level that has defined VECTOR_BYTES. */
+#if defined(VECTOR_BYTES)
+#define VECTOR_OF(type) type __attribute__((vector_size(VECTOR_BYTES)))
+typedef VECTOR_OF(uint8_t) vector_uint8;
+typedef VECTOR_OF(uint16_t) vector_uint16;
+typedef VECTOR_OF(uint32_t) vector_uint32;
+typedef VECTOR_OF(uint64_t) vector_uint64;
+typedef VECTOR_OF(int8_t) vector_int8;
+typedef VECTOR_OF(int16_t) vector_int16;
+typedef VECTOR_OF(int32_t) vector_int32;
+typedef VECTOR_OF(int64_t) vector_int64;
+typedef VECTOR_OF(float) vector_float;
+typedef VECTOR_OF(double) vector_double;
+typedef uint16_t vector_half __attribute__((vector_size(VECTOR_BYTES / 2)));
+#endif
 
 #endif

@@ -2,16 +2,11 @@
  * 128-bit registers of the base architecture. It has no store past the cache that C can name: streaming stores are
  * ordinary.
  */
-#include "kernel/level.h"
-
 #if defined(__aarch64__)
 #include <arm_neon.h>
-#include <string.h>
-
-#include "kernel/element.h"
 
 #define VECTOR_BYTES 16
-#include "kernel/vector_types.h"
+#include "kernel/level.h"
 
 HR_INLINE vector_float widen_float16_lanes(vector_half half) {
     return (vector_float)vcvt_f32_f16((float16x4_t)half);
@@ -45,41 +40,7 @@ HR_INLINE void stream_half(uint8_t *at, vector_half value) {
 HR_INLINE void stream_fence(void) {
 }
 
-HR_INLINE vector_float real_floats(vector_float a) {
-    return (vector_float)vtrn1q_f32((float32x4_t)a, (float32x4_t)a);
-}
-
-HR_INLINE vector_float imaginary_floats(vector_float a) {
-    return (vector_float)vtrn2q_f32((float32x4_t)a, (float32x4_t)a);
-}
-
-HR_INLINE vector_float turned_floats(vector_float a) {
-    return (vector_float)vrev64q_f32((float32x4_t)a);
-}
-
-HR_INLINE vector_float subtract_and_add_floats(vector_float a, vector_float b) {
-    const uint32x4_t is_real = {UINT32_MAX, 0, UINT32_MAX, 0};
-    return (vector_float)vbslq_f32(is_real, (float32x4_t)(a - b), (float32x4_t)(a + b));
-}
-
-HR_INLINE vector_double real_doubles(vector_double a) {
-    return (vector_double)vtrn1q_f64((float64x2_t)a, (float64x2_t)a);
-}
-
-HR_INLINE vector_double imaginary_doubles(vector_double a) {
-    return (vector_double)vtrn2q_f64((float64x2_t)a, (float64x2_t)a);
-}
-
-HR_INLINE vector_double turned_doubles(vector_double a) {
-    return (vector_double)vextq_f64((float64x2_t)a, (float64x2_t)a, 1);
-}
-
-HR_INLINE vector_double subtract_and_add_doubles(vector_double a, vector_double b) {
-    const uint64x2_t is_real = {UINT64_MAX, 0};
-    return (vector_double)vbslq_f64(is_real, (float64x2_t)(a - b), (float64x2_t)(a + b));
-}
-
 #include "kernel/vector_template.h"
 
-HR_DEFINE_KERNEL(hr_kernel_neon, "neon", level)
+HR_DEFINE_KERNEL(hr_kernel_neon, "neon")
 #endif

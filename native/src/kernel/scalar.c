@@ -2,7 +2,6 @@
  * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one
  * element after the other, sources in order.
  */
-#include "kernel/element.h"
 #include "kernel/level.h"
 
 #if defined(__SSE2__)
@@ -67,13 +66,13 @@ HR_INLINE void run_double(int op, const struct hr_span *span, int src_count) {
     } while (0)
 
 /* `part` is float16 or float32. */
-HR_INLINE void multiply_floats(int part, const struct hr_span *span, int src_count) {
+HR_INLINE void multiply_floats(int part, const struct hr_span *span) {
     const size_t bytes = element_bytes(part);
     const float scale = (float)span->scale;
     for (size_t i = 2 * span->begin; i < 2 * span->end; i += 2) {
         float real = load_float(part, (const uint8_t *)span->src[0] + i * bytes);
         float imaginary = load_float(part, (const uint8_t *)span->src[0] + (i + 1) * bytes);
-        for (int s = 1; s < src_count; s++) {
+        for (int s = 1; s < span->src_count; s++) {
             const float x = load_float(part, (const uint8_t *)span->src[s] + i * bytes);
             const float y = load_float(part, (const uint8_t *)span->src[s] + (i + 1) * bytes);
             MULTIPLY_COMPLEX(float, real, imaginary, x, y);
@@ -93,13 +92,21 @@ HR_INLINE void multiply_floats(int part, const struct hr_span *span, int src_cou
     }
 }
 
-HR_INLINE void multiply_doubles(const struct hr_span *span, int src_count) {
+void hr_complex32_product(const struct hr_span *span) {
+    multiply_floats(HORO_FLOAT16, span);
+}
+
+void hr_complex64_product(const struct hr_span *span) {
+    multiply_floats(HORO_FLOAT32, span);
+}
+
+void hr_complex128_product(const struct hr_span *span) {
     double value[2];
     double next[2];
     const size_t bytes = sizeof value;
     for (size_t i = span->begin; i < span->end; i++) {
         memcpy(value, (const uint8_t *)span->src[0] + i * bytes, bytes);
-        for (int s = 1; s < src_count; s++) {
+        for (int s = 1; s < span->src_count; s++) {
             memcpy(next, (const uint8_t *)span->src[s] + i * bytes, bytes);
             MULTIPLY_COMPLEX(double, value[0], value[1], next[0], next[1]);
         }
@@ -152,9 +159,6 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     case HORO_BFLOAT16:
     case HORO_FLOAT32: run_float(dtype, op, span, span->src_count); break;
     case HORO_FLOAT64: run_double(op, span, span->src_count); break;
-    case HORO_COMPLEX32:
-    case HORO_COMPLEX64: multiply_floats(part_of(dtype), span, span->src_count); break;
-    case HORO_COMPLEX128: multiply_doubles(span, span->src_count); break;
     default: run_integer(dtype, op, span, span->src_count);
     }
 }
@@ -205,10 +209,4 @@ static void level_exchange(void *out, void *slot, const void *in, size_t bytes, 
 
 #include "kernel/pair_template.h"
 
-const struct hr_level hr_level_scalar = {.reduce = HR_ALL_OPS_TABLE,
-                                         .convert = HR_CONVERSIONS_TABLE,
-                                         .copy = level_copy,
-                                         .dots = HR_DOTS_TABLE,
-                                         .combine = HR_COMBINE_TABLE};
-
-HR_DEFINE_KERNEL(hr_kernel_scalar, "scalar", hr_level_scalar)
+HR_DEFINE_KERNEL(hr_kernel_scalar, "scalar")

@@ -10,15 +10,8 @@
  *   upper_halves(vector_uint32, again)       the upper 16 bits of the lanes of both, in order, as vector_uint8
  *   stream_vector / stream_half(at, value)   a store past the cache; `at` is aligned to the size of the value
  *   stream_fence()                           after the last of them
- *   real_floats(a), imaginary_floats(a)      of complex numbers, part after part: both lanes of each get the one part
- *   turned_floats(a)                         each lane gets the other part
- *   subtract_and_add_floats(a, b)            a - b where the real parts are, a + b where the imaginary ones are
- *   real_doubles, ...                        the same of vector_double
  * An accumulator is one register; for 16-bit floats it holds the widened values of half as many bytes of memory.
  */
-#include "kernel/element.h"
-#include "kernel/level.h"
-
 enum {
     PREFETCH_AHEAD = 1024, /* bytes; the cores' own prefetchers stop at the end of a page */
     PREFETCH_LINE = 64,
@@ -102,15 +95,6 @@ HR_INLINE void store_half(uint8_t *at, vector_half value, enum hr_store how) {
      : op == HR_KERNEL_MIN     ? pick((vector_uint8)((ordered)b < (ordered)a) | (nan), b, a)                           \
                                : pick((vector_uint8)((ordered)b > (ordered)a) | (nan), b, a))
 
-/* As MULTIPLY_COMPLEX of scalar.c. */
-HR_INLINE vector_uint8 multiply_complex_floats(vector_float a, vector_float b) {
-    return (vector_uint8)subtract_and_add_floats(real_floats(a) * b, imaginary_floats(a) * turned_floats(b));
-}
-
-HR_INLINE vector_uint8 multiply_complex_doubles(vector_double a, vector_double b) {
-    return (vector_uint8)subtract_and_add_doubles(real_doubles(a) * b, imaginary_doubles(a) * turned_doubles(b));
-}
-
 HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b) {
     const vector_uint8 none = {0};
     switch (dtype) {
@@ -120,16 +104,13 @@ HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b
     case HORO_INT32: return COMBINE(vector_uint32, vector_int32, none);
     case HORO_INT64: return COMBINE(vector_uint64, vector_int64, none);
     case HORO_BOOL: return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
-    case HORO_COMPLEX32:
-    case HORO_COMPLEX64: return multiply_complex_floats((vector_float)a, (vector_float)b);
-    case HORO_COMPLEX128: return multiply_complex_doubles((vector_double)a, (vector_double)b);
     case HORO_FLOAT64:
         return COMBINE(vector_double, vector_double, (vector_uint8)((vector_double)b != (vector_double)b));
     default: return COMBINE(vector_float, vector_float, (vector_uint8)((vector_float)b != (vector_float)b));
     }
 }
 
-/* Floats only: level.c scales integers. */
+/* Floats only: kernel.c scales integers. */
 HR_INLINE vector_uint8 multiply(int dtype, vector_uint8 value, double scale) {
     return dtype == HORO_FLOAT64 ? (vector_uint8)((vector_double)value * scale)
                                  : (vector_uint8)((vector_float)value * (float)scale);
@@ -232,14 +213,13 @@ HR_INLINE void prefetch(const void *at, size_t bytes) {
  */
 HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count,
                             enum hr_store how) {
-    const int part = part_of(dtype);
-    const size_t block_bytes = UNROLL * step_bytes(part);
+    const size_t block_bytes = UNROLL * step_bytes(dtype);
     const size_t end = span->end * element_bytes(dtype);
     const void *const *src = span->src;
     uint8_t *dst = span->dst;
     uint8_t *copy = span->copy;
     const double scale = span->scale;
-    const int is_scaled = scale != 1.0 && is_floating(part);
+    const int is_scaled = scale != 1.0 && is_floating(dtype);
     size_t at = begin * element_bytes(dtype);
     for (; end - at >= block_bytes; at += block_bytes) {
         if (end - at >= PREFETCH_AHEAD + block_bytes) { /* never beyond the end: what lies there is another core's */
@@ -247,14 +227,14 @@ HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_
                 prefetch((const uint8_t *)src[s] + at + PREFETCH_AHEAD, block_bytes);
             }
         }
-        struct block value = load_block(part, (const uint8_t *)src[0] + at);
+        struct block value = load_block(dtype, (const uint8_t *)src[0] + at);
         for (int s = 1; s < src_count; s++) {
-            value = combine_block(dtype, op, value, load_block(part, (const uint8_t *)src[s] + at));
+            value = combine_block(dtype, op, value, load_block(dtype, (const uint8_t *)src[s] + at));
         }
         if (is_scaled) {
-            value = multiply_block(part, value, scale);
+            value = multiply_block(dtype, value, scale);
         }
-        store_result(part, dst, copy, at, value, how);
+        store_result(dtype, dst, copy, at, value, how);
     }
     return at / element_bytes(dtype);
 }
@@ -277,7 +257,7 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
         const size_t head = misaligned_elements(dtype, span);
         if (head < count) {
             rest.end = span->begin + head;
-            hr_level_scalar.reduce[dtype][op](&rest);
+            hr_kernel_scalar.reduce[dtype][op](&rest);
             rest.begin = run_counted(dtype, op, span, rest.end, HR_STORE_STREAM);
             rest.end = span->end;
             stream_fence();
@@ -285,7 +265,7 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     } else {
         rest.begin = run_counted(dtype, op, span, span->begin, HR_STORE_ORDINARY);
     }
-    hr_level_scalar.reduce[dtype][op](&rest);
+    hr_kernel_scalar.reduce[dtype][op](&rest);
 }
 
 /* As run_blocks for the conversions. */
@@ -311,7 +291,7 @@ HR_INLINE void convert(int to, int from, const struct hr_span *span) {
         const size_t head = misaligned_elements(to, span);
         if (head < span->end - span->begin) {
             rest.end = span->begin + head;
-            hr_level_scalar.convert[to][from](&rest);
+            hr_kernel_scalar.convert[to][from](&rest);
             rest.begin = convert_blocks(to, from, span, rest.end, HR_STORE_STREAM);
             rest.end = span->end;
             stream_fence();
@@ -319,7 +299,7 @@ HR_INLINE void convert(int to, int from, const struct hr_span *span) {
     } else {
         rest.begin = convert_blocks(to, from, span, span->begin, HR_STORE_ORDINARY);
     }
-    hr_level_scalar.convert[to][from](&rest);
+    hr_kernel_scalar.convert[to][from](&rest);
 }
 
 HR_DEFINE_ALL_OPS
@@ -395,9 +375,3 @@ static void level_exchange(void *out, void *slot, const void *in, size_t bytes, 
 }
 
 #include "kernel/pair_template.h"
-
-static const struct hr_level level = {.reduce = HR_ALL_OPS_TABLE,
-                                      .convert = HR_CONVERSIONS_TABLE,
-                                      .copy = level_copy,
-                                      .dots = HR_DOTS_TABLE,
-                                      .combine = HR_COMBINE_TABLE};

@@ -2,12 +2,6 @@
  * One rank's place in the job, one per context: who it is, the arena of its host, the transport, and the one way to
  * wait. Nothing here knows of collectives or of sets of ranks; those are teams (team.h).
  *
- * Waiting. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once more, and
- * sleeps in poll() on its eventfd, its life lines and the transport's descriptors, at most for a moment while MPI,
- * which has no descriptor, is at work (hr_transport_poll_within_ns). Whoever changes what others may
- * wait for calls hr_node_wake_all; it writes the eventfd of those that say they sleep. The handshake is Dekker's: both
- * sides store first and load second, sequentially consistent, so at least one sees the other.
- *
  * All functions are called by the driver of the engine only, unless they say otherwise.
  */
 #ifndef HR_NODE_NODE_H
@@ -21,26 +15,11 @@
 #include "base/recorder.h"
 #include "kernel/kernel.h"
 #include "mpi/mpi.h"
-#include "node/contention.h"
-#include "node/core_choice.h"
+#include "node/wait.h"
 #include "transport/transport.h"
-
-/* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
-struct hr_sleep {
-    struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
-    size_t capacity, count, life_count;
-    int64_t deadline_ns; /* 0: none */
-    int64_t look_ns;     /* at most so long, for what no descriptor tells of; -1: any time */
-};
-
-/* Makes room for so many descriptors. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
 
 /* A wait that lasts so long has the links supervised meanwhile. */
 #define HR_SUPERVISE_AFTER_NS 1000000000ll
-
-/* The number of looks of whoever spins before it offers its core to others. */
-enum { HR_LOOKS_PER_YIELD = 2 };
 
 /* Counters of horo_read_counters. */
 struct hr_counts {
@@ -61,9 +40,9 @@ struct hr_node {
     unsigned looks; /* of hr_node_progress */
     int looks_at_all; /* before a sleep */
     int is_core_wanted; /* the last yield of a wait has let somebody else run */
-    int sleeps_under_contention; /* see contention.h */
+    int sleeps_under_contention; /* see wait.h */
     struct hr_losses losses;
-    uint64_t proof[HR_PROOF_WORDS]; /* see peer_memory.h */
+    uint64_t proof[HR_PROOF_WORDS]; /* see collective/direct.c */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size] */
@@ -85,30 +64,6 @@ struct hr_node {
     _Atomic uint64_t sleeps, wakes; /* counters, too */
 };
 
-/* Whether nobody here yields now, since other programs want the cores. Any thread. */
-static inline int hr_node_is_contended(const struct hr_node *node, int64_t now_ns) {
-    return node->sleeps_under_contention && hr_contention_is_on(&node->arena.header->contention, now_ns);
-}
-
-/* The condition of a wait: looks, and does what can be done at once; 1 ends the wait. Never blocks. */
-typedef int (*hr_ready)(struct hr_node *node, void *arg);
-
-/*
- * HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. It is
- * now_ns.
- */
-int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns);
-
-/*
- * The parts of a sleep, for a thread that lets others drive meanwhile. The first is the driver's: 1 if something is
- * ready; else the sleep, which has room for the life lines and two more from the beginning, is left with room for one
- * descriptor behind its count. The second is the thread's, whoever drives: what poll() returns. The third is the next
- * driver's: this rank sleeps no longer; without a sleep it leaves what has come to the next one.
- */
-int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep, int64_t deadline_ns);
-int hr_node_sleep(const struct hr_sleep *sleep);
-void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep);
-
 /* Wakes a local rank, or all of them but me, if they sleep. Any thread. */
 void hr_node_wake(struct hr_node *node, int local_rank);
 void hr_node_wake_all(struct hr_node *node);
@@ -125,17 +80,7 @@ static inline int hr_node_looks_at_quiet(const struct hr_node *node, int number)
 }
 
 /* Moves what can be moved on all transports, the quiet ones in turn; 1 if something was. */
-static inline int hr_node_progress(struct hr_node *node) {
-    int moved = 0;
-    node->looks++;
-    for (int i = 0; i < node->transport_count; i++) {
-        struct hr_transport *transport = node->transports[i];
-        if (!transport->is_quiet || hr_node_looks_at_quiet(node, i)) {
-            moved |= transport->ops->progress(transport);
-        }
-    }
-    return moved;
-}
+int hr_node_progress(struct hr_node *node);
 
 /*
  * Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is

@@ -1,13 +1,11 @@
-#include "node/node_setup.h"
-
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <unistd.h>
 
-#include "node/linked.h"
-#include "node/peer_memory.h"
+#include "node/team.h"
 
 static hr_status allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     const size_t local = (size_t)world->local_size;
@@ -139,11 +137,44 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
     return sockets;
 }
 
+static hr_status check_channel(const struct hr_team *team, enum hr_channel channel, const int32_t *fds, int sockets,
+                               struct hr_error *error) {
+    const struct hr_node *node = team->node;
+    for (int host = 0; fds != NULL && host < team->host_count; host++) {
+        for (int i = 0; i < sockets && hr_hosts_are_linked(channel, team->host_count, team->host, host); i++) {
+            if (fds[host * sockets + i] < 0) {
+                return hr_fail(error, HORO_ERR_USAGE,
+                               "rank %d on host %d (%s) was given no connection for %s to host %d (%s)", node->rank,
+                               team->host, node->host_name_of_rank[node->rank],
+                               channel == HR_CHANNEL_CONTROL ? "agreement" : "data", host,
+                               node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
+            }
+        }
+    }
+    return HORO_OK;
+}
+
+/*
+ * Whether this rank was given all links that it needs, in the words of horo_setup and horo_team_setup: a leader those
+ * for control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no
+ * such links, on purpose, and posting to one fails.
+ */
+static hr_status check_links(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                             int data_sockets, struct hr_error *error) {
+    if (team->local_rank == 0) {
+        HR_TRY(check_channel(team, HR_CHANNEL_CONTROL, control_fds, 1, error));
+    }
+    if (team->local_rank < team->owner_count) {
+        HR_TRY(check_channel(team, HR_CHANNEL_DATA, data_fds, data_sockets, error));
+    }
+    return HORO_OK;
+}
+
 static hr_status connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world,
                                struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL;
     int *control = NULL;
-    HR_TRY(hr_links_check(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
+    HR_TRY(check_links(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
     struct hr_transport *transport =
         connect_sockets(node, node->host_count, setup->control_fds, by_mpi ? NULL : setup->data_fds, &control, error);
     if (transport != NULL && by_mpi) {
@@ -166,7 +197,7 @@ hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team,
                        "the members of this team are on %d hosts, but no connections between them were given",
                        team->host_count);
     }
-    HR_TRY(hr_links_check(team, control_fds, data_fds, node->sockets_per_peer, error));
+    HR_TRY(check_links(team, control_fds, data_fds, node->sockets_per_peer, error));
     team->transport = connect_sockets(node, team->host_count, control_fds, data_fds, NULL, error);
     return team->transport == NULL ? error->code : HORO_OK;
 }
@@ -190,6 +221,22 @@ static int connect_parts(struct hr_node *node, const horo_setup *setup, struct h
         hr_arena_unmap(&node->arena);
     }
     return status;
+}
+
+/*
+ * Shows this rank's process and proof to those who read its memory (collective/direct.c), before it is PRESENT. Without
+ * random numbers it shows none: nobody reads it.
+ */
+static void show_process(struct hr_node *node) {
+    struct hr_arena_block *block = &node->arena.blocks[node->local_rank];
+    if (getrandom(node->proof, sizeof node->proof, GRND_NONBLOCK) != (ssize_t)sizeof node->proof) {
+        return;
+    }
+    for (int i = 0; i < HR_PROOF_WORDS; i++) {
+        atomic_store(&block->proof[i], node->proof[i]);
+    }
+    atomic_store(&block->proof_at, (uint64_t)(uintptr_t)node->proof);
+    atomic_store(&block->process, (int32_t)getpid());
 }
 
 hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
@@ -227,7 +274,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
     }
     world->tuning.direct = (size_t)setup->direct_bytes;
-    hr_peer_memory_show(node);
+    show_process(node);
     hr_partition_enter(&node->arena, world->number);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;

@@ -196,7 +196,9 @@ void hr_team_arrive(struct hr_team *team, enum hr_phase phase, unsigned parity) 
         return;
     }
     team->arrivals[index]++;
-    hr_core_publish(&team->node->core_choice, &team->node->arena);
+    if (team->node->core_choice.enabled) {
+        hr_core_publish(&team->node->arena);
+    }
     /* seq_cst: releases what was written before, and is the first half of the handshake with sleepers. */
     const uint64_t arrived = atomic_fetch_add(&team->partition.header->phase[index].arrived, 1) + 1;
     if (arrived % (uint64_t)team->local_size == 0) {
@@ -222,4 +224,20 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
     team->suspect = (struct hr_abort){.code = HORO_ERR_PEER_LOST,
                                        .rank = rank,
                                        .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
+}
+
+static int is_power_of_two(int number) {
+    return number > 0 && (number & (number - 1)) == 0;
+}
+
+int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int other) {
+    const int low = host < other ? host : other;
+    const int high = host < other ? other : host;
+    if (low == high) {
+        return 0;
+    }
+    if (channel == HR_CHANNEL_CONTROL) {
+        return (high & (high - 1)) == low;
+    }
+    return is_power_of_two(high - low) || is_power_of_two(host_count - (high - low));
 }

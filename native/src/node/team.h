@@ -159,4 +159,40 @@ void hr_team_suspect_link(struct hr_team *team, int host);
  */
 void hr_team_close_links(struct hr_team *team);
 
+/*
+ * The hosts that have links with one another: no more than the algorithms need, so that the links of a rank grow with
+ * the logarithm of the hosts. horo/bootstrap/host/grouping.py says the same in Python; tests hold both, and every
+ * algorithm, to it.
+ *
+ *  - Control: leaders, along the binomial tree over host numbers. A host's parent is its number without the lowest bit.
+ *  - Data: hosts whose numbers are a power of two apart, counted round the ring of all hosts, in one direction or the
+ *    other. Rings and chains go to the next host; the doubling ones and the tree, from any root, go 1, 2, 4 ... hosts
+ *    further (cross/).
+ *
+ * Whether two hosts of a team have a link on a channel; a host has none with itself.
+ */
+int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int other);
+
+/* ---- Building and dissolving a node from what the bootstrap hands over: node_setup.c ---- */
+
+/*
+ * Maps the arena, makes the transport. HORO_OK, or a status with *error set. The setup's descriptors stay the caller's
+ * until hr_node_own, which cannot fail: once everything else stands. fini closes what is owned.
+ */
+hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error);
+void hr_node_own(struct hr_node *node, const horo_setup *setup);
+void hr_node_fini(struct hr_node *node);
+/* In a forked child: closes the child's copies of the descriptors and nothing else. */
+void hr_node_close_fds(struct hr_node *node);
+
+/*
+ * Connects a team that has members on several hosts, over duplicates of descriptors as in horo_team_setup, which stay
+ * the caller's until it closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a
+ * status with *error set.
+ */
+hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
+                               const int32_t *data_fds, struct hr_error *error);
+void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds,
+                         const int32_t *data_fds);
+
 #endif

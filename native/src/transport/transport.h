@@ -29,7 +29,7 @@
 
 enum hr_channel {
     HR_CHANNEL_CONTROL = 0, /* between leaders, along the tree of hosts */
-    HR_CHANNEL_DATA = 1,    /* between ranks of equal local index; which hosts: node/linked.h */
+    HR_CHANNEL_DATA = 1,    /* between ranks of equal local index; which hosts: node/team.h */
     HR_CHANNEL_COUNT = 2,
 };
 

@@ -55,13 +55,13 @@ typedef struct {
     const size_t *part_bytes;
 } shim_cross_call;
 
-/* The share of owner `index` in a segment of `bytes`, whole blocks, and the most that any share of no more may have. */
-void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length);
-size_t shim_share_most(size_t block_bytes, size_t bytes, int owners);
+/* The share of owner `index` in a segment of `bytes`, and the most that any share of no more may have. */
+void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length);
+size_t shim_share_most(size_t bytes, int owners);
 
 /* What an allreduce between hosts reserves for segments of up to `segment_bytes`, and what this share of one needs. */
-size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes);
-size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index);
+size_t shim_two_level_reserved(int hosts, int owners, size_t value_bytes, size_t segment_bytes);
+size_t shim_two_level_needed(int hosts, int owners, size_t value_bytes, size_t segment_bytes, int index);
 
 /*
  * All members in this thread, driven in an order drawn from `seed`, over the links of the rule, which move so many

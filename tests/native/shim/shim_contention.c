@@ -1,6 +1,5 @@
 #include "shim.h"
 
-#include "node/contention.h"
 #include "node/node.h"
 
 void shim_contention_note(int64_t begin_until_ns, int64_t begin_while_ns, const int64_t *yield_ns,
@@ -25,6 +24,7 @@ void shim_contention_yielded(void *context, int64_t yield_ns) {
 }
 
 int shim_contention_is_on(int64_t until_ns, int64_t now_ns) {
-    const struct hr_contention contention = {.until_ns = until_ns};
-    return hr_contention_is_on(&contention, now_ns);
+    struct hr_arena_header header = {.contention = {.until_ns = until_ns}};
+    const struct hr_node node = {.sleeps_under_contention = 1, .arena = {.header = &header}};
+    return hr_node_is_contended(&node, now_ns);
 }

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "node/core_choice.h"
+#include "node/wait.h"
 
 int shim_core_choose(const int *core_of, int count, int me, const int *allowed, int allowed_count) {
     cpu_set_t set;

@@ -5,9 +5,7 @@
 
 #include "base/cut.h"
 #include "collective/collective.h"
-#include "local/shares.h"
-#include "collective/two_level.h"
-#include "node/linked.h"
+#include "node/team.h"
 #include "transport/queue.h"
 
 enum { PARTS_MAX = 32 };
@@ -21,24 +19,24 @@ static const struct hr_cross_ops *algorithm_of(const shim_cross_call *call) {
     return table[call->algorithm];
 }
 
-void shim_share(size_t block_bytes, size_t bytes, int index, int owners, size_t *offset, size_t *length) {
-    const struct hr_range share = hr_share(hr_share_unit(block_bytes), bytes, index, owners);
+void shim_share(size_t bytes, int index, int owners, size_t *offset, size_t *length) {
+    const struct hr_range share = hr_share(bytes, index, owners);
     *offset = share.offset;
     *length = share.bytes;
 }
 
-size_t shim_share_most(size_t block_bytes, size_t bytes, int owners) {
-    return hr_share_most(hr_share_unit(block_bytes), bytes, owners);
+size_t shim_share_most(size_t bytes, int owners) {
+    return hr_share_most(bytes, owners);
 }
 
-size_t shim_two_level_reserved(int hosts, int owners, size_t block_bytes, size_t segment_bytes) {
-    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, block_bytes, segment_bytes);
+size_t shim_two_level_reserved(int hosts, int owners, size_t value_bytes, size_t segment_bytes) {
+    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, value_bytes, segment_bytes);
 }
 
-size_t shim_two_level_needed(int hosts, int owners, size_t block_bytes, size_t segment_bytes, int index) {
-    const size_t bytes = hr_share(hr_share_unit(block_bytes), segment_bytes, index, owners).bytes;
+size_t shim_two_level_needed(int hosts, int owners, size_t value_bytes, size_t segment_bytes, int index) {
+    const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
     const struct hr_cross_ops *cross = hr_two_level_cross(&hr_tuning_defaults, bytes);
-    return hr_cross_scratch_bytes(cross, hosts, block_bytes, bytes, hr_tuning_defaults.piece);
+    return hr_cross_scratch_bytes(cross, hosts, value_bytes, bytes, hr_tuning_defaults.piece);
 }
 
 /* Exactly as much as the algorithm asks for, so that the address sanitizer sees one byte too many. */
@@ -155,7 +153,6 @@ static void member_abandon(struct hr_transport *transport, enum hr_channel chann
 }
 
 static const struct hr_transport_ops member_ops = {
-    .name = "simulated",
     .post = member_post,
     .abandon = member_abandon,
 };
@@ -199,7 +196,7 @@ static int member_begin(struct member *member, struct simulation *simulation, in
     member->host = host;
     HR_TRY(scratch_create(call, &member->scratch));
     const struct hr_cross_call full = call_of(call, member, host, data, member->scratch, member->parts);
-    HR_TRY(hr_cross_begin(algorithm_of(call), &member->state, &full));
+    hr_cross_begin(algorithm_of(call), &member->state, &full);
     member->status = HORO_IN_PROGRESS;
     return HORO_OK;
 }

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "engine/engine.h"
-#include "local/shares.h"
+#include "collective/fused.h"
 
 /* The beginning of struct horo_context, see context.c. */
 struct head {

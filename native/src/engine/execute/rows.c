@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/operands.h"
 #include "base/traits.h"
+#include "collective/fused.h"
 #include "engine/group/lane.h"
 
 enum { TENSOR_TEXT_BYTES = 48 };
@@ -90,16 +90,15 @@ static int place(struct hr_request *request, int i) {
     struct hr_gathered *result = &request->gathered[i];
     const horo_tensor *tensor = &request->call.tensors[i];
     const int insists = (request->call.flags & HORO_SUBMIT_INTO) != 0;
-    if (!insists && (request->call.flags & HORO_SUBMIT_OFFER) == 0) {
-        return hr_gathered_allocate(result);
+    const int is_given = insists || (request->call.flags & HORO_SUBMIT_OFFER) != 0;
+    if (is_given && tensor->output_bytes == result->bytes) {
+        result->data = tensor->output;
+        result->is_given = 1;
+        return HORO_OK;
     }
-    if (tensor->output_bytes != result->bytes) {
-        request->misfit = insists && request->misfit == 0 ? i + 1 : request->misfit;
-        return hr_gathered_allocate(result);
-    }
-    result->data = tensor->output;
-    result->is_given = 1;
-    return HORO_OK;
+    request->misfit = insists && request->misfit == 0 ? i + 1 : request->misfit;
+    result->data = hr_allocate_vector((size_t)result->bytes);
+    return result->data == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
 int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,

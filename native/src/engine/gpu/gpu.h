@@ -37,11 +37,6 @@ void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane);
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane);
 /* Whether something may run on a GPU that somebody has to look after. Any thread. */
 int hr_gpu_is_busy(const struct hr_engine *engine);
-/*
- * A caller has released a request on a GPU: frees pinned memory of which too much is idle, unless kernels of NCCL may
- * run, which others hold up, or the group has been aborted: what runs then may never end, and nobody would hear why.
- */
-void hr_engine_trim_pinned(struct hr_engine *engine);
 /* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
 int hr_gpu_is_quiet(struct hr_engine *engine);
 /* Ends NCCL, when nobody drives any more. */

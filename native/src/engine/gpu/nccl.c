@@ -32,8 +32,8 @@ static void wait_a_moment(void) {
 /* ---- Callers: requests ---- */
 
 static void drop_mark(void *engine, void *mark) {
+    (void)engine;
     hr_mark_drop(mark);
-    hr_engine_trim_pinned(engine);
 }
 
 int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
@@ -116,7 +116,6 @@ int hr_engine_nccl_id(struct hr_engine *engine, void *id, struct hr_error *error
 static void drop(struct hr_engine *engine, struct hr_gpu_team *team) {
     if (team != NULL) {
         hr_nccl_close(&team->comm);
-        free(team->calls.items);
         hr_node_bury(engine->node, team, free); /* MPI may touch the number that a batch has proposed */
     }
 }
@@ -135,8 +134,7 @@ int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, i
     team->engine = engine;
     drop(engine, gpu->connecting); /* of a change that has failed */
     gpu->connecting = team;
-    const struct hr_nccl_ranks ranks = {size, rank, &where};
-    return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, &ranks, error);
+    return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, &where, size, rank, error);
 }
 
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error) {
@@ -297,19 +295,6 @@ static int turn(struct hr_part *part) {
 int hr_gpu_is_busy(const struct hr_engine *engine) {
     const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     return gpu != NULL && atomic_load(&gpu->is_busy);
-}
-
-/*
- * Not while anything of NCCL's runs, that of a team that is gone included, however long it takes: to free waits for it,
- * and it may need another rank, whose GPU goes on only when this thread has come to its next call. What is idle is used
- * again meanwhile. Nor once the group has ended: a GPU may stand still then.
- */
-void hr_engine_trim_pinned(struct hr_engine *engine) {
-    struct hr_stager *stager = atomic_load(&engine->stager);
-    const int has_ended = hr_end_find(engine->node).code != 0;
-    if (stager != NULL && !has_ended && !hr_gpu_is_busy(engine)) {
-        hr_stager_trim(stager);
-    }
 }
 
 /* ---- The end ---- */

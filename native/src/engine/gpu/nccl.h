@@ -2,8 +2,7 @@
 #ifndef HR_ENGINE_NCCL_H
 #define HR_ENGINE_NCCL_H
 
-#include "backend/nccl_backend.h"
-#include "device/mark.h"
+#include "backend/nccl.h"
 #include "engine/gpu/gpu.h"
 
 /* Of a request that is done on the GPU: behind the caller's work, and once it is done, behind its results. */
@@ -39,7 +38,6 @@ struct hr_gpu_team {
     struct hr_lane *lane; /* NULL: not attached yet, or the team is gone */
     struct hr_gpu_team *next;
     struct hr_nccl_comm comm;
-    struct hr_nccl_calls calls;
     struct hr_nccl_batch batch;
     char name[HR_TEAM_NAME_BYTES]; /* for messages; empty: the world */
     int has_moved;   /* a batch has changed the communicator */

@@ -103,7 +103,8 @@ static int has_room(struct hr_gpu_team *team) {
     for (size_t i = 0; i < batch->count; i++) {
         awaited += !hr_mark_is_reached(hr_nccl_mark(batch->requests[i]));
     }
-    const size_t calls = hr_nccl_calls_of(team->lane->team, &batch->work);
+    const size_t per_tensor = batch->work.op == HORO_REDUCESCATTER ? (size_t)team->lane->team->size : 1;
+    const size_t calls = batch->work.count * per_tensor;
     batch->weight = awaited + LAUNCH_WEIGHT + (int)(calls / CALLS_PER_LAUNCH);
     return in_flight->count == 0 ? awaited <= MOST
                                  : in_flight->count < HR_NCCL_BATCHES_MAX && in_flight->weight + batch->weight <= MOST;
@@ -133,8 +134,8 @@ static int go_out(struct hr_gpu_team *team) {
             return HR_MOVED;
         }
     }
-    const int status = hr_nccl_begin(&team->calls, team->lane->team, comm, &team->batch.work);
-    return status == HORO_OK ? HR_MOVED : status;
+    hr_nccl_launch(comm, team->lane->team, &team->batch.work);
+    return HR_MOVED;
 }
 
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
@@ -208,7 +209,6 @@ static void cancel(struct hr_backend *backend) {
 }
 
 const struct hr_backend_ops hr_nccl_ops = {
-    .name = "nccl",
     .begin = begin,
     .progress = progress,
     .cancel = cancel,

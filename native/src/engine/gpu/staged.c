@@ -7,7 +7,6 @@
 
 #include "base/cut.h"
 #include "base/traits.h"
-#include "device/mark.h"
 #include "device/staging.h"
 #include "engine/engine.h"
 #include "engine/gpu/gpu.h"
@@ -98,8 +97,8 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
 }
 
 static void drop_staging(void *engine, void *staging) {
+    (void)engine;
     hr_staging_drop(staging);
-    hr_engine_trim_pinned(engine);
 }
 
 static void bury_staging(void *staging) {

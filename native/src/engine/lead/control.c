@@ -11,7 +11,7 @@
 
 #include "arena/arena.h"
 #include "engine/lead/private.h"
-#include "node/linked.h"
+#include "node/team.h"
 #include "wire/frame.h"
 
 enum { RECEIVE_BYTES = 1 << 16 };

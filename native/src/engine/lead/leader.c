@@ -9,7 +9,7 @@
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
 enum { EVICT_AFTER_CAPACITIES = 16 };
 
-/* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/linked.h). */
+/* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/team.h). */
 static int ranks_below(struct hr_leader *leader, int host, int member) {
     const struct hr_team *team = leader->team;
     const int end = host + (host & -host);

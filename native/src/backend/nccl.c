@@ -1,16 +1,57 @@
-#include "device/nccl_comm.h"
+#include "backend/nccl.h"
 
 #include <limits.h>
+#include <string.h>
+
+#include "base/cut.h"
+#include "base/traits.h"
+
+/* ---- What NCCL can do ---- */
+
+/* -1: NCCL has none. */
+static int dtype_of(int dtype) {
+    switch (dtype) {
+    case HORO_UINT8: return HR_NCCL_UINT8;
+    case HORO_INT8: return HR_NCCL_INT8;
+    case HORO_INT32: return HR_NCCL_INT32;
+    case HORO_INT64: return HR_NCCL_INT64;
+    case HORO_FLOAT16: return HR_NCCL_FLOAT16;
+    case HORO_BFLOAT16: return HR_NCCL_BFLOAT16;
+    case HORO_FLOAT32: return HR_NCCL_FLOAT32;
+    case HORO_FLOAT64: return HR_NCCL_FLOAT64;
+    default: return -1;
+    }
+}
+
+static int op_of(int reduce_op) {
+    switch (reduce_op) {
+    case HORO_MIN: return HR_NCCL_MIN;
+    case HORO_MAX: return HR_NCCL_MAX;
+    case HORO_PRODUCT: return HR_NCCL_PRODUCT;
+    default: return HR_NCCL_SUM;
+    }
+}
+
+int hr_nccl_can(const horo_request *call) {
+    /* NCCL multiplies the values of each rank before it sums floats, and nothing else */
+    const int is_scaled = call->reduce_op == HORO_AVERAGE || call->prescale != 1.0 || call->postscale != 1.0;
+    const int sums = call->reduce_op == HORO_SUM || call->reduce_op == HORO_AVERAGE;
+    if (call->op == HORO_BROADCAST) {
+        return 1;
+    }
+    int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM && (sums || !is_scaled);
+    for (int i = 0; i < call->tensor_count && can; i++) {
+        /* it has no complex numbers: their parts will do, except for a product */
+        const int dtype = hr_dtype_worked_on(call->tensors[i].dtype, call->reduce_op);
+        can = dtype_of(dtype) >= 0 && call->tensors[i].wire_dtype == 0 && !(is_scaled && hr_dtype_is_integer(dtype));
+    }
+    return can;
+}
 
 #define CONFIG_MAGIC 0xcafebeefu
 
 static int checked(struct hr_nccl_comm *comm, int code, const char *function) {
     return hr_nccl_check(comm->nccl, code, function, comm->handle, &comm->failure);
-}
-
-static int broken(struct hr_nccl_comm *comm) {
-    comm->state = HR_NCCL_BROKEN;
-    return comm->failure.code;
 }
 
 /* ---- Beginning ---- */
@@ -22,8 +63,8 @@ static void free_fence(struct hr_nccl_comm *comm) {
     }
 }
 
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error) {
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
+                    const struct hr_nccl_id *id, int size, int rank, struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;
     struct hr_device_visit visit;
     struct hr_nccl_config config = {
@@ -41,7 +82,7 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
     int status =
         hr_cuda_check(cuda, cuda->event_create(&comm->fence, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate", error);
     if (status == HORO_OK) {
-        const int code = nccl->comm_init_rank_config(&comm->handle, ranks->size, *ranks->id, ranks->rank, &config);
+        const int code = nccl->comm_init_rank_config(&comm->handle, size, *id, rank, &config);
         status = hr_nccl_check(nccl, code, "ncclCommInitRankConfig", comm->handle, error);
     }
     if (status == HORO_OK) {
@@ -59,42 +100,80 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 
 /* ---- Launching ---- */
 
-static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_nccl_call *call) {
+/* The rows of each rank where they are equally many; else a reduction for each rank. */
+static hr_status scatter(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_operand *operand,
+                         int dtype, int op) {
     const struct hr_nccl *nccl = comm->nccl;
-    const int is_scaled = call->op == HR_NCCL_SUM && comm->has_scale[call->dtype];
-    const int op = is_scaled ? comm->scales[call->dtype] : call->op;
-    switch (call->kind) {
-    case HR_NCCL_ALL_REDUCE:
-        return checked(
-            comm,
-            nccl->all_reduce(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
-            "ncclAllReduce");
-    case HR_NCCL_BROADCAST:
-        return checked(comm,
-                       nccl->broadcast(call->input, call->output, call->count, call->dtype, call->root, comm->handle,
-                                       comm->stream),
-                       "ncclBroadcast");
-    case HR_NCCL_REDUCE:
-        return checked(comm,
-                       nccl->reduce(call->input, call->output, call->count, call->dtype, op, call->root, comm->handle,
-                                    comm->stream),
-                       "ncclReduce");
-    case HR_NCCL_REDUCE_SCATTER:
-        return checked(
-            comm,
-            nccl->reduce_scatter(call->input, call->output, call->count, call->dtype, op, comm->handle, comm->stream),
-            "ncclReduceScatter");
+    const size_t row_bytes = operand->row_bytes;
+    const size_t row_values = row_bytes / hr_dtype_bytes(operand->dtype);
+    const size_t size = (size_t)team->size;
+    const size_t all = operand->bytes / row_bytes;
+    if (all % size == 0) {
+        const int code = nccl->reduce_scatter(operand->input, operand->output, all / size * row_values, dtype, op,
+                                              comm->handle, comm->stream);
+        return checked(comm, code, "ncclReduceScatter");
     }
-    return hr_fail(&comm->failure, HORO_ERR_INTERNAL, "no such call of NCCL: %d", (int)call->kind);
+    for (int r = 0; r < team->size; r++) {
+        size_t first;
+        size_t rows;
+        hr_part(all, size, (size_t)r, &first, &rows);
+        if (rows > 0) {
+            const char *input = (const char *)operand->input + first * row_bytes;
+            HR_TRY(checked(comm,
+                           nccl->reduce(input, operand->output, rows * row_values, dtype, op, r, comm->handle,
+                                        comm->stream),
+                           "ncclReduce"));
+        }
+    }
+    return HORO_OK;
 }
 
-/* One operation for each dtype that occurs. */
-static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                               const uint64_t *factors) {
+static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work, size_t i) {
+    const struct hr_nccl *nccl = comm->nccl;
+    const struct hr_operand *operand = &work->operands[i];
+    const int dtype = dtype_of(operand->dtype);
+    if (operand->bytes == 0) {
+        return HORO_OK;
+    }
+    if (work->op == HORO_BROADCAST) {
+        return checked(comm,
+                       nccl->broadcast(operand->input, operand->output, operand->bytes, HR_NCCL_UINT8, work->root_rank,
+                                       comm->handle, comm->stream),
+                       "ncclBroadcast");
+    }
+    const int op = comm->has_scale[dtype] ? comm->scales[dtype] : op_of(work->reduce_op);
+    if (work->op == HORO_REDUCESCATTER) {
+        return scatter(comm, team, operand, dtype, op);
+    }
+    return checked(comm,
+                   nccl->all_reduce(operand->input, operand->output, operand->bytes / hr_dtype_bytes(operand->dtype),
+                                    dtype, op, comm->handle, comm->stream),
+                   "ncclAllReduce");
+}
+
+/* By NCCL's dtype of floats, the bits of what the values of each rank are multiplied by. 1 if that is other than 1. */
+static int write_factors(const struct hr_team *team, const struct hr_work *work, uint64_t *factors) {
+    const struct hr_kernel *kernel = team->node->kernel;
+    const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / team->size : work->postscale;
+    const double factor = work->prescale * post;
+    const float single = (float)factor;
+    memset(factors, 0, HR_NCCL_DTYPES * sizeof *factors);
+    memcpy(&factors[HR_NCCL_FLOAT64], &factor, sizeof factor);
+    memcpy(&factors[HR_NCCL_FLOAT32], &single, sizeof single);
+    hr_kernel_convert(kernel, HORO_FLOAT16, &factors[HR_NCCL_FLOAT16], HORO_FLOAT32, &single, 1, 1.0,
+                      HR_STORE_ORDINARY);
+    hr_kernel_convert(kernel, HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0,
+                      HR_STORE_ORDINARY);
+    return hr_op_reduces(work->op) && factor != 1.0;
+}
+
+/* One operation for each dtype that occurs, where sums are multiplied by more than 1. */
+static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
+    uint64_t factors[HR_NCCL_DTYPES];
+    const size_t count = write_factors(team, work, factors) ? work->count : 0;
     for (size_t i = 0; i < count; i++) {
-        const int dtype = calls[i].dtype;
-        const int is_sum = calls[i].kind <= HR_NCCL_REDUCE_SCATTER && calls[i].op == HR_NCCL_SUM;
-        if (is_sum && !comm->has_scale[dtype]) {
+        const int dtype = dtype_of(work->operands[i].dtype);
+        if (work->operands[i].bytes > 0 && !comm->has_scale[dtype]) {
             HR_TRY(checked(comm,
                            comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
                                                                  HR_NCCL_SCALAR_ON_HOST, comm->handle),
@@ -105,29 +184,33 @@ static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_nccl_c
     return HORO_OK;
 }
 
-hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                         const uint64_t *factors) {
-    struct hr_device_visit visit;
-    if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
-        return broken(comm);
-    }
-    int status = factors == NULL ? HORO_OK : create_scales(comm, calls, count, factors);
+static hr_status launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
+    HR_TRY(create_scales(comm, team, work));
+    int status = checked(comm, comm->nccl->group_start(), "ncclGroupStart");
     if (status == HORO_OK) {
-        status = checked(comm, comm->nccl->group_start(), "ncclGroupStart");
-    }
-    if (status == HORO_OK) {
-        for (size_t i = 0; i < count && status == HORO_OK; i++) {
-            status = enqueue(comm, &calls[i]);
+        for (size_t i = 0; i < work->count && status == HORO_OK; i++) {
+            status = enqueue(comm, team, work, i);
         }
         const int ended = checked(comm, comm->nccl->group_end(), "ncclGroupEnd"); /* also of a group that has failed */
         status = status == HORO_OK ? ended : status;
     }
-    hr_device_leave(comm->device, &visit);
-    if (status != HORO_OK) {
-        return broken(comm);
+    return status;
+}
+
+void hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
+    struct hr_device_visit visit;
+    size_t bytes = 0;
+    for (size_t i = 0; i < work->count; i++) {
+        bytes |= work->operands[i].bytes;
     }
-    comm->state = HR_NCCL_LAUNCHING;
-    return HORO_OK;
+    if (bytes == 0) {
+        return;
+    }
+    comm->state = HR_NCCL_BROKEN;
+    if (hr_device_enter(comm->device, &visit, &comm->failure) == HORO_OK) {
+        comm->state = launch(comm, team, work) == HORO_OK ? HR_NCCL_LAUNCHING : HR_NCCL_BROKEN;
+        hr_device_leave(comm->device, &visit);
+    }
 }
 
 /* ---- Polling ---- */
@@ -191,7 +274,7 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
         hr_device_leave(comm->device, &visit);
     }
     if (moved < 0) {
-        (void)broken(comm);
+        comm->state = HR_NCCL_BROKEN;
     }
     return moved != 0;
 }
@@ -201,7 +284,7 @@ int hr_nccl_poll(struct hr_nccl_comm *comm) {
 void hr_nccl_end(struct hr_nccl_comm *comm) {
     struct hr_device_visit visit;
     if (hr_device_enter(comm->device, &visit, &comm->failure) != HORO_OK) {
-        (void)broken(comm);
+        comm->state = HR_NCCL_BROKEN;
         return;
     }
     const int status = checked(comm, comm->nccl->comm_finalize(comm->handle), "ncclCommFinalize");

@@ -1,6 +1,8 @@
 /*
- * A communicator of NCCL, between a GPU of this rank and as many GPUs of other ranks. Those of one GPU share a stream.
- * No function blocks for another rank, but for close: what is in progress is polled. One thread at a time.
+ * Whole collectives by NCCL, on tensors in the memory of GPUs: a communicator between a GPU of this rank
+ * and as many GPUs of other ranks. Those of one GPU share a stream. No function blocks for another rank, but for close:
+ * what is in progress is polled. One thread at a time. It is no struct hr_backend: its batches wait for their turn
+ * first, and that is the engine's (nccl_order.c).
  *
  *     state      | what has happened                             | what comes next
  *     -----------+-----------------------------------------------+-------------------------------------------------
@@ -11,13 +13,13 @@
  *     ENDING     | the ranks end it in order                     | hr_nccl_poll, until it is NONE
  *     BROKEN     | NCCL or the GPU has failed: `failure` says how | hr_nccl_abort
  */
-#ifndef HR_DEVICE_NCCL_COMM_H
-#define HR_DEVICE_NCCL_COMM_H
+#ifndef HR_BACKEND_NCCL_H
+#define HR_BACKEND_NCCL_H
 
 #include <stdint.h>
 
+#include "backend/backend.h"
 #include "device/device.h"
-#include "device/nccl.h"
 
 enum hr_nccl_state { HR_NCCL_NONE, HR_NCCL_CONNECTING, HR_NCCL_IDLE, HR_NCCL_LAUNCHING,
                      HR_NCCL_ENDING, HR_NCCL_BROKEN };
@@ -38,27 +40,9 @@ struct hr_nccl_comm {
     struct hr_nccl_comm *next_aborted; /* together with it */
 };
 
-enum hr_nccl_kind { HR_NCCL_ALL_REDUCE, HR_NCCL_REDUCE, HR_NCCL_REDUCE_SCATTER, HR_NCCL_BROADCAST };
-
-struct hr_nccl_call {
-    enum hr_nccl_kind kind;
-    const void *input; /* on the GPU, as the output */
-    void *output;
-    size_t count; /* of values; of a reduce-scatter those of each rank */
-    int dtype;    /* enum hr_nccl_dtype */
-    int op;       /* enum hr_nccl_op, of a reduction */
-    int root;     /* of a broadcast or reduction to one */
-};
-
-/* Ranks that are connected: how many, which one this is, and their rendezvous. */
-struct hr_nccl_ranks {
-    int size, rank;
-    const struct hr_nccl_id *id;
-};
-
 /* HORO_OK, or HORO_ERR_RESOURCE with a sentence and nothing left behind. */
-int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device,
-                    void *stream, const struct hr_nccl_ranks *ranks, struct hr_error *error);
+int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
+                    const struct hr_nccl_id *id, int size, int rank, struct hr_error *error);
 
 /*
  * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is
@@ -67,12 +51,18 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
- * IDLE: calls that go onto the stream as one, so that their kernels share a launch.
- * `factors`: by dtype, the bits of what sums are multiplied by before they are added, or NULL. HORO_OK, or the state is
- * BROKEN.
+ * Whether NCCL can do the request as horo means it, wherever its tensors are: by operation, dtypes and factors alone,
+ * so all ranks say the same. What it cannot do is staged: an allgather and an alltoall, whose results have a size that
+ * is known only when all ranks have announced theirs; Adasum; values that travel in another dtype; dtypes that NCCL has
+ * not; and factors of anything but sums of floats.
  */
-hr_status hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_nccl_call *calls, size_t count,
-                         const uint64_t *factors);
+int hr_nccl_can(const horo_request *call);
+/*
+ * IDLE, of a communicator whose ranks are numbered as the team's: the batch becomes one group of calls on the tensors
+ * themselves, so that their kernels share a launch. It is done when all of them are on the stream, not when they have
+ * ended there: what comes behind orders itself by events. The state is LAUNCHING, or BROKEN; IDLE for no values at all.
+ */
+void hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work);
 
 /*
  * IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. NCCL waits for the work of

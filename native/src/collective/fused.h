@@ -1,10 +1,60 @@
-/* The common parts of the arena algorithms: cutting vectors into segments and shares, choosing the store policy. */
-#ifndef HR_LOCAL_SHARES_H
-#define HR_LOCAL_SHARES_H
+/*
+ * The vectors that the algorithms work on: several tensors seen as one, how it is cut into segments and shares, and how
+ * it is stored.
+ */
+#ifndef HR_COLLECTIVE_FUSED_H
+#define HR_COLLECTIVE_FUSED_H
 
 #include "base/cut.h"
-#include "kernel/codec.h"
+#include "kernel/kernel.h"
 #include "node/team.h"
+
+/* One tensor: bytes [offset, offset + bytes) of the vector, as they travel; bytes > 0. */
+struct hr_piece {
+    const char *input;
+    char *output;
+    size_t offset;
+    size_t bytes;
+    size_t count; /* of its values */
+};
+
+/* All offsets and bytes are those of what travels, and lie between two values. */
+struct hr_fused {
+    const struct hr_piece *pieces; /* in order of offset, without gaps */
+    size_t count;
+    size_t bytes;
+    const struct hr_codec *codec;
+};
+
+/* Puts a piece of `count` values behind those that `fused`, whose codec is set, has, unless it is empty. */
+void hr_fuse_append(struct hr_fused *fused, struct hr_piece *pieces, const void *input, void *output, size_t count);
+
+/* Memory for so many bytes, for free(); NULL: there is none. */
+void *hr_allocate_vector(size_t bytes);
+
+/* The piece that holds byte `offset` (< fused->bytes). */
+size_t hr_fused_find(const struct hr_fused *fused, size_t offset);
+
+/* target[0..bytes) = scale * inputs[offset..offset + bytes), packed. */
+void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
+                   const struct hr_kernel *kernel, double scale, enum hr_store store);
+
+/* outputs[offset..offset + bytes) = source[0..bytes), unpacked. */
+void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                     const struct hr_kernel *kernel);
+
+/*
+ * The same of a plain codec, where `store` rules the stores; NULL: from the inputs, where they are not the same memory.
+ */
+void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                  const struct hr_kernel *kernel, enum hr_store store);
+
+/*
+ * As unpack of [out_offset, + bytes) from the slot, then pack of [in_offset, + bytes) into it, in one pass; the two
+ * ranges do not overlap, and the codec is plain.
+ */
+void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
+                       const struct hr_kernel *kernel, enum hr_store store);
 
 struct hr_range {
     size_t offset; /* from the start of what is cut */
@@ -21,22 +71,14 @@ static inline struct hr_range hr_units(size_t unit, size_t bytes, size_t index, 
     return length == 0 ? (struct hr_range){bytes, 0} : (struct hr_range){offset, (end < bytes ? end : bytes) - offset};
 }
 
-/*
- * Shares are multiples of it: whole blocks, and no less than a cache line, so that two owners meet in one line at most,
- * and in none where lines hold whole blocks, as they do of elements.
- */
-static inline size_t hr_share_unit(size_t block_bytes) {
-    return hr_round_up(HR_LINE, block_bytes);
-}
-
-/* The share of owner `index` of `count` in a segment of `bytes`. */
-static inline struct hr_range hr_share(size_t unit, size_t bytes, int index, int count) {
-    return hr_units(unit, bytes, (size_t)index, (size_t)count);
+/* The share of owner `index` of `count` in a segment of `bytes`: whole lines, so that no two owners meet in one. */
+static inline struct hr_range hr_share(size_t bytes, int index, int count) {
+    return hr_units(HR_LINE, bytes, (size_t)index, (size_t)count);
 }
 
 /* No share of a segment of `bytes` or less is longer, whoever owns it: a shorter segment may have a longer share. */
-static inline size_t hr_share_most(size_t unit, size_t bytes, int count) {
-    return hr_divide_up(hr_divide_up(bytes, unit), (size_t)count) * unit;
+static inline size_t hr_share_most(size_t bytes, int count) {
+    return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
 }
 
 /* Segment `index` of `bytes` in segments of `segment_bytes`. */
