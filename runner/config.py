@@ -137,7 +137,8 @@ class Elastic:
         elastic_timeout_s: how long to wait for ``min_size`` ranks.
         start_timeout_s: how long a rank may be in ``init()``, and the first ones may take until they call it.
         gather_timeout_s: how long ranks may take to leave a generation after the first one has.
-        is_discovered: other hosts may be found while the job runs.
+        script: a command that prints the hosts of the job, also later ones; empty: they are fixed.
+        slots_per_host: slots of a host of which the script prints none; None: as many as the host has.
         cooldown_s: the shortest and the longest time for which a host is left alone.
         on_failure: what is left alone if a rank fails: its "slot", or all of its "host".
         keeps: whether ranks keep the last commit in a folder, so that SIGTERM need not end them at once.
@@ -151,11 +152,17 @@ class Elastic:
     elastic_timeout_s: float = 600.0
     start_timeout_s: float = 60.0
     gather_timeout_s: float = 30.0
-    is_discovered: bool = False
+    script: str = ""
+    slots_per_host: int | None = None
     cooldown_s: tuple[float, float] = (10.0, 600.0)
     on_failure: str = "slot"
     join: str = "ready"
     keeps: bool = False
+
+    @property
+    def is_discovered(self) -> bool:
+        """Whether other hosts may be found while the job runs."""
+        return bool(self.script)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class LaunchVariables:
         "HORO_ELASTIC_DIR",
         str,
         "`--elastic-dir`: folder in which `hvd.elastic.run` keeps the last commit of a job that ends before its "
-        "training, and from which it goes on. May be set under any launcher.",
+        "training, and from which it goes on. Set it yourself under torchrun, srun and mpirun.",
     )
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",

@@ -147,10 +147,6 @@ static int enter(const horo_context *context, char *error, size_t error_bytes) {
     return leave(failure.code, &failure, error, error_bytes);
 }
 
-static int usable(const horo_context *context) {
-    return enter(context, NULL, 0);
-}
-
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
                          size_t error_bytes) {
     struct hr_error failure;
@@ -166,7 +162,7 @@ static int create_team(horo_context *context, const horo_team_setup *setup, stru
     if (created == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }
-    int status = hr_team_init_some(created, hr_engine_world(&context->engine)->team, setup->ranks, setup->size, error);
+    int status = hr_team_init_some(created, context->engine.lanes[0]->team, setup->ranks, setup->size, error);
     if (status == HORO_OK && created->host_count > 1) {
         status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
     }
@@ -219,22 +215,25 @@ HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, cha
 }
 
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason) {
-    HR_TRY(usable(context));
-    return hr_engine_refuse(&context->engine, team, name, status, reason);
+    HR_TRY(enter(context, NULL, 0));
+    hr_drive_lock(&context->engine.drive);
+    const int outcome = hr_requests_refuse(&context->engine.requests, team, name, status, reason);
+    hr_drive_unlock(&context->engine.drive);
+    return outcome < 0 ? outcome : HORO_OK;
 }
 
 HORO_API int horo_poll(horo_context *context, int64_t handle) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_requests_poll(&context->engine.requests, handle);
 }
 
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_membership_answer(&context->engine, handle, HORO_JOIN);
 }
 
@@ -292,7 +291,7 @@ HORO_API int horo_copy_back(horo_context *context, int64_t handle, uint64_t stre
 }
 
 HORO_API int horo_wait_any(horo_context *context, const int64_t *handles, int32_t count, int32_t timeout_ms) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_requests_wait_any(&context->engine.requests, handles, count, timeout_ms);
 }
 
@@ -302,21 +301,21 @@ HORO_API int horo_finish(horo_context *context, int64_t handle, int32_t timeout_
 
 HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *waits, int32_t count, uint32_t question,
                                  const char *others) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_engine_report_blocked(&context->engine, waits, count, question, others);
 }
 
 HORO_API uint32_t horo_blocked_question(horo_context *context) {
-    return usable(context) == HORO_OK ? hr_engine_blocked_question(&context->engine) : 0;
+    return enter(context, NULL, 0) == HORO_OK ? hr_engine_blocked_question(&context->engine) : 0;
 }
 
 HORO_API int horo_await_question(horo_context *context) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_arena_await_question(&context->node.arena, &context->has_stopped_answers) ? HORO_OK : HORO_ERR_ABORTED;
 }
 
 HORO_API void horo_answer(horo_context *context) {
-    if (usable(context) == HORO_OK) {
+    if (enter(context, NULL, 0) == HORO_OK) {
         hr_arena_answer(&context->node.arena);
     }
 }
@@ -327,15 +326,21 @@ HORO_API void horo_stop_answers(horo_context *context) {
 }
 
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_requests_callers(&context->engine.requests, threads, capacity);
 }
 
 HORO_API int horo_run(horo_context *context, const horo_request *request, int32_t timeout_ms, int64_t *handle,
                       char *error, size_t error_bytes) {
+    struct hr_error failure;
+    failure.code = HORO_OK; /* the text is written only with a code */
     *handle = 0;
-    HR_TRY(horo_submit(context, request, handle, error, error_bytes));
-    return wait_for(context, handle, timeout_ms, HR_WAIT_RELEASES_WHAT_FITS, NULL, 0);
+    HR_TRY(enter(context, error, error_bytes));
+    const int status = hr_engine_submit(&context->engine, request, handle, &failure);
+    if (status != HORO_OK) {
+        return leave(status, &failure, error, error_bytes);
+    }
+    return hr_requests_wait(&context->engine.requests, handle, timeout_ms, HR_WAIT_RELEASES_WHAT_FITS, NULL, 0);
 }
 
 HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size_t error_bytes) {
@@ -345,7 +350,7 @@ HORO_API int horo_error(horo_context *context, int64_t handle, char *error, size
 
 HORO_API int horo_take_result(horo_context *context, int64_t handle, int32_t index, void **data, int64_t *bytes,
                               int64_t *first_dims) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_requests_take(&context->engine.requests, handle, index, data, bytes, first_dims);
 }
 
@@ -354,7 +359,7 @@ HORO_API void horo_free(void *data) {
 }
 
 HORO_API int horo_release(horo_context *context, int64_t handle) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return hr_requests_release(&context->engine.requests, handle);
 }
 
@@ -365,7 +370,7 @@ HORO_API int horo_health(horo_context *context, char *error, size_t error_bytes)
 }
 
 HORO_API int32_t horo_read_events(horo_context *context, horo_event *events, int32_t capacity) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     return capacity < 0 ? HORO_ERR_USAGE : (int32_t)hr_recorder_read(&context->node.recorder, events, (size_t)capacity);
 }
 
@@ -378,13 +383,13 @@ HORO_API int horo_start_timeline(horo_context *context, int descriptor, int32_t 
 }
 
 HORO_API int horo_stop_timeline(horo_context *context) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     hr_timeline_stop(&context->timeline);
     return HORO_OK;
 }
 
 HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final) {
-    HR_TRY(usable(context));
+    HR_TRY(enter(context, NULL, 0));
     hr_engine_read_tuning(&context->engine, values, is_final);
     return HORO_OK;
 }

@@ -254,7 +254,7 @@ def _serve(job: Job, secret: bytes) -> StoreServer:
     from horo.bootstrap.store.server import StoreServer  # noqa: PLC0415
     from horo.runner.network import is_local  # noqa: PLC0415
 
-    far = not all(is_local(host) for host in job.hosts)
+    far = not job.hosts or not all(is_local(host) for host in job.hosts)
     addresses = choose_server_addresses(",".join(job.interfaces) or None, near=True, far=far)
     return StoreServer(addresses, secret, ports=job.ports, clients=job.size)
 

@@ -33,6 +33,11 @@ _LAUNCHERS_OF = {
     "reset_limit": _OWN,
     "elastic_timeout": _OWN,
     "elastic_dir": _OWN,
+    "host_discovery_script": _OWN,
+    "slots_per_host": _OWN,
+    "elastic_join": _OWN,
+    "on_failure": _OWN,
+    "blacklist_cooldown_range": _OWN,
     "check_hosts": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
@@ -71,8 +76,16 @@ _FOR_CHECK_HOSTS = frozenset(
 )
 _IDLE_IN_HOROVOD = ("mpi_args", "binding_args", "tcp", "ssh_port", "ssh_identity_file")
 """Options that Horovod takes in every job, whether they do something there or not."""
-_ELASTIC = ("max_np", "reset_limit", "elastic_timeout", "elastic_dir")
-"""Options that have a meaning beside ``--min-np`` only."""
+_ELASTIC = (
+    "max_np",
+    "reset_limit",
+    "elastic_timeout",
+    "elastic_dir",
+    "elastic_join",
+    "on_failure",
+    "blacklist_cooldown_range",
+)
+"""Options that have a meaning in elastic jobs only."""
 _NOT_ELASTIC = ("torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
 """Options that an elastic job does not have: what they set is fixed at the start of a job."""
 _EXCLUDED = {
@@ -110,7 +123,7 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
 
 
 def check_elastic(given: Mapping[str, str], *, for_horovod: bool) -> tuple[str, ...]:
-    """Checks the options of an elastic job, which ``--min-np`` asks for.
+    """Checks the options of an elastic job, which ``--min-np`` or ``--host-discovery-script`` asks for.
 
     Returns:
         Sentences about options that do nothing, as they may for Horovod's scripts.
@@ -118,14 +131,21 @@ def check_elastic(given: Mapping[str, str], *, for_horovod: bool) -> tuple[str, 
     Raises:
         JobError: an option is for elastic jobs only, or for other jobs only.
     """
-    if "min_np" not in given:
-        useless = [given[name] for name in _ELASTIC if name in given]
+    script = given.get("host_discovery_script")
+    named = next((given[name] for name in ("hosts", "hostfile") if name in given), None)
+    if script and named:
+        raise JobError(f"{script} and {named} both name hosts: leave out one of them")
+    if "slots_per_host" in given and not script and not for_horovod:
+        raise JobError(f"{given['slots_per_host']} is for hosts of --host-discovery-script: add that, or leave it out")
+    if not script and "min_np" not in given:
+        useless = [given[name] for name in (*_ELASTIC, "slots_per_host") if name in given]
         if useless and not for_horovod:
             raise JobError(f"{useless[0]} is for an elastic job: add --min-np N, or leave it out")
         return tuple(f"{option} does nothing here: a job without --min-np is not elastic" for option in useless)
     for name in _NOT_ELASTIC:
         if name in given:
-            raise JobError(f"{given[name]} is not for an elastic job, which --min-np asks for: leave out one of them")
+            asked = script or "--min-np"
+            raise JobError(f"{given[name]} is not for an elastic job, which {asked} asks for: leave out one of them")
     return ()
 
 

@@ -25,6 +25,9 @@ def dry_run(job: Job, environment: Mapping[str, str]) -> str:
         JobError: the job could not be started as it is asked for.
     """
     check_interfaces(job.interfaces)
+    if job.elastic is not None and job.elastic.is_discovered:
+        lines = [f"hosts as --host-discovery-script prints them: {job.elastic.script}"]
+        return "\n".join([*lines, *_commands(job, {True, False}, environment)])
     hosts = candidates(job, environment)
     launcher = remote_launcher_of(job, environment)
     lines = [f"hosts from the {job.hosts_from}"] if job.hosts_from else []

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["parse", "run"]
 
+_COOLDOWN_MAX_S = 3600
+
 
 def run(arguments: Sequence[str] | None, *, for_horovod: bool) -> int:
     """Runs hororun, or horovodrun, and returns its exit code."""
@@ -117,8 +119,8 @@ def parse(
         _check_order(command)
     if command or not given.check_hosts:
         _check_command(command)
+    without_effect = _check_elastic(given, line)
     where = _where(given, line, environment)
-    without_effect = check_elastic(line.given, for_horovod=given.horovod)
     timeout_s = start_timeout(given.start_timeout, environment)
     elastic = _elastic(given, where.size, timeout_s)
     exports, useless = _exports(given, line, environment)
@@ -167,6 +169,16 @@ def parse(
     )
 
 
+def _check_elastic(given: argparse.Namespace, line: CommandLine) -> tuple[str, ...]:
+    """As ``check_elastic``. A job whose hosts are discovered is elastic without ``--min-np``, too."""
+    without_effect = check_elastic(line.given, for_horovod=given.horovod)
+    if given.host_discovery_script is not None and given.min_np is None:
+        given.min_np = given.num_proc
+        if given.min_np is None:
+            raise JobError("how many ranks? --host-discovery-script needs --min-np N, or -np N")
+    return without_effect
+
+
 def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> Elastic | None:
     """The limits of an elastic job, None for another one. ``size``: of the job, by ``-np`` or by its slots."""
     if given.min_np is None:
@@ -177,7 +189,26 @@ def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> El
         what = f"-np {size}" if given.num_proc is not None else f"{size} ranks"
         raise JobError(f"{what} must lie between --min-np {low} and --max-np {high}")
     timeout_s = 600.0 if given.elastic_timeout is None else given.elastic_timeout
-    return Elastic(size, low, high, given.reset_limit, timeout_s, start_timeout_s, keeps=given.elastic_dir is not None)
+    shortest, longest = given.blacklist_cooldown_range or (10, 600)
+    if not shortest <= longest <= _COOLDOWN_MAX_S:
+        raise JobError(
+            f"--blacklist-cooldown-range {shortest} {longest}: the first must be at most the second, "
+            f"and that at most {_COOLDOWN_MAX_S} s"
+        )
+    return Elastic(
+        size,
+        low,
+        high,
+        given.reset_limit,
+        timeout_s,
+        start_timeout_s,
+        script=given.host_discovery_script or "",
+        slots_per_host=given.slots_per_host,
+        cooldown_s=(shortest, longest),
+        on_failure=given.on_failure or ("host" if given.horovod else "slot"),
+        join=given.elastic_join or ("now" if given.horovod else "ready"),
+        keeps=given.elastic_dir is not None,
+    )
 
 
 def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapping[str, str]) -> bool:
@@ -267,9 +298,13 @@ def _where(given: argparse.Namespace, line: CommandLine, environment: Mapping[st
     """Hosts, their origin, the number of ranks and the launcher, as far as the command line leaves them open."""
     from horo.runner.start.launcher import allocated, choose_launcher  # noqa: PLC0415 - --help does without
 
-    named = _hosts(given)
+    named = () if given.host_discovery_script is not None else _hosts(given)
+    misfit = None if named != () or given.launcher == "auto" else check_launcher(line.given, given.launcher)
+    if misfit is not None:
+        raise JobError(misfit)
     allocation = allocated(environment, named=named is not None)
-    hosts = named or (allocation.hosts if allocation is not None else (HostSpec("localhost"),))
+    fallback = (HostSpec("localhost"),) if allocation is None else allocation.hosts
+    hosts = fallback if named is None else named
     source = allocation.source if allocation is not None and named is None else ""
     launcher = choose_launcher(given.launcher, hosts, allocation)
     misfit = check_launcher(line.given, launcher)
@@ -296,6 +331,8 @@ def _size(
     """The number of ranks; 0: hosts have to be asked. ``allocation``: where the hosts come from, if it is one."""
     if given.num_proc is not None:
         return int(given.num_proc)
+    if given.host_discovery_script is not None:
+        return int(given.min_np)
     if given.check_hosts:
         return 1
     if allocation is not None:
@@ -341,11 +378,11 @@ def _exports(
         exports = parse_exports(given.exports, environment)
     except ValueError as error:
         raise JobError(str(error)) from None
-    if given.min_np is not None and given.elastic_dir is not None:
-        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     drop_replaced(given, line.from_file, exports)
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
+    if given.min_np is not None and given.elastic_dir is not None:
+        exports["HORO_ELASTIC_DIR"] = str(Path(given.elastic_dir).absolute())
     exports = set_all_names(exports, environment)
     check_environment({**environment, **tuning, **exports})
     useless = useless_marks(given, {**environment, **tuning, **exports})

@@ -11,6 +11,16 @@ from typing import NamedTuple, NoReturn
 
 from horo import version
 from horo.config.table import Config, Option, Variable, variables_of
+from horo.runner.cli.option_types import (
+    at_least,
+    comma_list,
+    filled,
+    integer,
+    one_of,
+    port,
+    positive_seconds,
+    seconds,
+)
 from horo.runner.config import BINDINGS, EXIT_USAGE, LAUNCHERS, JobError
 from horo.runner.stdout import show
 
@@ -40,14 +50,6 @@ _REFUSED = {
 }
 """Options of horovodrun that horo has no use for, with the number of values and the reason."""
 _REFUSED |= {
-    name: (values, "an elastic job on changing hosts, which is not in this version of horo: leave it out")
-    for name, values in {
-        "--slots-per-host": 1,
-        "--blacklist-cooldown-range": 2,
-        "--host-discovery-script": 1,
-    }.items()
-}
-_REFUSED |= {
     f"--{no}{name}": (0, f"horo {does} inside each host first by itself")
     for no in ("", "no-")
     for name, does in (
@@ -66,9 +68,6 @@ _LETTERS_MIN = 4
 _NAMES_MAX = 3
 _NUMBERS = r"\s*[+-]?\d*\.?\d+([eE][+-]?\d+)?(\s*,\s*\d+)*\s*"
 """A value of an option that only tunes; several cores for ``--thread-affinity``."""
-_ESSENTIAL = ("an elastic job",)
-"""A feature that a job needs if an option asks for it, which is refused. The others only tune, and are passed over with
-a warning."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,12 +98,10 @@ class _Refuse(argparse.Action):
     ) -> None:
         reason = _REFUSED[option or ""][1]
         for text in values if isinstance(values, list) else ():
-            if not re.fullmatch(_NUMBERS, text) and not reason.startswith(_ESSENTIAL):
+            if not re.fullmatch(_NUMBERS, text):
                 parser.error(f"{option}: {text!r} is not a number")
-        if isinstance(parser, _Parser) and not reason.startswith(_ESSENTIAL):
+        if isinstance(parser, _Parser):
             parser.passed_over += (f"{option} does nothing here: {reason}",)
-        else:
-            parser.error(f"{option}: {reason}")
 
 
 class _Once(argparse.Action):
@@ -162,7 +159,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         "-np",
         "-n",
         "--num-proc",
-        type=_integer,
+        type=integer,
         metavar="N",
         help="number of ranks; in a batch job, default: all slots",
     )
@@ -175,7 +172,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         help="[user@]host[:slots][:port=P], ...; default: those of the batch job, or this one",
     )
     hosts.add_argument(
-        "--hostfile", "-hostfile", action=_Once, type=_text, metavar="FILE",
+        "--hostfile", "-hostfile", action=_Once, type=filled, metavar="FILE",
         help="a host per line: [user@]host [slots=N] [port=P]  # comment",
     )  # fmt: skip
     group.add_argument(
@@ -185,18 +182,38 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 def _add_elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--min-np", "--min-num-proc", type=_at_least(1), metavar="N",
+        "--min-np", "--min-num-proc", type=at_least(1), metavar="N",
         help="if ranks fail, at least N go on, in hvd.elastic.run, and others replace those that have failed",
     )  # fmt: skip
     group.add_argument(
-        "--max-np", "--max-num-proc", type=_at_least(1), metavar="N", help="ranks to grow to; default: those of -np"
+        "--max-np", "--max-num-proc", type=at_least(1), metavar="N", help="ranks to grow to; default: those of -np"
     )
     group.add_argument(
-        "--reset-limit", type=_at_least(0), metavar="N", help="how often ranks may be placed anew; default: any number"
+        "--reset-limit", type=at_least(0), metavar="N", help="how often ranks may be placed anew; default: any number"
     )
     group.add_argument(
-        "--elastic-timeout", type=_positive_seconds, metavar="S",
+        "--elastic-timeout", type=positive_seconds, metavar="S",
         help="wait for so long while fewer than --min-np ranks are there; default: 600",
+    )  # fmt: skip
+    group.add_argument(
+        "--host-discovery-script", type=filled, metavar="CMD",
+        help="run CMD again and again: it prints the hosts of the job, host or host:slots on each line",
+    )  # fmt: skip
+    group.add_argument(
+        "--slots-per-host", type=at_least(1), metavar="N",
+        help="slots of a host that CMD prints without; default: its GPUs, else its cores",
+    )  # fmt: skip
+    group.add_argument(
+        "--elastic-join", type=one_of(("ready", "now")), metavar="WHEN",
+        help="interrupt ranks when others are ready to join, or now, when they are started; default: ready",
+    )  # fmt: skip
+    group.add_argument(
+        "--on-failure", type=one_of(("slot", "host")), metavar="WHAT",
+        help="leave alone for a while the slot of a rank that fails, or all of its host; default: slot",
+    )  # fmt: skip
+    group.add_argument(
+        "--blacklist-cooldown-range", type=at_least(1), nargs=2, metavar="S",
+        help="shortest and longest time for which a host is left alone, twice as long each time; default: 10 600",
     )  # fmt: skip
     group.add_argument(
         "--elastic-dir", metavar="DIR",
@@ -207,14 +224,14 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
 def _add_launcher(group: argparse._ArgumentGroup) -> None:
     ways = group.add_mutually_exclusive_group()
     ways.add_argument(
-        "--launcher", type=_one_of(LAUNCHERS), default="auto", metavar="WAY",
+        "--launcher", type=one_of(LAUNCHERS), default="auto", metavar="WAY",
         help="ssh, slurm (srun), mpi (mpirun) or jsrun; default: auto, slurm or jsrun in such a job, else ssh",
     )  # fmt: skip
     ways.add_argument("--gloo", dest="launcher", action="store_const", const="ssh", help="--launcher ssh")
     ways.add_argument("--mpi", dest="launcher", action="store_const", const="mpi", help="--launcher mpi")
     ways.add_argument("--jsrun", dest="launcher", action="store_const", const="jsrun", help="--launcher jsrun")
     group.add_argument(
-        "--bind-to", type=_one_of(BINDINGS), default="none", metavar="WHAT",
+        "--bind-to", type=one_of(BINDINGS), default="none", metavar="WHAT",
         help="core or numa: each rank to its share of its host's cores or NUMA nodes; default: none",
     )  # fmt: skip
     group.add_argument(
@@ -234,11 +251,11 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
         help="set a variable for all ranks; NAME alone: as it is here",
     )  # fmt: skip
     group.add_argument(
-        "--network-interfaces", "--network-interface", action="extend", type=_list, default=[], metavar="A,B",
+        "--network-interfaces", "--network-interface", action="extend", type=comma_list, default=[], metavar="A,B",
         help="use these interfaces or networks (eth0,10.1.0.0/16) instead of those that route to the peers",
     )  # fmt: skip
     group.add_argument(
-        "--store-port", type=_port, default=0, metavar="P", help="port where ranks meet; default: a free one"
+        "--store-port", type=port, default=0, metavar="P", help="port where ranks meet; default: a free one"
     )
     group.add_argument(
         "--torch-env", action="store_true",
@@ -247,7 +264,7 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--master-port",
-        type=_port,
+        type=port,
         default=0,
         metavar="P",
         help="MASTER_PORT; implies --torch-env, whose default is a free one",
@@ -267,10 +284,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--prefix-host", action="store_true", help="begin lines with rank and host; in DIR below: rank.N.HOST"
     )
     group.add_argument(
-        "--output-filename", type=_text, metavar="DIR", help="also write DIR/rank.N/stdout and stderr, byte for byte"
+        "--output-filename",
+        type=filled,
+        metavar="DIR",
+        help="also write DIR/rank.N/stdout and stderr, byte for byte",
     )
     group.add_argument(
-        "--timeline-merge", type=_text, metavar="FILE",
+        "--timeline-merge", type=filled, metavar="FILE",
         help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
     )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
@@ -278,37 +298,41 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def _add_times(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--grace-seconds", type=_seconds, metavar="S", help="from SIGTERM to SIGKILL; default: 5, in batch jobs 25"
+        "--grace-seconds", type=seconds, metavar="S", help="from SIGTERM to SIGKILL; default: 5, in batch jobs 25"
     )
     group.add_argument(
-        "--failure-seconds", type=_seconds, default=1.0, metavar="S",
+        "--failure-seconds", type=seconds, default=1.0, metavar="S",
         help="from the first failure to SIGTERM, so that the others see their error; default: 1",
     )  # fmt: skip
     group.add_argument(
-        "--start-timeout", type=_positive_seconds, metavar="S",
+        "--start-timeout", type=positive_seconds, metavar="S",
         help="for all hosts to answer, and for init(); default: $HORO_START_TIMEOUT or 60",
     )  # fmt: skip
     group.add_argument(
-        "--host-timeout", type=_positive_seconds, default=45.0, metavar="S",
+        "--host-timeout", type=positive_seconds, default=45.0, metavar="S",
         help="a remote host silent for so long is lost; default: 45",
     )  # fmt: skip
 
 
 def _add_ssh(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-p", "--ssh-port", type=_port, metavar="P", help="port of ssh where a host names none")
-    group.add_argument("-i", "--ssh-identity-file", type=_text, metavar="FILE", help="private key for ssh")
+    group.add_argument("-p", "--ssh-port", type=port, metavar="P", help="port of ssh where a host names none")
+    group.add_argument("-i", "--ssh-identity-file", type=filled, metavar="FILE", help="private key for ssh")
     group.add_argument("--ssh-args", default="", metavar="'ARGS'", help="further arguments for ssh, as one word")
     group.add_argument(
-        "--remote-shell", type=_text, default="ssh", metavar="PROGRAM", help="instead of ssh, with the same arguments"
+        "--remote-shell",
+        type=filled,
+        default="ssh",
+        metavar="PROGRAM",
+        help="instead of ssh, with the same arguments",
     )
     group.add_argument(
-        "--remote-python", type=_text, metavar="PATH", help="Python on remote hosts; default: this one's path"
+        "--remote-python", type=filled, metavar="PATH", help="Python on remote hosts; default: this one's path"
     )
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--mpirun", type=_text, metavar="PROGRAM", help="default: the first of mpirun and mpiexec in PATH"
+        "--mpirun", type=filled, metavar="PROGRAM", help="default: the first of mpirun and mpiexec in PATH"
     )
     group.add_argument("--mpi-args", default="", metavar="'ARGS'", help="further arguments for mpirun, as one word")
     group.add_argument(
@@ -319,7 +343,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 def _add_tuning(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--config-file", type=_text, metavar="FILE", help="take options from YAML in Horovod's form; those here win"
+        "--config-file", type=filled, metavar="FILE", help="take options from YAML in Horovod's form; those here win"
     )
     group.add_argument("--no-keep-memory", action="store_true", help="let malloc return freed memory to the kernel")
     for variable in variables_of(Config).values():
@@ -342,7 +366,7 @@ def _add_options(group: argparse._ArgumentGroup, variable: Variable) -> None:
 def _text_for(variable: Variable, option: Option) -> Callable[[str], str]:
     def convert(text: str) -> str:
         try:
-            return variable.text_of_option(option, _text(text))
+            return variable.text_of_option(option, filled(text))
         except ValueError:
             allowed = variable.of_option(option).allowed()
             raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}") from None
@@ -428,67 +452,3 @@ def _similar(word: str, names: Sequence[str]) -> list[str]:
     if close or not 0 < len(begun) <= _NAMES_MAX:
         return close or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
     return begun
-
-
-def _one_of(words: Sequence[str]) -> Callable[[str], str]:
-    """Makes the type of an option; ``choices`` of argparse says it otherwise in each version of Python."""
-
-    def choose(text: str) -> str:
-        if text not in words:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
-        return text
-
-    return choose
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("its value is empty")
-    return text
-
-
-def _list(text: str) -> list[str]:
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of names separated by commas")
-    return items
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if _integer(text) < low:
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return int(text)
-
-    return convert
-
-
-def _port(text: str) -> int:
-    number = _integer(text)
-    if not 0 < number < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= number < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-    return number
-
-
-def _positive_seconds(text: str) -> float:
-    number = _seconds(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
-    return number

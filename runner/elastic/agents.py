@@ -57,13 +57,18 @@ class HostsSupervisor(Supervisor):
         slots = None if host.slots is None else max(host.slots, self._least_slots)
         return FoundHost(host.name, slots)
 
+    def _know(self, host: HostSpec) -> None:
+        """A host that the job may use: a new one, or another number of slots of one."""
+        hosts = list(self._hosts)
+        index = self._indices.setdefault(host.name, len(hosts))
+        hosts[index : index + 1] = [host]
+        self._hosts = hosts
+
     # Agents
 
     def _reach(self, name: str) -> None:
         """Starts an agent on a host; an event follows."""
-        index = self._indices.setdefault(name, len(self._hosts))
-        if index == len(self._hosts):
-            self._hosts = [*self._hosts, HostSpec(name)]
+        index = self._indices[name]
         host = self._hosts[index]
         if is_local(host):
             if self._local is None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from horo.runner.config import EXIT_ELASTIC_TIMEOUT, EXIT_TERMINATED, EXIT_UNREACHABLE, Elastic
-from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, host_deadlines_s, rank_order, stays
+from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, host_deadlines_s, stays
+from horo.runner.elastic.next_generation import awaited, changes_of, may_come, next_members
 from horo.runner.elastic.state import (
     Action,
     Announce,
@@ -79,7 +80,9 @@ def deadline_s(state: DriverState) -> float | None:
         times += [free_time_s(state, slot) for slot in free_slots(state)]
         workers = state.workers.values()
         if limits.join == "now" or not all(stays(state, each) for each in workers):
-            times += [each.started_s + limits.start_timeout_s for each in workers if _may_come(state, each)]
+            times += [each.started_s + limits.start_timeout_s for each in workers if may_come(state, each)]
+    if state.done_s is not None:
+        times.append(state.done_s + limits.gather_timeout_s)
     if state.leaves_s is not None:
         times.append(state.leaves_s)
     return min((each for each in times if each > state.now_s), default=None)
@@ -89,12 +92,6 @@ def lost_s(state: DriverState) -> float:
     """The time in which training has not gone on, since it began."""
     idle_s = 0.0 if state.idle_since_s is None or state.generation == 0 else state.now_s - state.idle_since_s
     return state.lost_s + idle_s
-
-
-def _may_come(state: DriverState, worker: Worker) -> bool:
-    """Whether the worker is about to be ready, as far as one can expect."""
-    in_time = state.now_s < worker.started_s + state.limits.start_timeout_s
-    return worker.standing is Standing.COMING and in_time and stays(state, worker)
 
 
 def _ranks(count: int) -> str:
@@ -122,7 +119,7 @@ class _Turn(HostTurn):
             if worker.standing in (*_IN_GENERATION, Standing.DONE) and event.generation == self.state.generation:
                 self._on_course(worker, event)
         elif isinstance(event, Committed):
-            self.workers[worker.number] = replace(worker, has_state=True)
+            self._set(worker, worker.standing, has_state=True)
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
         else:
@@ -130,9 +127,11 @@ class _Turn(HostTurn):
 
     def _on_course(self, worker: Worker, event: Within | Done | Waits) -> None:
         if isinstance(event, Within):
+            self.state.done_s = None
             self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
         elif isinstance(event, Done):
             self._set(worker, Standing.DONE)
+            self.state.done_s = self._now_s if self.state.done_s is None else self.state.done_s
         else:
             self._on_waits(worker, event)
 
@@ -177,12 +176,13 @@ class _Turn(HostTurn):
     def _end_others(self, worker: Worker) -> None:
         """The worker has failed, and no other one is to run on its host, if other hosts can go on without."""
         host = self.hosts[worker.slot.host]
-        others = [each for each in self.workers.values() if each.slot.host == host.name]
+        others = [each for each in self.workers.values() if each.slot.host == host.name and self._stays(each)]
         elsewhere = [each for each in self.workers.values() if each.slot.host != host.name and self._stays(each)]
         goes_on = any(each.has_state for each in elsewhere) if self.state.generation else bool(elsewhere)
         if host.free_s > self._now_s and goes_on:
             for each in others:
-                self._dismiss(each)
+                if each.standing is not Standing.DONE:
+                    self._dismiss(each)
 
     # Decisions
 
@@ -191,11 +191,14 @@ class _Turn(HostTurn):
         self.forget_adrift()
         if self.state.phase is not Phase.FINISHING:
             self.reach_hosts()
+        if self.state.phase is Phase.RUNNING and self.state.leaves_s is None:
+            self._replace()  # changes depend on who is about to come
         before = None
         while before is not self.state.phase:
             before = self.state.phase
             _DECISIONS[before](self)
             self._leave_in_time()
+            self._end_in_time()
         if self.state.phase in _REPLACING and self.state.leaves_s is None:
             self._replace()
 
@@ -215,9 +218,10 @@ class _Turn(HostTurn):
 
     def start(self) -> None:
         """STARTING: seats the first workers once all have come, or enough of them in time."""
-        ready, limits = self._standing(Standing.READY), self.state.limits
+        ready, limits = next_members(self.state), self.state.limits
         is_late = self._now_s >= self.state.since_s + limits.start_timeout_s
-        expected = min(limits.size, len(self.workers) + len(free_slots(self.state)))
+        staying = [worker for worker in self.workers.values() if self._stays(worker)]
+        expected = min(limits.size, len(staying) + len(free_slots(self.state)))
         if len(ready) >= (limits.min_size if is_late else max(limits.min_size, expected)):
             self._seat()
         elif is_late:
@@ -239,9 +243,7 @@ class _Turn(HostTurn):
     def train(self) -> None:
         """RUNNING: announces who has come or is to leave, and again once that is not so any more."""
         state = self.state
-        can_grow = sum(map(self._stays, self._members())) < state.limits.max_size and not self._is_at_reset_limit()
-        added = can_grow and bool(self._newcomers() or self._awaited())
-        change = added, self._is_to_shrink(), state.leaves_s is not None
+        change = changes_of(state, can_grow=not self._is_at_reset_limit())
         before = state.announced
         if change != ((before.added, before.removed, before.leave) if before else (False, False, False)):
             state.changes += 1
@@ -263,7 +265,7 @@ class _Turn(HostTurn):
         drift = Standing.ADRIFT if self.state.is_broken else Standing.READY
         if all(worker.standing in (Standing.READY, drift) for worker in self._members()):
             announced = self.state.announced
-            if not (announced and announced.added and self._awaited()):
+            if not (announced and announced.added and awaited(self.state)):
                 self._seat_or_wait()
 
     def wait(self) -> None:
@@ -310,40 +312,15 @@ class _Turn(HostTurn):
         elif state.phase is Phase.SHORT:
             self._finish("", 0)
 
-    def _newcomers(self) -> list[Worker]:
-        """Workers that wait for a seat while the others train."""
-        return [worker for worker in self._standing(Standing.READY) if self._stays(worker)]
-
-    def _awaited(self) -> list[Worker]:
-        """The new workers for which others wait in their generation, instead of going on until these are ready."""
-        if self.state.limits.join != "now" or self.state.generation == 0:
-            return []
-        return [each for each in self.workers.values() if _may_come(self.state, each) and each.slot not in self.slots]
-
-    def _is_to_shrink(self) -> bool:
-        """Whether members are to leave now: others have the state, and there are enough of them or no more to come."""
-        members = self._members()
-        staying = [worker for worker in members if self._stays(worker)]
-        if len(staying) == len(members):
-            return False
-        newcomers = self._newcomers()
-        may_grow = any(_may_come(self.state, each) for each in self.workers.values()) or any(
-            host.reach is Reach.COMING for host in self.hosts.values()
-        )
-        if not staying:
-            return not newcomers and not may_grow
-        is_enough = len(staying) + len(newcomers) >= self.state.limits.min_size
-        return any(worker.has_state for worker in staying) and (is_enough or not may_grow)
-
-    def _chosen(self) -> list[Worker]:
-        """The members of the next generation; one that is to leave is among them if no other one has the state."""
-        ready = sorted(self._standing(Standing.READY), key=lambda worker: (not worker.has_state, worker.number))
-        most = self.state.limits.max_size
-        chosen = [worker for worker in ready if self._stays(worker)][:most]
-        carriers = [worker for worker in ready if worker.has_state and not self._stays(worker)]
-        if chosen and carriers and not any(worker.has_state for worker in chosen):
-            chosen = [*carriers[:1], *chosen[: max(1, most - 1)]]
-        return rank_order(chosen)
+    def _end_in_time(self) -> None:
+        """Kills members that do not come to the end of the training, where all others have."""
+        state = self.state
+        if state.phase not in (Phase.RUNNING, Phase.FINISHING) or state.done_s is None:
+            return
+        if self._now_s >= state.done_s + state.limits.gather_timeout_s:
+            for worker in self._members():
+                if worker.standing is Standing.WITHIN:
+                    self._kill(worker, "does not come to the end of hvd.elastic.run like the others")
 
     def _seat_or_wait(self) -> None:
         going = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
@@ -351,9 +328,14 @@ class _Turn(HostTurn):
         if self.state.leaves_s is not None:
             self._finish("", 0)
             return
-        ready = self._chosen()
-        if not any(worker.has_state for worker in living) and not self._goes_on_from_memory():
+        ready = next_members(self.state)
+        needs_memory = self.state.has_learnt and not any(worker.has_state for worker in living)
+        if (not living or needs_memory) and not self._goes_on_from_memory():
             self._finish("no rank is left that has the state of the training" if self.workers else "")
+            return
+        if self._is_at_reset_limit():
+            limit = self.state.limits.reset_limit
+            self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
         elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
@@ -377,7 +359,7 @@ class _Turn(HostTurn):
     def _has_state(self, ready: list[Worker]) -> bool:
         """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
         state = self.state
-        if any(worker.has_state for worker in ready):
+        if not state.has_learnt or any(worker.has_state for worker in ready):
             return True
         own = max((state.kept[worker.slot] for worker in ready if worker.slot in state.kept), default=-1)
         is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
@@ -391,12 +373,9 @@ class _Turn(HostTurn):
 
     def _seat(self) -> None:
         state = self.state
-        if state.generation > 0 and self._is_at_reset_limit():
-            self._finish(f"ranks cannot be placed anew any more (--reset-limit {state.limits.reset_limit})")
-            return
-        state.members = tuple(worker.number for worker in self._chosen())
+        state.members = tuple(worker.number for worker in next_members(self.state))
         state.generation += 1
-        state.changes, state.announced, state.is_broken = 0, None, False
+        state.changes, state.announced, state.is_broken, state.done_s = 0, None, False, None
         self.suspects.clear()
         for number in state.members:
             self._set(self.workers[number], Standing.SEATED)
@@ -429,7 +408,8 @@ class _Turn(HostTurn):
         state = self.state
         is_first = state.started == 0
         has_come = any(worker.standing is Standing.READY for worker in self.workers.values())
-        if self._is_at_reset_limit() or (state.generation == 0 and not is_first and not has_come):
+        is_over = self._is_at_reset_limit() or state.done_s is not None
+        if is_over or (state.generation == 0 and not is_first and not has_come):
             return
         free = [slot for slot in free_slots(state) if self._now_s >= free_time_s(state, slot)]
         size = len(self.workers) + len(free)
@@ -466,6 +446,7 @@ class _Turn(HostTurn):
     def _set(self, worker: Worker, standing: Standing, *, has_state: bool | None = None) -> None:
         has_state = worker.has_state if has_state is None else has_state
         self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
+        self.state.has_learnt |= has_state
 
     def _name(self, worker: Worker) -> str:
         members, several = self.state.members, len(self.hosts) > 1

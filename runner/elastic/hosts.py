@@ -141,6 +141,8 @@ class HostTurn:
             host = before.pop(found.name, None) or Host(found.name, found.slots, is_listed=False)
             if not is_first and not host.is_listed:
                 self._report(f"{found.name} was found")
+            if host.is_listed and found.slots not in (None, host.slots):
+                self._report(f"{found.name} has slots for {found.slots} workers now")
             self.hosts[found.name] = replace(host, slots=found.slots or host.slots, is_listed=True)
         for host in before.values():
             if host.is_listed and host.reach is Reach.UP:
@@ -197,7 +199,7 @@ class HostTurn:
         pause_s = 0.0 if failures == 1 else min(_BACKOFF_MAX_S, 2.0 ** min(failures - 2, 16))
         self.slots[worker.slot] = SlotRecord(failures, self._now_s + pause_s)
         host = self.hosts.get(worker.slot.host)
-        if host is None or host.reach is not Reach.UP:
+        if host is None or host.reach is not Reach.UP or not _is_kept(host):
             return
         lately = (*(each for each in host.failures if each > self._now_s - _WINDOW_S), self._now_s)
         self.hosts[host.name] = host = replace(host, failures=lately)
@@ -208,10 +210,9 @@ class HostTurn:
             self._report(f"{why} on {host.name}: it gets no other one for {pause_s:.0f} s")
 
     def _has_other(self, host: Host) -> bool:
-        """Whether another host can have workers now."""
+        """Whether another host can have workers now, as far as one can expect."""
         return any(
-            other.name != host.name and other.reach is Reach.UP and _is_kept(other) and other.free_s <= self._now_s
-            for other in self.hosts.values()
+            other.name != host.name and _is_kept(other) and other.free_s <= self._now_s for other in self.hosts.values()
         )
 
     # Decisions
@@ -244,7 +245,7 @@ class HostTurn:
         if host.leaves_s is not None and host.leaves_s <= self._now_s:
             for worker in left:
                 if worker.standing not in (Standing.ENDING, Standing.ADRIFT):
-                    self._kill(worker, f"is on {host.name} when that has to end")
+                    self._kill(worker, "has not left its host in time")
         if left:
             return
         if host.reach is not Reach.AWAY:

@@ -171,6 +171,8 @@ class DriverState:
         lost_s: the time in which it did not go on.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
+        done_s: the time at which the first member has come to the end of ``hvd.elastic.run``; None: none has.
+        has_learnt: some worker had the state once, so that a generation needs one that has it.
         leaves_s: the time at which all of the job has to have ended; None: there is none.
         seed: of the random parts of cooldowns.
     """
@@ -193,6 +195,8 @@ class DriverState:
     lost_s: float = 0.0
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
+    done_s: float | None = None
+    has_learnt: bool = False
     leaves_s: float | None = None
     seed: int = 0
 

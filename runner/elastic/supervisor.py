@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
 from horo.runner.agent.rank_reports import NoteReader
-from horo.runner.agent.ranks import Noted, NotStarted
-from horo.runner.config import EXIT_USAGE, JobError
+from horo.runner.agent.ranks import Noted, NotStarted, reap
+from horo.runner.config import EXIT_SETUP, EXIT_USAGE, JobError
 from horo.runner.elastic import driver
 from horo.runner.elastic.agents import HostsSupervisor
+from horo.runner.elastic.discovery import Discovery
 from horo.runner.elastic.state import (
     Action,
     Announce,
@@ -25,6 +26,7 @@ from horo.runner.elastic.state import (
     Ended,
     Fail,
     Finish,
+    HostsFound,
     Kill,
     Leave,
     Phase,
@@ -41,6 +43,7 @@ from horo.runner.job.report import Ending, how_it_ended, how_it_failed
 
 if TYPE_CHECKING:
     from horo.bootstrap.store.client import StoreClient
+    from horo.runner.hosts import HostSpec
     from horo.runner.loop import Timer
 
 __all__ = ["ElasticSupervisor"]
@@ -62,6 +65,8 @@ class ElasticSupervisor(HostsSupervisor):
         self._came: list[int] = []
         self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
         self._timer: Timer | None = None
+        self._discovery: Discovery | None = None
+        self._is_finished = False
         self._finish = Finish()
 
     def _start_ranks(self) -> None:
@@ -87,8 +92,24 @@ class ElasticSupervisor(HostsSupervisor):
         self._client = StoreClient(*last, self._secret, _STORE_S, others)  # that of loopback
         self._state, actions = driver.begin(limits, list(map(self._found, self._hosts)), self._loop.now_s)
         self._do(actions)
+        if limits.is_discovered:
+            self._discovery = Discovery(
+                self._loop,
+                limits.script,
+                self._environment,
+                slots_per_host=limits.slots_per_host,
+                found=self._on_found,
+                failed=lambda sentence: self._stop_for(JobError(sentence, EXIT_SETUP)),
+                say=self._console.say,
+            )
+            self._discovery.run()
 
     # Events
+
+    def _on_found(self, hosts: list[HostSpec]) -> None:
+        for host in hosts:
+            self._know(host)
+        self._take(HostsFound(tuple(map(self._found, hosts))))
 
     def _on_note(self, event: Noted) -> None:
         for report in self._notes.setdefault(event.rank, NoteReader()).feed(event.data):
@@ -168,12 +189,27 @@ class ElasticSupervisor(HostsSupervisor):
             self._take(Ended(event.rank, True, f"could not be started: {event.reason}"))
 
     def _end_all(self, finish: Finish) -> None:
-        self._finish = finish
+        self._finish, self._is_finished = finish, True
+        if self._discovery is not None:
+            self._discovery.stop()
         if self._running:
             self._stop()
         else:
             for host in self._ranks_by_host():
                 host.release()
+
+    def _stop(self) -> None:
+        if self._discovery is not None:
+            self._discovery.stop()
+        super()._stop()
+
+    def _on_child(self, _number: int) -> None:
+        parents = [*self._ranks_by_host(), *([self._discovery] if self._discovery is not None else [])]
+        reap([each.on_child for each in parents])
+
+    def _over(self) -> bool:
+        is_discovering = self._discovery is not None and self._discovery.pid is not None
+        return super()._over() and (self._stopping or self._is_finished) and not is_discovering
 
     # The end
 

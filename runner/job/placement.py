@@ -128,7 +128,7 @@ def remote_launcher_of(job: Job, environment: Mapping[str, str]) -> RemoteLaunch
     if job.launcher != "slurm":
         return SshLauncher(job.ssh, job.python, job.start_timeout_s, job.host_timeout_s)
     launcher = SrunLauncher(job.python)
-    if all(is_local(host) for host in job.hosts):
+    if job.hosts and all(is_local(host) for host in job.hosts):
         return launcher
     try:
         version = ask([launcher.program, "--version"], environment, job.start_timeout_s)

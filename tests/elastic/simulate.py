@@ -1,7 +1,8 @@
-"""Elastic jobs on virtual time: the driver, with workers and an agent as state machines, and faults anywhere.
+"""Elastic jobs on virtual time: the driver, with workers and agents as state machines, and faults anywhere.
 
-``python tests/elastic/simulate.py --schedules 100000 --seed 1`` runs random schedules of deaths, hung workers and lost,
-late and doubled messages. In each of them, no two generations are at work at once, and the job ends in bounded time.
+``python tests/elastic/simulate.py --schedules 100000 --seed 1`` runs random schedules of deaths, hung workers, lost
+hosts, cut links and lost, late and doubled messages. In each of them, no two generations are at work at once, and the
+job ends in bounded time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from simulated_hosts import Machines
 
 from horo.runner.config import Elastic
 from horo.runner.elastic.driver import begin, deadline_s, step
@@ -24,6 +28,7 @@ from horo.runner.elastic.state import (
     Announce,
     Committed,
     Connect,
+    Disconnect,
     Dismiss,
     Done,
     DriverState,
@@ -31,10 +36,10 @@ from horo.runner.elastic.state import (
     Ended,
     Fail,
     Finish,
-    FoundHost,
-    HostUp,
     Kill,
+    Leave,
     Phase,
+    Reach,
     Ready,
     Slot,
     StartWorker,
@@ -70,6 +75,7 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         size = self.random.randint(1, 4)
+        count = self.random.choice([1, 1, 2, 3])
         self.limits = Elastic(
             size,
             self.random.randint(1, size),
@@ -78,6 +84,10 @@ class Simulation:
             elastic_timeout_s=100.0,
             start_timeout_s=40.0,
             gather_timeout_s=20.0,
+            script="s" if count > 1 and self.random.random() < 0.7 else "",
+            cooldown_s=(2.0, 30.0),
+            on_failure=self.random.choice(["slot", "host"]),
+            join=self.random.choice(["ready", "now"]),
         )
         self.is_lossy = self.random.random() < 0.5
         self.now_s = 0.0
@@ -87,9 +97,9 @@ class Simulation:
         self.members: dict[int, tuple[int, ...]] = {}
         self.failed: set[int] = set()
         self.left: set[tuple[int, int]] = set()
-        self.added: dict[int, bool] = {}
+        self.announced: dict[int, Announce] = {}
         self.memories: dict[Slot, int] = {}
-        """By slot, the commit in the memory that outlives its workers, in a job that has such."""
+        """The commit in the memory of a slot, which outlives its workers, in a job that has such."""
         self.has_memories = self.random.random() < 0.5
         self.restored = -1
         """The commit from which the job has gone on when all ranks had failed."""
@@ -98,10 +108,18 @@ class Simulation:
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
         self.state: DriverState
-        self.state, actions = begin(self.limits, [FoundHost("h", self.limits.max_size)], 0.0)
+        self.leaves_s = float("inf")
+        self.machines = Machines(self.random, self.later, self.tell, self.end_host, self.come_back)
+        for _ in range(count):
+            self.machines.add(self.random.randint(1, self.limits.max_size) if count > 1 else self.limits.max_size)
+        self.machines.is_calm = not self.faults
+        self.state, actions = begin(self.limits, self.machines.found(), 0.0, seed=seed)
         self.do(actions)
         for _ in range(self.faults):
-            self.later(self.random.uniform(0, 60), self.fault)
+            fault = self.fault if count == 1 else self.random.choice([self.fault, self.fault_of_host])
+            self.later(self.random.uniform(0, 60), fault)
+        if self.faults and self.random.random() < 0.05:
+            self.later(self.random.uniform(0, 60), self.leave_all)
 
     def later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Calls ``call`` then."""
@@ -124,8 +142,10 @@ class Simulation:
                 self.now_s, _, call = heapq.heappop(self.queue)
                 call()
             assert self.now_s < BOUND_S, f"the job does not end: {self.state}"
+            assert self.now_s < self.leaves_s + 1.0 or self.finish, "the job is not over when it has to be"
         assert self.state.phase is Phase.OVER
-        if not self.faults and not self.is_lossy:
+        room = sum(machine.slots for machine in self.machines.all.values())
+        if not self.faults and not self.is_lossy and room >= self.limits.min_size:
             assert self.finish == Finish(), self.finish
             assert self.ends_well == set(self.state.members)
 
@@ -136,25 +156,24 @@ class Simulation:
         self.state, actions = step(self.state, event, self.now_s)
         self.do(actions)
 
-    def note(self, event: ElasticEvent) -> None:
+    def note(self, process: Process, event: ElasticEvent) -> None:
         """A message of a worker: it may be late, lost or doubled."""
         count = 1
         if self.is_lossy:
             count = self.random.choice([0, 1, 1, 1, 1, 1, 1, 2])
         for _ in range(count):
             late_s = self.random.choice([0.0, 0.01, 5.0, 50.0]) if self.is_lossy else self.random.uniform(0, 0.05)
-            self.later(late_s, lambda: self.tell(event))
+            self.later(late_s, lambda: self.machines.pass_on(process.slot.host, lambda: self.tell(event)))
 
     def do(self, actions: list[Action]) -> None:
         """Carries out what the driver asks for."""
         for action in actions:
             if isinstance(action, Connect):
-                self.tell(HostUp(action.host, 0))
+                self.machines.connect(action.host)
+            elif isinstance(action, Disconnect):
+                self.machines.disconnect(action.host)
             elif isinstance(action, StartWorker):
-                assert action.worker not in self.processes, "a number is used twice"
-                self.processes[action.worker] = process = Process(action.worker, action.slot)
-                process.commit = self.memories.get(action.slot)
-                self.later(self.random.uniform(0.1, 8.0), lambda process=process: self.come(process))
+                self.start(action)
             elif isinstance(action, WriteSeats):
                 self.check_seats(action)
                 self.members[action.generation] = action.workers
@@ -164,24 +183,61 @@ class Simulation:
             elif isinstance(action, Fail):
                 self.failed.add(action.generation)
             elif isinstance(action, Announce):
-                self.added[action.generation] = action.added
+                self.announced[action.generation] = action
             elif isinstance(action, (Kill, Dismiss)):
-                self.end(self.processes[action.worker], True)
+                process = self.processes[action.worker]
+                self.machines.pass_on(process.slot.host, lambda process=process: self.end(process, True))
             elif isinstance(action, Finish):
                 self.check_finish(action)
                 self.finish = action
 
+    def start(self, action: StartWorker) -> None:
+        """A process is started, if the agent still is."""
+        assert action.worker not in self.processes, "a number is used twice"
+        in_slot = [each for each in self.living() if each.slot == action.slot]
+        assert not in_slot, f"two workers have the slot {action.slot}"
+        self.processes[action.worker] = process = Process(action.worker, action.slot, "dead")
+
+        def run() -> None:
+            process.mode, process.commit = "importing", self.memories.get(action.slot)
+            self.later(self.random.uniform(0.1, 8.0), lambda: self.come(process))
+
+        self.machines.pass_on(action.slot.host, run)
+
     def check_seats(self, action: WriteSeats) -> None:
-        """The members of a new generation are alive and wait, and nobody is at work any more."""
-        assert self.limits.min_size <= len(action.workers) <= self.limits.max_size
+        """The members of a new generation are enough, and nobody is at work any more."""
+        hosts = [self.processes[worker].slot.host for worker in action.workers]
+        carries = any(not self.is_usable(self.processes[worker].slot) for worker in action.workers)
+        assert self.limits.min_size <= len(action.workers) <= max(self.limits.max_size, 2 if carries else 1)
         assert len(set(action.workers)) == len(action.workers)
+        changes = sum(first != second for first, second in pairwise(hosts))
+        assert changes == len(set(hosts)) - 1, f"ranks of a host do not follow each other: {hosts}"
         if action.generation > 1:
             members = [self.processes[worker] for worker in action.workers]
             commits = [each.commit for each in members if each.commit is not None]
-            assert commits, f"nobody in generation {action.generation} has the state"
-            self.check_commit(action.generation, max(commits))
-        at_work = [each for each in self.processes.values() if each.mode in ("working", "done")]
+            assert commits or not self.state.has_learnt, f"nobody in generation {action.generation} has the state"
+            self.check_commit(action.generation, max(commits, default=0))
+        at_work = [
+            each for each in self.processes.values() if each.mode in ("working", "done") and not self.is_parted(each)
+        ]
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
+
+    def is_parted(self, process: Process) -> bool:
+        """Whether members of its generation are out of reach, so that its steps do not end."""
+        members = [self.processes[worker] for worker in self.members[process.generation]]
+        return self.machines.are_parted({each.slot.host for each in members})
+
+    def is_usable(self, slot: Slot) -> bool:
+        """Whether the driver may have workers there."""
+        host = self.state.hosts.get(slot.host)
+        return host is not None and host.is_listed and host.leaves_s is None and slot.number < (host.slots or 0)
+
+    def usable_memories(self) -> list[int]:
+        """The commits that the driver can use."""
+        kept = self.memories.items()
+        return [
+            commit for slot, commit in kept if self.is_usable(slot) and self.state.hosts[slot.host].reach is Reach.UP
+        ]
 
     def check_commit(self, generation: int, commit: int) -> None:
         """If all have failed, others go on from the latest commit, or the one before, whose report was on its way."""
@@ -189,15 +245,21 @@ class Simulation:
             return
         self.restored = commit
         if not self.is_lossy and not self.gives_up_waiting():
-            latest = max([commit, *self.memories.values()])
+            latest = max([commit, *self.usable_memories()])
             assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
 
     def check_finish(self, finish: Finish) -> None:
         """A job whose ranks have all failed does not end while memories have more than they had the last time."""
         is_lost = finish.code is None and not self.ends_well and not finish.reason.startswith("ranks cannot")
         at_limit = self.limits.reset_limit is not None and self.state.generation > self.limits.reset_limit
-        if is_lost and not self.is_lossy and not at_limit and self.state.generation > 0:
-            kept = max(self.memories.values(), default=-1)
+        if (
+            is_lost
+            and self.leaves_s == float("inf")
+            and not self.is_lossy
+            and not at_limit
+            and self.state.generation > 0
+        ):
+            kept = max(self.usable_memories(), default=-1)
             assert kept <= self.restored + 1, f"the job ends, and commit {kept} is kept"
 
     def gives_up_waiting(self) -> bool:
@@ -224,14 +286,15 @@ class Simulation:
         def report() -> None:
             if process.mode == "waiting" and process.taken == taken and not process.is_hung:
                 for event in events:
-                    self.note(event)
+                    self.note(process, event)
                 self.later(10.0, report)
 
         report()
 
     def take_seat(self, process: Process) -> None:
         """The worker takes its next seat, if it waits for one and has one."""
-        if process.mode == "waiting" and not process.is_hung and process.taken < len(process.seats):
+        is_cut = self.machines.all[process.slot.host].is_cut
+        if process.mode == "waiting" and not process.is_hung and not is_cut and process.taken < len(process.seats):
             process.generation = process.seats[process.taken]
             process.taken += 1
             process.mode = "forming"
@@ -246,13 +309,13 @@ class Simulation:
         gone = self.is_broken(generation)
         if generation in self.failed or gone is not None or self.now_s > until_s:
             self.leave(process, gone)
-        elif all(other.generation == generation for other in others):
-            at_work = [each for each in self.processes.values() if each.mode == "working"]
+        elif all(other.generation == generation for other in others) and not self.is_parted(process):
+            at_work = [each for each in self.living() if each.mode == "working" and not self.is_parted(each)]
             assert all(each.generation == generation for each in at_work), "two generations are at work"
             process.mode = "working"
             commits = [other.commit for other in others if other.commit is not None]
             process.commit = max(commits, default=0)
-            self.note(Within(process.worker, generation))
+            self.note(process, Within(process.worker, generation))
             self.later(STEP_S, lambda: self.work(process, generation))
         else:
             self.later(0.1, lambda: self.form(process, until_s))
@@ -262,14 +325,18 @@ class Simulation:
         if process.mode != "working" or process.is_hung or process.generation != generation:
             return
         gone = self.is_broken(generation)
+        change = self.announced.get(generation)
         if gone is not None:
             self.leave(process, gone)
-        elif self.steps_left <= 0:
+        elif self.is_parted(process):
+            self.later(self.random.choice([STEP_S, 5.0]), lambda: self.miss(process, generation))
+        elif self.steps_left <= 0 or (change and change.leave):
             process.mode = "done"
             self.ends_well.add(process.worker)
-            self.note(Done(process.worker, generation))
+            if self.steps_left <= 0:
+                self.note(process, Done(process.worker, generation))
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
-        elif self.added.get(generation):
+        elif change and (change.added or change.removed):
             self.leave(process, None)
         else:
             if process.worker == self.members[generation][0]:
@@ -277,8 +344,17 @@ class Simulation:
             process.commit = 100 - self.steps_left
             if self.has_memories:
                 self.memories[process.slot] = process.commit
-            self.note(Committed(process.worker, process.commit, self.has_memories))
+            self.note(process, Committed(process.worker, process.commit, self.has_memories))
             self.later(STEP_S, lambda: self.work(process, generation))
+
+    def miss(self, process: Process, generation: int) -> None:
+        """The worker has waited for a member that is out of reach: it may still be so."""
+        if self.is_parted(process) and process.mode == "working" and not process.is_hung:
+            here = process.slot.host
+            others = [each for each in self.members[generation] if self.processes[each].slot.host != here]
+            self.leave(process, others[0])
+        else:
+            self.work(process, generation)
 
     def is_broken(self, generation: int) -> int | None:
         """A member that has died, hangs or has left; None: there is none."""
@@ -303,7 +379,37 @@ class Simulation:
         if process.mode != "dead":
             process.mode = "dead"
             ended = Ended(process.worker, has_failed, "ended")
-            self.later(self.random.uniform(0.01, 0.5), lambda: self.tell(ended))
+            late_s = self.random.uniform(0.01, 0.5)
+            self.later(late_s, lambda: self.machines.pass_on(process.slot.host, lambda: self.tell(ended)))
+
+    def end_host(self, name: str) -> None:
+        """The agent of a host has ended, with its workers and memories."""
+        for process in self.living():
+            if process.slot.host == name:
+                process.mode = "dead"
+        self.memories = {slot: commit for slot, commit in self.memories.items() if slot.host != name}
+
+    def come_back(self, name: str) -> None:
+        """The link of a host is there again: its workers see their seats."""
+        for process in self.living():
+            if process.slot.host == name:
+                self.take_seat(process)
+
+    def fault_of_host(self) -> None:
+        """Something happens to a host, or to the list of hosts."""
+        machines = self.machines
+        machine = self.random.choice(list(machines.all.values()))
+        faults = [machines.kill_agent, machines.power_off, machines.cut, machines.cut, machines.leave]
+        if self.limits.is_discovered and self.random.random() < 0.4:
+            machines.flap()
+        else:
+            self.random.choice(faults)(machine)
+
+    def leave_all(self) -> None:
+        """The job has to end soon."""
+        within_s = self.random.choice([0.2, 5.0, 60.0])
+        self.leaves_s = self.now_s + within_s
+        self.tell(Leave(None, within_s))
 
     def fault(self) -> None:
         """A random worker is killed, or hangs from now on."""

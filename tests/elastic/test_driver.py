@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from drivers import Driver, killed, running
 
-from horo.runner.config import Elastic
-from horo.runner.elastic.driver import begin, deadline_s, step
+from horo.runner.elastic.driver import deadline_s
 from horo.runner.elastic.state import (
     Announce,
     Committed,
@@ -16,12 +16,9 @@ from horo.runner.elastic.state import (
     Ended,
     Fail,
     Finish,
-    FoundHost,
-    HostUp,
     Kill,
     Phase,
     Ready,
-    Report,
     Slot,
     Standing,
     StartWorker,
@@ -32,57 +29,6 @@ from horo.runner.elastic.state import (
 )
 
 LOST = Finish("no rank is left that has the state of the training")
-
-
-class Driver:
-    """A driver with the actions of its last step, without those that are words for the user."""
-
-    def __init__(
-        self, size: int = 3, min_size: int = 1, max_size: int | None = None, slots: int = 0, **given: Any
-    ) -> None:
-        self.now_s = 100.0
-        limits = Elastic(size, min_size, max_size or size, **given)
-        self.state, _ = begin(limits, [FoundHost("h", slots or limits.max_size)], self.now_s)
-        self.actions, self.words = [], ""
-        self.on(HostUp("h", 0))
-
-    def _keep(self, actions: list[Any]) -> None:
-        self.words = "\n".join(each.text for each in actions if isinstance(each, Report))
-        self.actions = [each for each in actions if not isinstance(each, Report)]
-
-    def on(self, *events: Any, after_s: float = 0.0) -> list[Any]:
-        """The actions after all events, the first of which comes ``after_s`` later."""
-        self.now_s += after_s
-        done: list[Any] = []
-        for event in events:
-            self.state, actions = step(self.state, event, self.now_s)
-            done += actions
-        self._keep(done)
-        return self.actions
-
-    def tick(self) -> list[Any]:
-        """Goes to the next deadline."""
-        due_s = deadline_s(self.state)
-        assert due_s is not None
-        return self.on(Tick(), after_s=due_s - self.now_s)
-
-    @property
-    def phase(self) -> Phase:
-        return self.state.phase
-
-
-def running(size: int = 3, **limits: Any) -> Driver:
-    driver = Driver(size, **limits)
-    driver.on(*(Ready(worker) for worker in range(size)))
-    assert driver.state.generation == 1
-    driver.on(*(Within(worker, 1) for worker in range(size)))
-    driver.on(*(Committed(worker) for worker in range(size)))
-    assert driver.phase is Phase.RUNNING
-    return driver
-
-
-def killed(worker: int) -> Ended:
-    return Ended(worker, True, "was killed by SIGKILL")
 
 
 def test_a_job_starts_as_many_workers_as_it_has_ranks() -> None:
@@ -298,7 +244,7 @@ def test_a_slot_that_fails_again_and_again_waits_ever_longer() -> None:
 
 
 def test_a_slot_that_is_free_is_used_instead_of_one_that_waits() -> None:
-    driver = running(2, slots=3)
+    driver = running(2, hosts={"h": 3})
     driver.on(killed(0), Waits(1, 1, 0, True), Within(1, 2))
     assert driver.on(killed(2)) == [StartWorker(3, Slot("h", 2), 3, 1, 2)]
 
@@ -431,7 +377,7 @@ def test_a_worker_whose_training_is_over_is_not_killed_when_another_fails_after_
     driver = running(2)
     driver.on(Done(0, 1), Done(1, 1))
     assert driver.on(killed(1)) == []
-    assert driver.phase is Phase.FINISHING and deadline_s(driver.state) is None
+    assert driver.phase is Phase.FINISHING
     assert driver.on(Ended(0, False)) == [Finish()]
 
 
@@ -441,6 +387,15 @@ def test_a_worker_whose_training_is_over_has_its_time_while_others_wait() -> Non
     assert driver.on(Tick(), after_s=100.0) == []
     *_, finish = driver.on(Ended(0, False))
     assert "worker 1 has work left" in finish.reason
+
+
+def test_a_worker_that_does_not_come_to_the_end_of_a_training_is_killed() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1))
+    assert driver.tick() == [Kill(1)]
+    assert driver.now_s == 130.0
+    driver.on(killed(1))
+    assert driver.on(Ended(0, False)) == [Finish()]
 
 
 def test_another_training_may_begin_after_one() -> None:

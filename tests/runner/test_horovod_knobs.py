@@ -11,7 +11,6 @@ from jobs import TORCH_S, Hororun
 from horo.config.ignored import AT_BUILD, PASSED_OVER, misspelt, passed_over
 from horo.config.table import GROUPS, Config, names_of, variables_of
 from horo.runner.cli import parse
-from horo.runner.config import JobError
 
 _NAMES = """
 FUSION_THRESHOLD CYCLE_TIME CACHE_CAPACITY HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE AUTOTUNE
@@ -98,23 +97,12 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("line", OPTIONS)
-def test_an_option_works_or_says_in_one_line_why_not(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_works_or_says_in_one_line_why_not(line: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\n")
     (tmp_path / "job.yaml").write_text("params: {cycle_time_ms: 2}\n")
     words = line.format(folder=tmp_path).split()
     place = [] if line.startswith(("-np", "--num-proc")) else ["-np", "2"]
-    try:
-        job = parse([*place, *words, "cmd"], for_horovod=True, environment={"PATH": os.environ["PATH"]})
-    except JobError as error:
-        pytest.fail(str(error))
-    except SystemExit:
-        said = capsys.readouterr().err
-        assert said.startswith(f"hororun: {words[0]}: ")
-        assert "which is not in this version of horo" in said
-        assert said.count("\n") == 1
-        return
+    job = parse([*place, *words, "cmd"], for_horovod=True, environment={"PATH": os.environ["PATH"]})
     assert job is not None
     assert job.command == ("cmd",)
     assert all(sentence.startswith(f"{words[0]} does nothing here: ") for sentence in job.passed_over)

@@ -68,7 +68,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.runner.stdout": ("config", "hosts"),
     "horo.runner.agent": ("config", "loop", "network", "text", "processes"),
     "horo.runner.start": ("config", "hosts", "text"),
-    "horo.runner.elastic": ("agent", "config", "hosts", "loop", "job", "network"),
+    "horo.runner.elastic": ("agent", "config", "hosts", "loop", "job", "network", "text", "processes"),
     "horo.runner.job": ("agent", "config", "hosts", "loop", "network", "text", "processes", "start", "stdout"),
 }
 """Per room, a folder or a module, what of the same package it may import. Others may import all."""

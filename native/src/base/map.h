@@ -1,8 +1,7 @@
 /*
  * A hash map from short byte strings to pointers: open addressing, linear probing, no tombstones.
  * Keys are not copied: they must live inside the value (or outlive it). The caller brings the hash, so that a name that
- * is looked up many times is hashed once: hr_hash, or hr_hash_number for keys that are one number, the same for all
- * keys of a map.
+ * is looked up many times is hashed once.
  */
 #ifndef HR_BASE_MAP_H
 #define HR_BASE_MAP_H
@@ -27,12 +26,6 @@ struct hr_map {
 
 /* 64-bit FNV-1a; never 0. The same on every rank. */
 uint64_t hr_hash(const char *key, size_t key_bytes);
-
-/* Spreads numbers that follow one another, which would else fill one long run of slots. */
-static inline uint64_t hr_hash_number(int64_t number) {
-    const uint64_t product = (uint64_t)number * 0x9e3779b97f4a7c15u;
-    return product ^ product >> 32;
-}
 
 void hr_map_fini(struct hr_map *map);
 

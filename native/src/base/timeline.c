@@ -61,22 +61,17 @@ static void look(struct hr_timeline *timeline) {
     flush(timeline);
 }
 
-static int sleep_until_look(struct hr_timeline *timeline) {
-    (void)pthread_mutex_lock(&timeline->lock);
-    if (!timeline->must_stop) {
-        hr_condition_wait(&timeline->changed, &timeline->lock, hr_now_ns() + LOOK_MS * 1000000ll);
-    }
-    const int must_stop = timeline->must_stop;
-    (void)pthread_mutex_unlock(&timeline->lock);
-    return !must_stop;
-}
-
 static void *write_timeline(void *arg) {
     struct hr_timeline *timeline = arg;
-    while (sleep_until_look(timeline)) {
+    for (int must_stop = 0; !must_stop;) {
+        (void)pthread_mutex_lock(&timeline->lock);
+        if (!timeline->must_stop) {
+            hr_condition_wait(&timeline->changed, &timeline->lock, hr_now_ns() + LOOK_MS * 1000000ll);
+        }
+        must_stop = timeline->must_stop;
+        (void)pthread_mutex_unlock(&timeline->lock);
         look(timeline);
     }
-    look(timeline);
     return NULL;
 }
 

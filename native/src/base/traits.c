@@ -30,10 +30,6 @@ int hr_op_has_tensors(int op) {
     return op != HORO_BARRIER && op != HORO_JOIN;
 }
 
-int hr_op_needs_rows(int op) {
-    return hr_op_tells_rows(op) || op == HORO_REDUCESCATTER;
-}
-
 int hr_op_is_of_teams(int op) {
     return op == HORO_ADD_TEAM || op == HORO_REMOVE_TEAM;
 }
@@ -79,6 +75,24 @@ static int is_known(int dtype) {
 
 size_t hr_dtype_bytes(int dtype) {
     return is_known(dtype) ? dtypes[dtype].bytes : 0;
+}
+
+hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
+    int64_t product = (int64_t)hr_dtype_bytes(dtype);
+    int is_empty = 0;
+    int overflows = 0;
+    for (int i = 0; i < ndim; i++) {
+        if (shape[i] < 0) {
+            return HORO_ERR_INTERNAL;
+        }
+        is_empty |= shape[i] == 0;
+        overflows |= __builtin_mul_overflow(product, shape[i], &product);
+    }
+    if (overflows && !is_empty) {
+        return HORO_ERR_INTERNAL;
+    }
+    *bytes = is_empty ? 0 : product;
+    return HORO_OK;
 }
 
 const char *hr_dtype_name(int dtype) {

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include "horo.h"
+#include "base/status.h"
 
 /* ---- Operations ---- */
 
@@ -29,9 +29,6 @@ int hr_op_has_tensors(int op);
 #define HR_JOIN_NAME "join.noname"
 int hr_op_is_last(int op);
 
-/* Whether a tensor of it has a first extent, which is cut or joined: scalars have none. */
-int hr_op_needs_rows(int op);
-
 /* Whether it changes which teams there are, and moves no data; and the name of the requests for it. */
 #define HR_CHANGE_NAME "add_process_set or remove_process_set"
 int hr_op_is_of_teams(int op);
@@ -50,6 +47,11 @@ enum { HR_REDUCED_DTYPE_COUNT = HORO_COMPLEX128 + 1 }; /* of tables of what is r
 
 /* Bytes per element, 0 for an unknown dtype. */
 size_t hr_dtype_bytes(int dtype);
+/*
+ * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
+ * for a negative extent, and for more bytes than int64 holds.
+ */
+hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /* "float32"; "unknown" for an unknown one. */
 const char *hr_dtype_name(int dtype);
 /* bool is none. */

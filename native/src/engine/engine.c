@@ -22,7 +22,7 @@
  */
 
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error) {
-    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_lane *world = engine->lanes[0];
     if (!engine->tuned.is_on || !world->is_root) {
         return hr_fail(error, HORO_ERR_USAGE, "values are proposed by rank 0, in a job that has begun with some");
     }
@@ -77,7 +77,7 @@ void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {
     struct hr_tuned *tuned = &engine->tuned;
-    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_lane *world = engine->lanes[0];
     const struct hr_tuning *own = &world->team->tuning;
     if (setup->tuned == NULL) {
         return HORO_OK;
@@ -173,7 +173,9 @@ static void free_parts(struct hr_engine *engine) {
     hr_drive_fini(&engine->drive);
 }
 
-static void add_parts(struct hr_engine *engine) {
+static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
+                            const horo_setup *setup, struct hr_error *error) {
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
@@ -184,12 +186,6 @@ static void add_parts(struct hr_engine *engine) {
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
-}
-
-static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                            const horo_setup *setup, struct hr_error *error) {
-    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
-    add_parts(engine);
     engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
     engine->teams[0].has_local = 1;
     engine->lane_count = 1;
@@ -237,8 +233,8 @@ void hr_engine_close_links(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         hr_team_close_links(engine->lanes[i]->team);
     }
-    for (size_t i = 0; i < engine->requests.handles.capacity; i++) {
-        const struct hr_request *request = engine->requests.handles.slots[i].value;
+    for (size_t i = 0; i < engine->requests.handle_capacity; i++) {
+        const struct hr_request *request = engine->requests.handles[i];
         const struct hr_lane *added = hr_sets_lane_of(request);
         if (added != NULL) {
             hr_team_close_links(added->team);
@@ -282,14 +278,6 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
     return call->device != 0
                ? hr_gpu_submit(engine, call, handle, error)
                : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
-}
-
-hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
-                           const char *reason) {
-    hr_drive_lock(&engine->drive);
-    const int outcome = hr_requests_refuse(&engine->requests, team, name, status, reason);
-    hr_drive_unlock(&engine->drive);
-    return outcome < 0 ? outcome : HORO_OK;
 }
 
 uint64_t hr_engine_link_bytes(struct hr_engine *engine) {

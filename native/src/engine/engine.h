@@ -106,10 +106,6 @@ struct hr_engine {
     struct hr_on_gpu *_Atomic on_gpu; /* NULL: all of them are staged */
 };
 
-static inline struct hr_lane *hr_engine_world(const struct hr_engine *engine) {
-    return engine->lanes[0];
-}
-
 hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
                          const horo_setup *setup, struct hr_error *error);
 /*
@@ -124,9 +120,6 @@ void hr_engine_fini(struct hr_engine *engine);
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,
                            struct hr_error *error);
-/* As horo_refuse. */
-hr_status hr_engine_refuse(struct hr_engine *engine, int32_t team, const char *name, int32_t status,
-                           const char *reason);
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 

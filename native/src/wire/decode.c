@@ -103,30 +103,12 @@ static uint32_t read_count(struct reader *reader) {
     return count;
 }
 
-hr_status hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    int64_t product = (int64_t)hr_dtype_bytes(dtype);
-    int is_empty = 0;
-    int overflows = 0;
-    for (int i = 0; i < ndim; i++) {
-        if (shape[i] < 0) {
-            return HORO_ERR_INTERNAL;
-        }
-        is_empty |= shape[i] == 0;
-        overflows |= __builtin_mul_overflow(product, shape[i], &product);
-    }
-    if (overflows && !is_empty) {
-        return HORO_ERR_INTERNAL;
-    }
-    *bytes = is_empty ? 0 : product;
-    return HORO_OK;
-}
-
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
     if (hr_op_tells_rows(op) && ndim > 0) {
         int64_t row_bytes;
-        HR_TRY(hr_wire_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
+        HR_TRY(hr_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
     }
-    return hr_wire_shape_bytes(shape, ndim, dtype, bytes);
+    return hr_shape_bytes(shape, ndim, dtype, bytes);
 }
 
 /* A field that means nothing for the operation has its one canonical value, and no other has a meaning it lacks. */

@@ -168,14 +168,9 @@ struct hr_wire_ref {
 };
 
 /*
- * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
- * for a negative extent, and for more bytes than int64 holds.
- */
-int hr_wire_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
-/*
- * The same for a tensor of an operation. One row of an allgather or alltoall (all extents but the first) must fit by
- * itself, also where this rank has none: another may have some. What decode refuses, and so what the engine must not
- * let in.
+ * As hr_shape_bytes, for a tensor of an operation. One row of an allgather or alltoall (all extents but the first) must
+ * fit by itself, also where this rank has none: another may have some. What decode refuses, and so what the engine must
+ * not let in.
  */
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 

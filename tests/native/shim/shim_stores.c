@@ -13,7 +13,7 @@ struct head {
 
 static const struct hr_team *world_of(const void *context) {
     const struct head *head = context;
-    return hr_engine_world(&head->engine)->team;
+    return head->engine.lanes[0]->team;
 }
 
 int64_t shim_stores_scatter_cost(const void *context) {

@@ -7,17 +7,6 @@
 
 /* ---- The way in: who has announced which tensor, and whether they mean the same ---- */
 
-/* For the coordinator's timeline. */
-static void note_announced(const struct hr_agree *agree, const struct hr_agree_entry *entry, int member) {
-    hr_recorder_add(agree->config.recorder, &(struct hr_event){
-                                                .event = HR_EVENT_ANNOUNCED,
-                                                .op = -1,
-                                                .team = agree->config.team_number,
-                                                .number = (int32_t)entry->name_hash,
-                                                .bytes = agree->config.rank_of_member[member],
-                                            });
-}
-
 /* Counts the member in; 0 if it had announced already (a repetition after an eviction). */
 static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int member, int by_id, int64_t now_ns) {
     if (hr_agree_has(entry->announced, member)) {
@@ -35,7 +24,13 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
     }
     entry->announced_count++;
     if (agree->config.recorder != NULL && hr_recorder_is_traced(agree->config.recorder)) {
-        note_announced(agree, entry, member);
+        hr_recorder_add(agree->config.recorder, &(struct hr_event){
+                                                    .event = HR_EVENT_ANNOUNCED,
+                                                    .op = -1,
+                                                    .team = agree->config.team_number,
+                                                    .number = (int32_t)entry->name_hash,
+                                                    .bytes = agree->config.rank_of_member[member],
+                                                });
     }
     return 1;
 }
@@ -152,10 +147,8 @@ static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
     return (struct hr_wire_text){entry->name, entry->name_bytes};
 }
 
-static int put_fail(struct hr_buffer *out, const struct hr_agree_entry *entry) {
-    const struct hr_wire_text text = {entry->failure_text, strlen(entry->failure_text)};
-    return hr_frame_put(out, &(struct hr_wire_message){
-                                 .type = HR_WIRE_FAIL, .status = entry->failure, .name = name_of(entry), .text = text});
+static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
+    return (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
 }
 
 static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
@@ -165,16 +158,10 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
                                       .status = entry->failure,
                                       .request = {.bytes = request->bytes, .byte_count = request->count}};
     if (entry->failure != 0) {
-        message.text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+        message.text = failure_text_of(entry);
     } else {
         HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     }
-    return hr_frame_put(out, &message);
-}
-
-static int put_rows(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
-    struct hr_wire_message message = {.type = HR_WIRE_ROWS, .id = entry->id};
-    HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     return hr_frame_put(out, &message);
 }
 
@@ -222,7 +209,10 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
 static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out,
                            uint32_t *frames) {
     if (entry->failure != 0) {
-        HR_TRY(put_fail(out, entry));
+        HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
+                                                           .status = entry->failure,
+                                                           .name = name_of(entry),
+                                                           .text = failure_text_of(entry)}));
         (*frames)++;
         hr_agree_reset(agree, entry);
         return HORO_OK;
@@ -233,20 +223,13 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     return HORO_OK;
 }
 
-/* Fails what cannot travel like what differs: with a sentence for all. */
-static int check_rows(const struct hr_agree *agree, struct hr_agree_entry *entry) {
-    char text[HORO_MESSAGE_MAX];
-    const int status = entry->failure == 0 ? hr_agree_check_rows(agree, entry, text, sizeof text) : HORO_OK;
-    return status == HORO_OK ? HORO_OK : hr_agree_set_failure(entry, status, text, strlen(text));
-}
-
 int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
     uint32_t ids[IDS_PER_MESSAGE];
     uint32_t id_count = 0;
     *frames = 0;
     struct hr_agree_entry *entry;
     while ((entry = agree->lists[HR_AGREE_COMPLETE].first) != NULL) {
-        HR_TRY(check_rows(agree, entry));
+        HR_TRY(hr_agree_check_rows(agree, entry));
         if (agree->config.is_root) {
             HR_TRY(collect_at_root(agree, entry, out, frames));
             continue;
@@ -263,7 +246,9 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
             continue;
         }
         if (entry->known.gathers > 0) {
-            HR_TRY(put_rows(agree, out, entry));
+            struct hr_wire_message rows = {.type = HR_WIRE_ROWS, .id = entry->id};
+            HR_TRY(hr_agree_merge_rows(agree, entry, &rows.rows));
+            HR_TRY(hr_frame_put(out, &rows));
             (*frames)++;
             continue;
         }

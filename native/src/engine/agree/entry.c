@@ -264,15 +264,6 @@ int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int
     return hr_buffer_append(&entry->rows, rows.data, rows.bytes);
 }
 
-/* Of all members: what stands in `rows` may be more, where an announcement was made twice. */
-static size_t merged_bytes(const struct hr_agree *agree, const struct hr_agree_entry *entry) {
-    size_t bytes = 0;
-    for (int member = 0; member < agree->config.member_count; member++) {
-        bytes += entry->rows_of_member[member].bytes;
-    }
-    return bytes;
-}
-
 static int rank_count(const struct hr_agree *agree) {
     int count = 0;
     for (int member = 0; member < agree->config.member_count; member++) {
@@ -281,24 +272,27 @@ static int rank_count(const struct hr_agree *agree) {
     return count;
 }
 
-int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
-                        size_t text_bytes) {
+int hr_agree_check_rows(const struct hr_agree *agree, struct hr_agree_entry *entry) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
-    if (request->gathers == 0) {
+    if (request->gathers == 0 || entry->failure != 0) {
         return HORO_OK;
     }
-    const size_t bytes = merged_bytes(agree, entry);
+    size_t bytes = 0; /* `rows` may hold more, where an announcement was made twice */
+    for (int member = 0; member < agree->config.member_count; member++) {
+        bytes += entry->rows_of_member[member].bytes;
+    }
     if (bytes + request->count <= HR_WIRE_REQUEST_MAX) {
         return HORO_OK;
     }
+    char text[HORO_MESSAGE_MAX];
     struct hr_wire_request call = {0};
     (void)hr_wire_decode_request(request->bytes, request->count, &call); /* it was decoded when it came */
-    (void)snprintf(text, text_bytes,
+    (void)snprintf(text, sizeof text,
                    "%s '%s': the %s of its %u tensors on %d ranks take %zu bytes with its description; at most %d can "
                    "travel as one request: submit the tensors as several groups",
                    hr_op_name(call.op), entry->name, call.op == HORO_ALLTOALL ? "splits" : "first extents",
                    call.tensor_count, rank_count(agree), bytes + request->count, HR_WIRE_REQUEST_MAX);
-    return HORO_ERR_USAGE;
+    return hr_agree_set_failure(entry, HORO_ERR_USAGE, text, strlen(text));
 }
 
 int hr_agree_merge_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *merged) {

@@ -29,12 +29,6 @@ void hr_agree_count_absent(struct hr_agree *agree, struct hr_agree_entry *entry)
     }
 }
 
-static int is_scaled_badly(const struct hr_wire_request *request) {
-    const int is_sum = request->reduce_op != HORO_MIN && request->reduce_op != HORO_MAX &&
-                       request->reduce_op != HORO_PRODUCT;
-    return request->op == HORO_ALLREDUCE && !is_sum && request->prescale != 1.0;
-}
-
 /* Says what a rank that has joined cannot do; empty: it can. */
 static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *entry, int rank, char *text,
                    size_t text_bytes) {
@@ -56,7 +50,8 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
     } else if (hr_op_is_of_teams(request.op)) {
         (void)snprintf(text, text_bytes, "%s: rank %d has joined, and all ranks must call it; call it before or after",
                        op, rank);
-    } else if (is_scaled_badly(&request)) {
+    } else if (request.op == HORO_ALLREDUCE && request.prescale != 1.0 &&
+               (request.reduce_op == HORO_MIN || request.reduce_op == HORO_MAX || request.reduce_op == HORO_PRODUCT)) {
         (void)snprintf(text, text_bytes,
                        "%s '%s': rank %d has joined, and a min, max or product cannot leave it out where there is a "
                        "prescale factor, which is %g; scale the tensor before",

@@ -92,14 +92,14 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree);
 
 /*
  * Rows. told: how many rows each rank tells; 0: it is another operation than an allgather or alltoall. note: those of
- * a member; HORO_ERR_INTERNAL for any other number of them. check: whether those of all can travel together;
- * HORO_ERR_USAGE with a sentence. merge: all of them in the order of the members, valid until the next merge.
+ * a member; HORO_ERR_INTERNAL for any other number of them. check: fails an entry where those of all cannot
+ * travel together, like one with a difference. merge: all of them in the order of the members, valid until the next
+ * merge.
  */
 uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request);
 int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,
                        struct hr_wire_rows rows);
-int hr_agree_check_rows(const struct hr_agree *agree, const struct hr_agree_entry *entry, char *text,
-                        size_t text_bytes);
+int hr_agree_check_rows(const struct hr_agree *agree, struct hr_agree_entry *entry);
 int hr_agree_merge_rows(struct hr_agree *agree, const struct hr_agree_entry *entry, struct hr_wire_rows *merged);
 
 /*

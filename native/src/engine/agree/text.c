@@ -53,10 +53,6 @@ static int differing_tensors(const struct hr_wire_request *a, const struct hr_wi
     return 0;
 }
 
-static void describe_root(const struct hr_wire_request *request, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "root rank %d", request->root_rank);
-}
-
 static void write_factors(const struct hr_wire_request *request, int digits, char *text) {
     (void)snprintf(text, VALUE_BYTES, "prescale factor %.*g and postscale factor %.*g", digits, request->prescale,
                    digits, request->postscale);
@@ -72,21 +68,6 @@ static void describe_factors(const struct hr_wire_request *a, const struct hr_wi
             return;
         }
     }
-}
-
-static int same_factors(const struct hr_wire_request *a, const struct hr_wire_request *b) {
-    return memcmp(&a->prescale, &b->prescale, sizeof a->prescale) == 0 &&
-           memcmp(&a->postscale, &b->postscale, sizeof a->postscale) == 0;
-}
-
-static void describe_way(const struct hr_wire_request *request, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "%s", request->on_gpu ? "it on the GPU that NCCL uses"
-                                                             : "it in host memory or on another GPU");
-}
-
-static void describe_use(const struct hr_wire_request *request, char *text) {
-    (void)snprintf(text, VALUE_BYTES, "%s", request->transient ? "it under an automatic name"
-                                                               : "it under a name that the caller gave");
 }
 
 /*
@@ -145,16 +126,19 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         (void)snprintf(a_text, VALUE_BYTES, "op %s", reduce_name(a->reduce_op));
         (void)snprintf(b_text, VALUE_BYTES, "op %s", reduce_name(b->reduce_op));
     } else if (a->root_rank != b->root_rank) {
-        describe_root(a, a_text);
-        describe_root(b, b_text);
-    } else if (!same_factors(a, b)) {
+        (void)snprintf(a_text, VALUE_BYTES, "root rank %d", a->root_rank);
+        (void)snprintf(b_text, VALUE_BYTES, "root rank %d", b->root_rank);
+    } else if (memcmp(&a->prescale, &b->prescale, sizeof a->prescale) != 0 ||
+               memcmp(&a->postscale, &b->postscale, sizeof a->postscale) != 0) {
         describe_factors(a, b, a_text, b_text);
     } else if (a->on_gpu != b->on_gpu) {
-        describe_way(a, a_text);
-        describe_way(b, b_text);
+        static const char *const ways[] = {"it in host memory or on another GPU", "it on the GPU that NCCL uses"};
+        (void)snprintf(a_text, VALUE_BYTES, "%s", ways[a->on_gpu]);
+        (void)snprintf(b_text, VALUE_BYTES, "%s", ways[b->on_gpu]);
     } else {
-        describe_use(a, a_text);
-        describe_use(b, b_text);
+        static const char *const uses[] = {"it under a name that the caller gave", "it under an automatic name"};
+        (void)snprintf(a_text, VALUE_BYTES, "%s", uses[a->transient]);
+        (void)snprintf(b_text, VALUE_BYTES, "%s", uses[b->transient]);
     }
 }
 

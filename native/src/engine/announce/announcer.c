@@ -41,6 +41,10 @@ void hr_announcer_fini(struct hr_announcer *announcer) {
 
 /* ---- Announcing ---- */
 
+int hr_announcer_is_idle(const struct hr_announcer *announcer) {
+    return announcer->id_count == 0 && hr_buffer_size(&announcer->out) == 0;
+}
+
 static struct hr_known *find(const struct hr_announcer *announcer, const struct hr_request *request) {
     return hr_map_find(&announcer->known, request->name_hash, request->call.name, request->name_bytes);
 }
@@ -56,21 +60,15 @@ int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *reques
     return 1;
 }
 
-/* Packs the values where they travel. */
-static int put_data(struct hr_announcer *announcer, const struct hr_request *request, size_t bytes) {
-    struct hr_buffer *out = &announcer->out;
-    uint8_t *room;
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_data(out, request->announced_id, bytes, &room));
-    hr_carried_pack(announcer->team, &request->call, room);
-    hr_frame_end(out, mark);
-    return HORO_OK;
-}
-
 int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request *request, size_t carried) {
-    if (carried > 0) {
-        return put_data(announcer, request, carried);
+    if (carried > 0) { /* the values are packed where they travel */
+        uint8_t *room;
+        size_t mark;
+        HR_TRY(hr_frame_begin(&announcer->out, &mark));
+        HR_TRY(hr_wire_put_data(&announcer->out, request->announced_id, carried, &room));
+        hr_carried_pack(announcer->team, &request->call, room);
+        hr_frame_end(&announcer->out, mark);
+        return HORO_OK;
     }
     if (request->rows.count > 0) {
         return hr_frame_put(&announcer->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS,
@@ -82,15 +80,16 @@ int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request 
 }
 
 int hr_announcer_put_full(struct hr_announcer *announcer, struct hr_request *request) {
+    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
+                                      .rank = announcer->team->node->rank,
+                                      .status = request->refused,
+                                      .rows = request->rows,
+                                      .request = {.bytes = request->bytes, .byte_count = request->byte_count}};
+    if (request->refused != 0) {
+        message.text = (struct hr_wire_text){request->error_text, strlen(request->error_text)};
+    }
     request->announced_id = 0;
-    return hr_frame_put(
-        &announcer->out,
-        &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                  .rank = announcer->team->node->rank,
-                                  .status = request->refused,
-                                  .text = hr_request_reason(request),
-                                  .rows = request->rows,
-                                  .request = {.bytes = request->bytes, .byte_count = request->byte_count}});
+    return hr_frame_put(&announcer->out, &message);
 }
 
 int hr_announcer_put(struct hr_announcer *announcer, const struct hr_wire_message *message) {

@@ -42,9 +42,7 @@ int hr_announcer_write_ids(struct hr_announcer *announcer);
 /* Not the leader: brings to it what there is room for. HR_STILL, HR_MOVED or a status. */
 int hr_announcer_flush(struct hr_announcer *announcer);
 /* Whether nothing is left of what has been announced. */
-static inline int hr_announcer_is_idle(const struct hr_announcer *announcer) {
-    return announcer->id_count == 0 && hr_buffer_size(&announcer->out) == 0;
-}
+int hr_announcer_is_idle(const struct hr_announcer *announcer);
 
 /* The request announced by this id and not done; NULL: there is none. */
 struct hr_request *hr_announcer_pending(const struct hr_announcer *announcer, uint32_t id);

@@ -88,6 +88,10 @@ int hr_drive_needs(const struct hr_drive *drive) {
     return needs;
 }
 
+void hr_part_expect(struct hr_part *part, int64_t at_ns) {
+    part->next_ns = at_ns < part->next_ns ? at_ns : part->next_ns;
+}
+
 uint64_t hr_drive_moves(const struct hr_drive *drive) {
     uint64_t moves = drive->gone_moves;
     for (const struct hr_part *part = drive->parts; part != NULL; part = part->next) {
@@ -104,66 +108,56 @@ void hr_drive_end_parts(struct hr_drive *drive, int has_failed) {
     }
 }
 
-/* The first part alone has turns once the group comes to its end. A part may add and remove others behind it. */
-static int turn_parts(struct hr_drive *drive) {
+/*
+ * As hr_node_wait calls it: whether anything has moved, or failed. The first part alone has turns once the group comes
+ * to its end. A part may add and remove others behind it.
+ */
+static int turn(struct hr_node *node, void *arg) {
+    struct hr_drive *drive = arg;
     int moved = HR_STILL;
     int number = 0;
     for (struct hr_part *part = drive->parts; part != NULL; part = part->next, number++) {
-        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(drive->node, number))) {
+        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(node, number))) {
             continue;
         }
         const int turned = part->ops->turn(part);
-        HR_TRY(turned);
+        if (turned < 0) { /* the state is not what it should be on this rank: nobody may wait for it */
+            const int code = turned == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
+            hr_log(&node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(turned));
+            hr_node_abort(node, code, node->rank, HR_REASON_INTERNAL);
+            return 1;
+        }
         moved |= turned;
         if (drive->stage != HR_STAGE_RUNNING) {
             break;
         }
-    }
-    return moved;
-}
-
-/* As hr_node_wait calls it: whether anything has moved, or failed. */
-static int turn(struct hr_node *node, void *arg) {
-    const int moved = turn_parts(arg);
-    if (moved < 0) { /* the state is not what it should be on this rank: nobody may wait for it */
-        const int code = moved == HORO_ERR_RESOURCE ? HORO_ERR_ABORTED : HORO_ERR_INTERNAL;
-        hr_log(&node->log, HORO_LOG_ERROR, "the engine stops: %s error", horo_status_name(moved));
-        hr_node_abort(node, code, node->rank, HR_REASON_INTERNAL);
     }
     return moved != HR_STILL;
 }
 
 /* ---- Waiting for others ---- */
 
-/* Whether something is under way that a peer may hold up. */
-static int expects_others(const struct hr_drive *drive) {
+/*
+ * Others are waited for from now_ns on, if something is under way that a peer may hold up. 0: no longer, if nothing is;
+ * that matters between hosts, whose links are silent then, and nobody may drive for a long time.
+ */
+static void await_others(struct hr_drive *drive, int64_t now_ns) {
+    const int begins = now_ns != 0;
+    if (drive->expects_others == begins || (!begins && drive->node->transport_count == 0)) {
+        return;
+    }
     int expects = atomic_load(&drive->pending) > 0;
     for (const struct hr_part *part = drive->parts; part != NULL && !expects; part = part->next) {
         expects = part->ops->expects != NULL && part->ops->expects(part);
     }
-    return expects;
-}
-
-/* It counts from now_ns on how long others are waited for; 0: they are waited for no longer. */
-static void await_others(struct hr_drive *drive, int64_t now_ns) {
-    drive->expects_others = now_ns != 0;
+    if (expects != begins) {
+        return;
+    }
+    drive->expects_others = begins;
     for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
         if (part->ops->await != NULL) {
             part->ops->await(part, now_ns);
         }
-    }
-}
-
-static void begin_expecting(struct hr_drive *drive, int64_t now_ns) {
-    if (!drive->expects_others && expects_others(drive)) {
-        await_others(drive, now_ns);
-    }
-}
-
-/* Between hosts: the links are silent, and nobody may drive for a long time. */
-static void stop_expecting(struct hr_drive *drive) {
-    if (drive->expects_others && drive->node->transport_count > 0 && !expects_others(drive)) {
-        await_others(drive, 0);
     }
 }
 
@@ -187,8 +181,9 @@ static const struct hr_part_ops LINKS = {.rank = HR_PART_LINKS, .due = supervise
 
 /* ---- The wait ---- */
 
-/* The time when the wait must end by itself, which is not behind deadline_ns; 0: none. */
-static int64_t next_due_ns(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
+/* A wait begins: the time when it must end by itself, which is not behind deadline_ns; 0: none. */
+static int64_t begin_wait(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
+    await_others(drive, now_ns);
     const int64_t log_ns = hr_log_check(&drive->node->log, now_ns);
     int64_t until_ns = deadline_ns == 0 ? HR_NEVER : deadline_ns;
     until_ns = log_ns != 0 && log_ns < until_ns ? log_ns : until_ns;
@@ -198,22 +193,16 @@ static int64_t next_due_ns(struct hr_drive *drive, int64_t deadline_ns, int64_t 
         }
         until_ns = part->next_ns < until_ns ? part->next_ns : until_ns;
     }
-    return until_ns == HR_NEVER ? 0 : until_ns;
-}
-
-static void show_moves(const struct hr_drive *drive) {
     struct hr_arena_block *block = &drive->node->arena.blocks[drive->node->local_rank];
-    /* partner: count_moves */
-    atomic_store_explicit(&block->moves, hr_drive_moves(drive), memory_order_relaxed);
+    atomic_store_explicit(&block->moves, hr_drive_moves(drive), memory_order_relaxed); /* partner: count_moves */
+    return until_ns == HR_NEVER ? 0 : until_ns;
 }
 
 /* 1: something has moved, or is due; 0: the caller should get back, for its time is up, or a signal came. */
 static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadline_ns) {
     /* one look at the clock serves all: it costs as much as a small operation can do in between */
     const int64_t now_ns = hr_now_ns();
-    begin_expecting(drive, now_ns);
-    const int64_t until_ns = next_due_ns(drive, deadline_ns, now_ns);
-    show_moves(drive);
+    const int64_t until_ns = begin_wait(drive, deadline_ns, now_ns);
     const int status = hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns);
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }
@@ -221,10 +210,8 @@ static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadli
 /* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
 static int prepare_watch(struct hr_drive *drive) {
     const int64_t now_ns = hr_now_ns();
-    stop_expecting(drive);
-    begin_expecting(drive, now_ns); /* as a leader, whose own program computes */
-    const int64_t until_ns = next_due_ns(drive, 0, now_ns);
-    show_moves(drive);
+    await_others(drive, 0);
+    const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */
     return (until_ns == 0 || now_ns < until_ns) &&
            !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns);
 }
@@ -272,7 +259,7 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
             return 0;
         }
     }
-    stop_expecting(drive);
+    await_others(drive, 0);
     return 0;
 }
 
@@ -285,6 +272,24 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
     1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
 
 /* ---- Callers, with the lock held ---- */
+
+void hr_drive_lock(struct hr_drive *drive) {
+    (void)pthread_mutex_lock(&drive->lock);
+}
+
+void hr_drive_unlock(struct hr_drive *drive) {
+    (void)pthread_mutex_unlock(&drive->lock);
+}
+
+int hr_drive_is_free(const struct hr_drive *drive) {
+    return drive->owner == HR_TOKEN_FREE || drive->owner == HR_TOKEN_WATCH;
+}
+
+void hr_drive_wake_waiters(struct hr_drive *drive) {
+    if (drive->waiters > 0) {
+        (void)pthread_cond_broadcast(&drive->done);
+    }
+}
 
 void hr_drive_kick(struct hr_drive *drive) {
     if (!hr_drive_is_free(drive)) {
@@ -328,37 +333,22 @@ void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, 
 
 /* ---- The thread ---- */
 
-/* To sleep on the kick and the life lines alone. */
-static void prepare_to_park(struct hr_drive *drive, int64_t look_ns) {
-    struct hr_sleep *sleep = &drive->sleep;
-    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
-    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
-    sleep->count = 1 + sleep->life_count;
-    sleep->deadline_ns = 0;
-    sleep->look_ns = look_ns;
-}
-
-/* Takes what has come, if anything has; but for the driver's eventfd, which is the next driver's. */
-static void take_events(struct hr_drive *drive, int events) {
-    struct hr_sleep *sleep = &drive->sleep;
-    if (events <= 0) {
-        sleep->fds[0].revents = 0;
-        return;
-    }
-    uint64_t drained;
-    const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
-    (void)got; /* nonblocking */
-    hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
-}
-
 /* Sleeps on what has been prepared, and on the kick, with the lock held, which it lets go meanwhile. */
 static void park(struct hr_drive *drive) {
-    drive->sleep.fds[drive->sleep.count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
+    struct hr_sleep *sleep = &drive->sleep;
+    sleep->fds[sleep->count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
     hr_drive_unlock(drive);
     if (atomic_load(&drive->serves_hosts)) {
         atomic_fetch_add_explicit(&drive->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
     }
-    take_events(drive, hr_node_sleep(&drive->sleep));
+    if (hr_node_sleep(sleep) > 0) { /* takes what has come, but for the driver's eventfd, which is the next driver's */
+        uint64_t drained;
+        const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
+        (void)got; /* nonblocking */
+        hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
+    } else {
+        sleep->fds[0].revents = 0;
+    }
     hr_drive_lock(drive);
 }
 
@@ -389,18 +379,14 @@ static void watch(struct hr_drive *drive) {
 static void rest(struct hr_drive *drive) {
     const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
     drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
-    prepare_to_park(drive, !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0);
+    struct hr_sleep *sleep = &drive->sleep; /* on the kick and the life lines alone */
+    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
+    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
+    sleep->count = 1 + sleep->life_count;
+    sleep->deadline_ns = 0;
+    sleep->look_ns = !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0;
     park(drive);
     drive->looks_soon = 0;
-}
-
-/* Whether a rank of this host has called it. */
-static int is_called(const struct hr_drive *drive) {
-    int needs = 0;
-    for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
-        needs = part->ops->is_called && part->ops->needs(part);
-    }
-    return needs;
 }
 
 /* Whether it is to take the token: when it has been kicked or called, or the token has been free for a while. */
@@ -410,8 +396,12 @@ static int may_drive(struct hr_drive *drive) {
     if (drive->owner != HR_TOKEN_FREE) {
         return 0;
     }
+    int is_called = 0; /* by a rank of this host */
+    for (const struct hr_part *part = drive->parts; part != NULL && !is_called; part = part->next) {
+        is_called = part->ops->is_called && part->ops->needs(part);
+    }
     const int serves_hosts = atomic_load(&drive->serves_hosts);
-    return (was_kicked && hr_drive_needs(drive)) || is_called(drive) ||
+    return (was_kicked && hr_drive_needs(drive)) || is_called ||
            (serves_hosts && hr_now_ns() - drive->since_ns >= STREAM_NS);
 }
 

@@ -67,9 +67,7 @@ struct hr_part {
 };
 
 /* The wait ends at this time, if not before. */
-static inline void hr_part_expect(struct hr_part *part, int64_t at_ns) {
-    part->next_ns = at_ns < part->next_ns ? at_ns : part->next_ns;
-}
+void hr_part_expect(struct hr_part *part, int64_t at_ns);
 
 /* The owner of the right to turn the parts; see drive.c. */
 enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };
@@ -116,27 +114,17 @@ void hr_drive_end_thread(struct hr_drive *drive);
 void hr_drive_close_fd(struct hr_drive *drive);
 void hr_drive_fini(struct hr_drive *drive);
 
-static inline void hr_drive_lock(struct hr_drive *drive) {
-    (void)pthread_mutex_lock(&drive->lock);
-}
-static inline void hr_drive_unlock(struct hr_drive *drive) {
-    (void)pthread_mutex_unlock(&drive->lock);
-}
+void hr_drive_lock(struct hr_drive *drive);
+void hr_drive_unlock(struct hr_drive *drive);
 
 /* ---- With the lock held ---- */
 
 /* Wakes whoever must notice a change made under the lock. */
 void hr_drive_kick(struct hr_drive *drive);
 /* Something that is waited for is done. */
-static inline void hr_drive_wake_waiters(struct hr_drive *drive) {
-    if (drive->waiters > 0) {
-        (void)pthread_cond_broadcast(&drive->done);
-    }
-}
+void hr_drive_wake_waiters(struct hr_drive *drive);
 /* Whether a caller may take the token. */
-static inline int hr_drive_is_free(const struct hr_drive *drive) {
-    return drive->owner == HR_TOKEN_FREE || drive->owner == HR_TOKEN_WATCH;
-}
+int hr_drive_is_free(const struct hr_drive *drive);
 /*
  * Lets the lock go meanwhile: takes the token, which is free, at now_ns, and drives until the word has another value,
  * the deadline has passed, or a signal came.

@@ -23,11 +23,11 @@ static void note_begun(const struct hr_lane *lane, struct hr_request *const *req
                        int moves_data) {
     const struct hr_transport *transport = lane->team->transport;
     if (hr_recorder_is_traced(&lane->node->recorder)) {
-        const int via = !moves_data                               ? HR_VIA_NONE
-                        : hr_request_is_on_gpu(requests[0])       ? HR_VIA_GPU
-                        : transport == NULL                       ? HR_VIA_SHM
-                        : strcmp(transport->ops->name, "mpi") == 0 ? HR_VIA_MPI
-                                                                  : HR_VIA_TCP;
+        const int via = !moves_data                                                  ? HR_VIA_NONE
+                        : (requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0        ? HR_VIA_GPU
+                        : transport == NULL                                          ? HR_VIA_SHM
+                        : strcmp(transport->ops->name, "mpi") == 0                   ? HR_VIA_MPI
+                                                                                     : HR_VIA_TCP;
         hr_recorder_add(&lane->node->recorder, &(struct hr_event){
                                                    .event = HR_EVENT_RECORD,
                                                    .op = -1,
@@ -116,8 +116,8 @@ static int add_operands(struct hr_batch *batch) {
             const int rows = tensor->ndim > 0;
             int64_t bytes = 0;     /* it was checked when it was submitted */
             int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused */
-            (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
-            (void)hr_wire_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
+            (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+            (void)hr_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
             batch->operands[batch->operand_count++] = (struct hr_operand){
                 .input = tensor->input,
                 .output = tensor->output,
@@ -168,8 +168,8 @@ static int begin_batch(struct hr_lane *lane) {
         .results = batch->requests[0]->gathered,
         .splits = batch->requests[0]->splits,
     };
-    struct hr_backend *backend =
-        hr_request_is_on_gpu(batch->requests[0]) ? atomic_load(&lane->on_gpu) : lane->backend;
+    const int is_on_gpu = (call->flags & HORO_SUBMIT_ON_GPU) != 0;
+    struct hr_backend *backend = is_on_gpu ? atomic_load(&lane->on_gpu) : lane->backend;
     if (backend == NULL) {
         return HORO_ERR_INTERNAL;
     }

@@ -60,7 +60,7 @@ static int measure(struct hr_request *request, int i, int size, int64_t *total) 
     int64_t row_bytes = 0;
     int64_t bytes;
     /* it was checked when it was submitted */
-    (void)hr_wire_shape_bytes(tensor->shape + 1, tensor->ndim - 1, tensor->dtype, &row_bytes);
+    (void)hr_shape_bytes(tensor->shape + 1, tensor->ndim - 1, tensor->dtype, &row_bytes);
     for (int r = 0; r < size; r++) {
         if (__builtin_add_overflow(rows, result->first_dims[r], &rows)) {
             return 0;

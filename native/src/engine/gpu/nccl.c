@@ -155,7 +155,7 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
         return hr_fail(error, HORO_ERR_RESOURCE, "%s", comm->failure.text);
     }
     if (is_world) {
-        hr_gpu_attach(engine, hr_engine_world(engine));
+        hr_gpu_attach(engine, engine->lanes[0]);
     }
     return HORO_OK;
 }

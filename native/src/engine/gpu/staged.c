@@ -84,7 +84,7 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
     for (int i = 0; i < call->tensor_count; i++) {
         const horo_tensor *tensor = &call->tensors[i];
         int64_t bytes = 0; /* it has been checked */
-        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+        (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
         const size_t room = hr_round_up((size_t)bytes, HR_STAGED_ALIGNMENT);
         staged[i] = (struct hr_staged_tensor){
             .source = (uint64_t)(uintptr_t)tensor->input,
@@ -198,7 +198,7 @@ static void measure(const struct hr_request *request, size_t *bytes) {
         int64_t all = 0;
         size_t first;
         size_t rows;
-        (void)hr_wire_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
+        (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
         bytes[i] = hr_op_tells_rows(request->call.op) ? 0 : (size_t)all; /* those are taken from the host */
         if (request->call.op == HORO_REDUCESCATTER && all > 0) {
             hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
@@ -217,7 +217,7 @@ static int begin_return(struct hr_request *request, int64_t handle, struct retur
         return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
                        request->call.name);
     }
-    if (hr_request_is_on_gpu(request)) {
+    if ((request->call.flags & HORO_SUBMIT_ON_GPU) != 0) {
         returning->mark = request->cargo.data;
         hr_mark_keep(returning->mark);
         return HORO_OK;

@@ -42,7 +42,7 @@ int hr_lane_tune(struct hr_lane *lane, const uint64_t *values) {
     return HORO_OK;
 }
 
-static void free_parts(struct hr_lane *lane) {
+void hr_lane_destroy(struct hr_lane *lane) {
     hr_team_close_links(lane->team); /* which lets go of posted receives before their memory is freed */
     if (lane->is_leader) {
         hr_leader_fini(&lane->leader);
@@ -83,7 +83,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
         status = hr_leader_init(&created->leader, &setup->leader, &created->announcer, &created->round, created, error);
     }
     if (status != HORO_OK) {
-        free_parts(created);
+        hr_lane_destroy(created);
         return status;
     }
     *lane = created;
@@ -117,10 +117,6 @@ void hr_lane_close(struct hr_lane *lane) {
     }
 }
 
-void hr_lane_destroy(struct hr_lane *lane) {
-    free_parts(lane);
-}
-
 /* ---- Announcing, and rounds ---- */
 
 /* From how many bytes on what is announced goes to the leader before all of it is. */
@@ -129,7 +125,7 @@ enum { FLUSH_BYTES = 1024 };
 /* All of the log has been executed, and nothing but the request has been announced and not been agreed on. */
 static int is_idle(const struct hr_lane *lane) {
     const struct hr_executor *executor = &lane->executor;
-    return hr_port_pending(&lane->port) == 1 && executor->state == HR_EXECUTION_IDLE &&
+    return atomic_load(&lane->port.pending) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
            hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->is_absent &&
            (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
@@ -146,14 +142,6 @@ static int may_count(const struct hr_lane *lane, const struct hr_request *reques
            hr_round_may_enter(&lane->round, lane->executor.log_executed, request->announced_id);
 }
 
-/* Puts what the other ranks read in the round where they do: 1, or 0 where that is not possible. */
-static int prepare(struct hr_lane *lane, struct hr_request *request) {
-    if (hr_op_tells_rows(request->call.op)) {
-        return hr_round_show_rows(&lane->round, request);
-    }
-    return !hr_batch_is_begun_ahead(request->call.op) || hr_batch_begin_ahead(lane, request);
-}
-
 static void take_back(const struct hr_lane *lane, const struct hr_request *request) {
     if (hr_batch_is_begun_ahead(request->call.op)) {
         hr_batch_take_back(lane);
@@ -162,7 +150,14 @@ static void take_back(const struct hr_lane *lane, const struct hr_request *reque
 
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
 static int count_in(struct hr_lane *lane, struct hr_request *request) {
-    if (!may_count(lane, request) || !prepare(lane, request)) {
+    const int op = request->call.op;
+    if (!may_count(lane, request)) {
+        return 0;
+    }
+    /* puts what the other ranks read in the round where they do, if that is possible */
+    const int is_prepared = hr_op_tells_rows(op) ? hr_round_show_rows(&lane->round, request)
+                                                 : !hr_batch_is_begun_ahead(op) || hr_batch_begin_ahead(lane, request);
+    if (!is_prepared) {
         return 0;
     }
     if (!hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
@@ -175,7 +170,7 @@ static int count_in(struct hr_lane *lane, struct hr_request *request) {
 
 /* Small data goes with it where the request is alone. */
 static int announce_id(struct hr_lane *lane, const struct hr_request *request) {
-    const int is_alone = hr_port_pending(&lane->port) == 1;
+    const int is_alone = atomic_load(&lane->port.pending) == 1;
     const size_t bytes = is_alone ? hr_carried_bytes(lane->team, &request->call) : 0;
     return hr_announcer_put_id(&lane->announcer, request, hr_carried_pays(lane->team, bytes) ? bytes : 0);
 }
@@ -206,8 +201,16 @@ int hr_lane_end_round(struct hr_lane *lane) {
     return is_closed ? announce_counted(lane) : HORO_OK;
 }
 
-/* All are counted in, and execute the batch. */
-static int execute_counted(struct hr_lane *lane) {
+/* They execute the batch when all are counted in. */
+static int turn_round(struct hr_lane *lane) {
+    const enum hr_round_end end = hr_round_look(&lane->round);
+    if (end == HR_ROUND_OPEN) {
+        return HR_STILL;
+    }
+    if (end == HR_ROUND_CLOSED) {
+        HR_TRY(announce_counted(lane));
+        return HR_MOVED;
+    }
     struct hr_wire_rows rows = {0};
     HR_TRY(hr_op_tells_rows(lane->round.request->call.op) ? hr_round_collect_rows(&lane->round, &rows) : HORO_OK);
     struct hr_request *request = hr_round_leave(&lane->round, 1);
@@ -215,15 +218,7 @@ static int execute_counted(struct hr_lane *lane) {
     if (lane->is_leader) {
         hr_agree_note_use(&lane->leader.agree, request->announced_id);
     }
-    return hr_lane_execute_lone(lane, request, rows);
-}
-
-static int turn_round(struct hr_lane *lane) {
-    const enum hr_round_end end = hr_round_look(&lane->round);
-    if (end == HR_ROUND_OPEN) {
-        return HR_STILL;
-    }
-    HR_TRY(end == HR_ROUND_COMPLETE ? execute_counted(lane) : announce_counted(lane));
+    HR_TRY(hr_lane_execute_lone(lane, request, rows));
     return HR_MOVED;
 }
 
@@ -234,10 +229,6 @@ enum {
     LOOKS_PER_TURN = 2,  /* at a task that waits for a word in memory, as it does on one host most of the time */
 };
 
-static int is_at_task(enum hr_execution state) {
-    return state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_CHANGING;
-}
-
 static int execute(struct hr_lane *lane) {
     int moved = HR_STILL;
     int looks = lane->team->transport == NULL ? LOOKS_PER_TURN : 1;
@@ -245,7 +236,9 @@ static int execute(struct hr_lane *lane) {
         const int executed = lane->round.request != NULL ? turn_round(lane) : hr_lane_execute(lane);
         HR_TRY(executed);
         if (executed == HR_STILL) {
-            looks = moved || !is_at_task(lane->executor.state) ? 0 : looks - 1;
+            const enum hr_execution state = lane->executor.state;
+            const int is_at_task = state == HR_EXECUTION_RUNNING || state == HR_EXECUTION_CHANGING;
+            looks = moved || !is_at_task ? 0 : looks - 1;
             continue;
         }
         moved = HR_MOVED;
@@ -256,30 +249,6 @@ static int execute(struct hr_lane *lane) {
         (void)hr_node_progress(lane->node); /* the links go on between two stages */
     }
     return moved;
-}
-
-/* Whether this rank has nothing under way in the team; others may, and then a message comes on a link. */
-static int is_quiet(const struct hr_lane *lane) {
-    return hr_port_pending(&lane->port) == 0 &&
-           lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
-           (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
-}
-
-static void note_quiet(struct hr_lane *lane) {
-    const int quiet = *lane->lane_count > 1 && is_quiet(lane);
-    lane->part.is_quiet = quiet && lane->team->number != 0;
-    if (lane->team->transport != NULL) {
-        lane->team->transport->is_quiet = quiet;
-    }
-}
-
-/* The bytes of the record whose batch has posted all that it sends to other hosts; 0: there is none. */
-static uint64_t ending_bytes(const struct hr_lane *lane) {
-    const struct hr_executor *executor = &lane->executor;
-    const int is_ending = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
-                          executor->backend->ops->is_ending != NULL &&
-                          executor->backend->ops->is_ending(executor->backend);
-    return is_ending ? executor->record_bytes : 0;
 }
 
 /*
@@ -299,7 +268,12 @@ static int lead(struct hr_lane *lane) {
         }
         hr_round_close(&lane->round);
     }
-    const int agreed = hr_leader_agree(leader, lane->executor.place, ending_bytes(lane));
+    /* of the record whose batch has posted all that it sends to other hosts; 0: there is none */
+    const struct hr_executor *executor = &lane->executor;
+    const int ends_batch = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
+                           executor->backend->ops->is_ending != NULL &&
+                           executor->backend->ops->is_ending(executor->backend);
+    const int agreed = hr_leader_agree(leader, executor->place, ends_batch ? executor->record_bytes : 0);
     HR_TRY(agreed);
     if (leader->batch_due_ns != HR_NEVER) {
         hr_part_expect(&lane->part, leader->batch_due_ns);
@@ -313,7 +287,14 @@ static int turn(struct hr_part *part) {
     HR_TRY(led);
     const int executed = execute(lane);
     HR_TRY(executed);
-    note_quiet(lane);
+    /* whether this rank has nothing under way in the team; others may, and then a message comes on a link */
+    const int quiet = *lane->lane_count > 1 && atomic_load(&lane->port.pending) == 0 &&
+                      lane->executor.state == HR_EXECUTION_IDLE && hr_announcer_is_idle(&lane->announcer) &&
+                      (!lane->is_leader || (lane->leader.agree.active == 0 && !hr_leader_sends_left(&lane->leader)));
+    lane->part.is_quiet = quiet && lane->team->number != 0;
+    if (lane->team->transport != NULL) {
+        lane->team->transport->is_quiet = quiet;
+    }
     return led | executed;
 }
 

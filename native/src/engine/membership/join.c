@@ -47,7 +47,7 @@ static int has_joined(const struct hr_lane *lane) {
 static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
     const struct hr_engine *engine = owner;
     (void)request;
-    const struct hr_request *change = hr_map_find(&hr_engine_world(engine)->port.names,
+    const struct hr_request *change = hr_map_find(&engine->lanes[0]->port.names,
                                                   hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                                                   sizeof HR_CHANGE_NAME - 1);
     if (change != NULL && (change->refused == 0 || change->behind != NULL)) {
@@ -263,7 +263,7 @@ static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8
     size_t total = 1;
     for (int32_t i = 0; i < call->tensor_count; i++) {
         int64_t bytes = 0; /* it was checked when it was decoded */
-        (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
         tensors[i].output_bytes = bytes;
         if (__builtin_add_overflow(total, hr_round_up((size_t)bytes, ALIGNMENT), &total)) {
             return HORO_ERR_RESOURCE;

@@ -50,7 +50,7 @@ static struct hr_wire_text words_of(struct hr_engine *engine) {
 /* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
 static void stop_waiting(struct hr_engine *engine) {
     struct hr_leaving *leaving = &engine->leaving;
-    leaving->is_late = hr_engine_world(engine)->executor.has_executed_leave && engine->drive.stage == HR_STAGE_RUNNING;
+    leaving->is_late = engine->lanes[0]->executor.has_executed_leave && engine->drive.stage == HR_STAGE_RUNNING;
     if (!atomic_load(&engine->drive.stop) || leaving->is_late) {
         return;
     }
@@ -83,7 +83,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 
 /* Behind all that has been announced in the world. */
 static int ask_to_leave(struct hr_engine *engine) {
-    struct hr_lane *world = hr_engine_world(engine);
+    struct hr_lane *world = engine->lanes[0];
     const struct hr_wire_message leave = {.type = HR_WIRE_LEAVE,
                                           .rank = engine->node->rank,
                                           .status = engine->leaving.status,
@@ -115,7 +115,7 @@ static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
 }
 
 static int turn_running(struct hr_engine *engine) {
-    const struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_lane *world = engine->lanes[0];
     /* requests from before the call are announced before, by a part behind this one */
     const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->requests.queued) == 0;
     if (atomic_load(&engine->drive.stop) && may_ask) {
@@ -179,7 +179,7 @@ static int turn_closing(struct hr_engine *engine) {
     if ((!sends_left || hr_now_ns() >= engine->leaving.flush_ns) && hr_requests_fail_all(&engine->requests)) {
         return HR_MOVED;
     }
-    const struct hr_lane *world = hr_engine_world(engine);
+    const struct hr_lane *world = engine->lanes[0];
     return world->is_leader && !hr_leader_is_done(&world->leader) ? moved : begin_ending(engine);
 }
 
@@ -222,7 +222,7 @@ static int turn(struct hr_part *part) {
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
     /* partner: ask_to_leave */
-    return engine->drive.stage == HR_STAGE_RUNNING && hr_engine_world(engine)->is_leader &&
+    return engine->drive.stage == HR_STAGE_RUNNING && engine->lanes[0]->is_leader &&
            atomic_load(&engine->node->arena.header->wants_leave) != 0;
 }
 

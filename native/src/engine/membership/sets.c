@@ -222,7 +222,7 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, s
     }
     if (request->call.op == HORO_ADD_TEAM) {
         const struct hr_place *places = engine->requests.places;
-        const struct hr_team *world = hr_engine_world(engine)->team;
+        const struct hr_team *world = engine->lanes[0]->team;
         int has_local = 0; /* there are members on this host */
         int team = 1;      /* the lowest number that is free */
         for (uint32_t i = 0; i < decoded.value_count; i++) {

@@ -151,7 +151,7 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
 
 int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->blocked;
-    struct hr_announcer *announcer = &hr_engine_world(engine)->announcer;
+    struct hr_announcer *announcer = &engine->lanes[0]->announcer;
     size_t mark;
     HR_TRY(hr_announcer_write_ids(announcer));
     HR_TRY(hr_frame_begin(&announcer->out, &mark));
@@ -206,7 +206,7 @@ int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message
 /* The root of all ranks: ends the group at a deadlock. */
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
-    struct hr_lane *lane = hr_engine_world(engine);
+    struct hr_lane *lane = engine->lanes[0];
     struct hr_deadlock *deadlock = &engine->judge;
     const int64_t due_ns = hr_deadlock_due_ns(deadlock, lane->node->stall_warning_ns);
     if (due_ns == 0 || now_ns < due_ns || engine->drive.stage != HR_STAGE_RUNNING) {

@@ -305,7 +305,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    const int is_idle = hr_port_pending(&lane->port) == 0 &&
+    const int is_idle = atomic_load(&lane->port.pending) == 0 &&
                         (!lane->is_leader || lane->leader.agree.active == 0);
     if (warning_ns <= 0 || is_idle) {
         return 0;

@@ -37,10 +37,6 @@ hr_status hr_port_find(const struct hr_requests *requests, int32_t id, const cha
 struct hr_request *hr_port_next(const struct hr_port *port, const struct hr_request *last);
 /* The request of this name that is not done; NULL: there is none. Without the lock. */
 struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text name);
-/* Any thread. */
-static inline uint32_t hr_port_pending(const struct hr_port *port) {
-    return atomic_load_explicit(&port->pending, memory_order_relaxed);
-}
 /*
  * Ends the refusals behind which no call of this rank stands, only those behind others or all. The last one goes first,
  * so that none gets into the queue.

@@ -1,4 +1,5 @@
 /* Requests as they are made, and those that are pending: by process set and name, in their order, and in the queue. */
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,20 +21,10 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
     const int first = hr_op_tells_rows(call->op) && tensor->shape[0] == 0;
     int d = first;
     int64_t bytes;
-    while (hr_wire_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
+    while (hr_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
         d++;
     }
     return d;
-}
-
-static hr_status check_shape(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
-    int64_t bytes;
-    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
-        return HORO_OK;
-    }
-    const int d = impossible_dimension(call, tensor);
-    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", hr_op_name(call->op),
-                   call->name, (long long)tensor->shape[d], d);
 }
 
 static hr_status refuse_reduction(const horo_request *call, const horo_tensor *tensor, struct hr_error *error) {
@@ -62,7 +53,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
                        tensor->ndim, HORO_DIMS_MAX);
     }
-    if (hr_op_needs_rows(call->op) && tensor->ndim == 0) {
+    if ((hr_op_tells_rows(call->op) || call->op == HORO_REDUCESCATTER) && tensor->ndim == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
                        op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
@@ -82,7 +73,13 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
     }
-    return check_shape(call, tensor, error);
+    int64_t bytes;
+    if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
+        return HORO_OK;
+    }
+    const int d = impossible_dimension(call, tensor);
+    return hr_fail(error, HORO_ERR_USAGE, "%s '%s': extent %lld of dimension %d is impossible", op, call->name,
+                   (long long)tensor->shape[d], d);
 }
 
 /* Checks the splits; their number is compared with the team when that is known. */
@@ -127,18 +124,6 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
     return HORO_OK;
 }
 
-/* A longer one could be encoded, but no message would hold it. */
-static hr_status check_size(const horo_request *call, size_t byte_count, struct hr_error *error) {
-    if (byte_count <= HR_WIRE_REQUEST_MAX) {
-        return HORO_OK;
-    }
-    return hr_fail(
-        error, HORO_ERR_USAGE,
-        "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one request: submit the "
-        "tensors as several groups",
-        hr_op_name(call->op), call->name, call->tensor_count, byte_count, HR_WIRE_REQUEST_MAX);
-}
-
 static size_t splits_of(const horo_request *call, int i) {
     return call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
 }
@@ -179,14 +164,15 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
             *shape++ = call->tensors[i].splits[d];
         }
         int64_t bytes = 0; /* it has been checked */
-        (void)hr_wire_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
+        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
         request->data_bytes += bytes;
     }
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;
     request->call.tensors = tensors;
     request->name_hash = hr_hash(name, name_bytes);
-    request->pending_hash = hr_request_pending_hash(request->name_hash, call->team);
+    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
+    request->pending_hash += request->pending_hash == 0;
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -203,7 +189,13 @@ hr_status hr_request_create(const horo_request *call, struct hr_request **reques
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     const size_t row_bytes = hr_wire_rows_bytes(call);
-    HR_TRY(check_size(call, byte_count + row_bytes, error));
+    if (byte_count + row_bytes > HR_WIRE_REQUEST_MAX) { /* it could be encoded, but no message would hold it */
+        return hr_fail(error, HORO_ERR_USAGE,
+                       "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one "
+                       "request: submit the tensors as several groups",
+                       hr_op_name(call->op), call->name, call->tensor_count, byte_count + row_bytes,
+                       HR_WIRE_REQUEST_MAX);
+    }
     struct hr_request *copy = NULL;
     int status = copy_call(call, byte_count, row_bytes, &copy);
     if (status == HORO_OK) {
@@ -226,6 +218,12 @@ void hr_request_set_on_gpu(struct hr_request *request) {
     (void)encode(request); /* into the room that it has already */
 }
 
+void hr_cargo_drop(const struct hr_cargo *cargo) {
+    if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
+        cargo->hooks->freed(cargo->owner, cargo->data);
+    }
+}
+
 void hr_request_destroy(struct hr_request *request) {
     if (request == NULL) {
         return;
@@ -242,6 +240,42 @@ void hr_request_destroy(struct hr_request *request) {
     const struct hr_cargo cargo = request->cargo;
     free(request);
     hr_cargo_drop(&cargo);
+}
+
+/* ---- The same call again ---- */
+
+int hr_request_may_be_spare(const struct hr_request *request) {
+    return request->call.tensor_count <= 1 && request->call.device == 0 && request->cargo.hooks == NULL &&
+           request->gathered == NULL && request->splits == NULL && request->error_text == NULL;
+}
+
+int hr_request_is_like(const struct hr_request *request, const horo_request *call) {
+    const horo_request *own = &request->call;
+    const size_t fixed = offsetof(horo_request, op);
+    if (memcmp((const char *)own + fixed, (const char *)call + fixed, offsetof(horo_request, tensors) - fixed) != 0 ||
+        own->tensor_count != call->tensor_count || own->team != call->team || own->device != call->device ||
+        call->name == NULL || strcmp(own->name, call->name) != 0) {
+        return 0;
+    }
+    const horo_tensor *mine = own->tensors;
+    const horo_tensor *other = call->tensors;
+    return own->tensor_count == 0 ||
+           (mine->dtype == other->dtype && mine->wire_dtype == other->wire_dtype && mine->ndim == other->ndim &&
+            memcmp(mine->shape, other->shape, (size_t)mine->ndim * sizeof *mine->shape) == 0);
+}
+
+void hr_request_renew(struct hr_request *request, const horo_request *call) {
+    horo_tensor *tensor = (horo_tensor *)(void *)(request + 1);
+    if (call->tensor_count > 0) {
+        tensor->input = call->tensors->input;
+        tensor->output = call->tensors->output;
+    }
+    request->newer = NULL;
+    request->owners = 1;
+    request->state = HR_REQUEST_QUEUED;
+    request->announced_id = 0;
+    request->submit_ns = hr_now_ns();
+    atomic_store(&request->status, HORO_IN_PROGRESS);
 }
 
 /* ---- Pending ---- */
@@ -291,10 +325,6 @@ int hr_port_is_next(struct hr_request *request) {
     return last == NULL || last->refused != 0;
 }
 
-static void change_pending(struct hr_port *port, uint32_t change) {
-    atomic_store_explicit(&port->pending, hr_port_pending(port) + change, memory_order_relaxed);
-}
-
 hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) {
     struct hr_port *port = request->port;
     if (request->is_behind) {
@@ -306,7 +336,7 @@ hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) 
     *(requests->newest == NULL ? &requests->oldest : &requests->newest->newer) = request;
     requests->newest = request;
     atomic_fetch_add(&requests->drive->pending, 1);
-    change_pending(port, 1);
+    atomic_store_explicit(&port->pending, atomic_load(&port->pending) + 1, memory_order_relaxed);
     return HORO_OK;
 }
 
@@ -356,7 +386,7 @@ void hr_port_remove(struct hr_requests *requests, const struct hr_request *reque
             }
         }
     }
-    change_pending(port, (uint32_t)-1);
+    atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
     const uint32_t left = atomic_fetch_sub(&requests->drive->pending, 1) - 1;
     atomic_store_explicit(&block->pending, left, memory_order_relaxed);
     *(request->older == NULL ? &requests->oldest : &request->older->newer) = request->newer;

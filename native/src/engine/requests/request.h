@@ -9,12 +9,6 @@
 #include "horo_gpu.h"
 #include "wire/wire.h"
 
-/* Of a name in a team. Never 0, which stands for all names in a report. */
-static inline uint64_t hr_request_pending_hash(uint64_t name_hash, int32_t team) {
-    const uint64_t hash = name_hash ^ ((uint64_t)team << 32 | (uint64_t)team);
-    return hash + (hash == 0);
-}
-
 struct hr_port;
 struct hr_request;
 
@@ -53,11 +47,7 @@ struct hr_cargo {
     void *data;
 };
 
-static inline void hr_cargo_drop(const struct hr_cargo *cargo) {
-    if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
-        cargo->hooks->freed(cargo->owner, cargo->data);
-    }
-}
+void hr_cargo_drop(const struct hr_cargo *cargo);
 
 /* One allocation, plus the results of an allgather or alltoall and the text of an error. */
 struct hr_request {
@@ -73,7 +63,7 @@ struct hr_request {
     char *error_text;
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
     uint64_t name_hash;
-    uint64_t pending_hash; /* of name and team */
+    uint64_t pending_hash; /* of name and team; never 0, which stands for all names in a report */
     size_t name_bytes;
     int64_t data_bytes; /* of all its tensors here */
     int64_t submit_ns;
@@ -98,15 +88,14 @@ struct hr_request {
  */
 hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
+/*
+ * One that has ended can do for another call. may_be_spare: it holds nothing but what it was made of. is_like: the call
+ * differs from its own by the memory of the tensor alone. renew: it is that call's, as if made anew.
+ */
+int hr_request_may_be_spare(const struct hr_request *request);
+int hr_request_is_like(const struct hr_request *request, const horo_request *call);
+void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
-/* Of a refusal; empty otherwise. */
-static inline struct hr_wire_text hr_request_reason(const struct hr_request *request) {
-    return request->refused == 0 ? (struct hr_wire_text){NULL, 0}
-                                 : (struct hr_wire_text){request->error_text, strlen(request->error_text)};
-}
-static inline int hr_request_is_on_gpu(const struct hr_request *request) {
-    return (request->call.flags & HORO_SUBMIT_ON_GPU) != 0;
-}
 
 #endif

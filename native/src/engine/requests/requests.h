@@ -33,8 +33,11 @@ struct hr_requests {
     struct hr_place places[HR_TEAMS_MAX]; /* by number; 0 is the world */
     struct hr_request *queue_head, **queue_tail;
     struct hr_request *oldest, *newest; /* of those not done, in the order in which they were submitted */
-    struct hr_map handles;              /* handle -> request not released */
+    /* [handle_capacity] of requests not released: each at the place that its handle is modulo that power of two */
+    struct hr_request **handles;
+    size_t handle_capacity, handle_count; /* half of the places are free at least */
     int64_t last_handle;
+    struct hr_request *spare; /* of the last horo_run that has ended well, for another like it; NULL: there is none */
     int calls; /* that wait for requests, in whatever way; each holds up hr_requests_await_calls */
     uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */

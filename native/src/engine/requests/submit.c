@@ -23,10 +23,11 @@ void hr_requests_init(struct hr_requests *requests, struct hr_drive *drive) {
 }
 
 void hr_requests_fini(struct hr_requests *requests) {
-    for (size_t i = 0; i < requests->handles.capacity; i++) {
-        hr_request_destroy(requests->handles.slots[i].value);
+    for (size_t i = 0; i < requests->handle_capacity; i++) {
+        hr_request_destroy(requests->handles[i]);
     }
-    hr_map_fini(&requests->handles);
+    free((void *)requests->handles);
+    hr_request_destroy(requests->spare);
 }
 
 /* ---- Events ---- */
@@ -266,27 +267,59 @@ hr_status hr_requests_create(struct hr_requests *requests, const horo_request *c
         hr_end_show(node);
         return error->code;
     }
-    return hr_request_create(call, request, error);
+    *request = NULL;
+    if ((call->flags & HORO_SUBMIT_SYNC) != 0) {
+        hr_drive_lock(requests->drive);
+        if (requests->spare != NULL && hr_request_is_like(requests->spare, call)) {
+            *request = requests->spare;
+            requests->spare = NULL;
+        }
+        hr_drive_unlock(requests->drive);
+    }
+    if (*request == NULL) {
+        return hr_request_create(call, request, error);
+    }
+    hr_request_renew(*request, call);
+    return HORO_OK;
+}
+
+/* With the lock held: makes room for one handle. */
+static hr_status reserve_handle(struct hr_requests *requests) {
+    const size_t former = requests->handle_capacity;
+    if (2 * (requests->handle_count + 1) <= former) {
+        return HORO_OK;
+    }
+    const size_t capacity = former == 0 ? 64 : 2 * former;
+    struct hr_request **larger = calloc(capacity, sizeof *larger);
+    if (larger == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    struct hr_request **smaller = requests->handles;
+    for (size_t i = 0; i < former; i++) {
+        if (smaller[i] != NULL) {
+            larger[(size_t)smaller[i]->handle & (capacity - 1)] = smaller[i];
+        }
+    }
+    requests->handles = larger;
+    requests->handle_capacity = capacity;
+    free((void *)smaller);
+    return HORO_OK;
 }
 
 /* With the lock held. */
 static hr_status add(struct hr_requests *requests, struct hr_request *request, struct hr_error *error) {
     HR_TRY(hr_requests_check(requests, request, error));
     hr_requests_note_caller(requests);
-    request->handle = requests->last_handle + 1;
-    const uint64_t handle_hash = hr_hash_number(request->handle);
-    const char *handle_key = (const char *)&request->handle;
-    hr_status status = hr_map_insert(&requests->handles, handle_hash, handle_key, sizeof request->handle, request);
-    if (status == HORO_OK) {
-        status = hr_port_add(requests, request);
-        if (status != HORO_OK) {
-            (void)hr_map_remove(&requests->handles, handle_hash, handle_key, sizeof request->handle);
-        }
-    }
-    if (status != HORO_OK) {
+    if (reserve_handle(requests) != HORO_OK || hr_port_add(requests, request) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
     }
-    requests->last_handle++;
+    struct hr_request **place;
+    do { /* a number whose place is taken is never given */
+        request->handle = ++requests->last_handle;
+        place = &requests->handles[(size_t)request->handle & (requests->handle_capacity - 1)];
+    } while (*place != NULL);
+    *place = request;
+    requests->handle_count++;
     if (hr_op_is_last(request->call.op)) {
         request->port->state = HR_PORT_PAUSED;
     }

@@ -39,7 +39,11 @@ int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int
 /* ---- Handles ---- */
 
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle) {
-    return hr_map_find(&requests->handles, hr_hash_number(handle), (const char *)&handle, sizeof handle);
+    if (requests->handle_capacity == 0) {
+        return NULL;
+    }
+    struct hr_request *request = requests->handles[(size_t)handle & (requests->handle_capacity - 1)];
+    return request != NULL && request->handle == handle ? request : NULL;
 }
 
 /* With the lock held, for a request that is not done: it may have been submitted for a wait that has not come. */
@@ -60,15 +64,6 @@ int hr_requests_poll(struct hr_requests *requests, int64_t handle) {
     return status;
 }
 
-/* With the lock held, where the thread drives: it saves a switch of threads in this call, and in those that follow. */
-static void ask_to_drive(struct hr_requests *requests, const struct hr_request *request) {
-    const int sync = (request->call.flags & HORO_SUBMIT_SYNC) != 0;
-    const int is_alone = atomic_load(&requests->drive->pending) == 1;
-    if (sync && is_alone && atomic_load(&requests->drive->serves_hosts)) {
-        atomic_store(&requests->drive->wanted, 1);
-    }
-}
-
 /* With the lock held, which it lets go meanwhile: the caller is one of the request's owners. */
 static int wait_for_request(struct hr_requests *requests, const struct hr_request *request, int32_t timeout_ms) {
     int status;
@@ -85,7 +80,10 @@ static int wait_for_request(struct hr_requests *requests, const struct hr_reques
             status = atomic_load(&request->status);
             break; /* done, out of time, or a signal to be handled first */
         }
-        ask_to_drive(requests, request);
+        const int is_alone = atomic_load(&requests->drive->pending) == 1;
+        if (is_alone && (request->call.flags & HORO_SUBMIT_SYNC) != 0 && atomic_load(&requests->drive->serves_hosts)) {
+            atomic_store(&requests->drive->wanted, 1); /* it saves switches of threads, in the calls that follow too */
+        }
         hr_drive_wait(requests->drive, deadline_ns);
     }
     return status;
@@ -109,25 +107,20 @@ static void write_error(const struct hr_request *request, char *text, size_t tex
 
 /* With the lock held: the table of handles owns it no longer. */
 static void forget_handle(struct hr_requests *requests, struct hr_request *request) {
-    (void)hr_map_remove(&requests->handles, hr_hash_number(request->handle), (const char *)&request->handle,
-                        sizeof request->handle);
+    requests->handles[(size_t)request->handle & (requests->handle_capacity - 1)] = NULL;
+    requests->handle_count--;
     request->handle = 0;
     request->owners--;
 }
 
-/* With the lock held: whether results of a request that has ended well lie in memory that the core has allocated. */
-static int holds_results(const struct hr_request *request) {
-    int holds = 0;
-    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
-        holds |= !request->gathered[i].is_given;
-    }
-    return holds;
-}
-
+/* With the lock held, for one that has ended well: what does not fit lies in memory that the core has allocated. */
 static int releases(const struct hr_request *request, enum hr_wait_end end) {
+    int fits = 1;
+    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
+        fits &= request->gathered[i].is_given;
+    }
     return end == HR_WAIT_RELEASES ||
-           (end == HR_WAIT_RELEASES_WHAT_FITS &&
-            ((request->call.flags & HORO_SUBMIT_OFFER) == 0 || !holds_results(request)));
+           (end == HR_WAIT_RELEASES_WHAT_FITS && (fits || (request->call.flags & HORO_SUBMIT_OFFER) == 0));
 }
 
 /* With the lock held, which it lets go: a call ends, for which `unowned` is left (NULL: nothing is). */
@@ -163,7 +156,12 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
             forget_handle(requests, request);
         }
     }
-    end_call(requests, --request->owners == 0 ? request : NULL);
+    struct hr_request *unowned = --request->owners == 0 ? request : NULL;
+    if (unowned != NULL && status == HORO_OK && end == HR_WAIT_RELEASES_WHAT_FITS && hr_request_may_be_spare(unowned)) {
+        unowned = requests->spare;
+        requests->spare = request;
+    }
+    end_call(requests, unowned);
     return status;
 }
 

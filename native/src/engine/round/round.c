@@ -27,10 +27,6 @@ static _Atomic uint64_t *word_of(const struct hr_round *round) {
     return &round->team->partition.header->lone;
 }
 
-static uint64_t rounds_of(uint64_t word) {
-    return word >> ROUND_SHIFT & MASK(ROUND_BITS);
-}
-
 /* Place and rounds, where they are in the word. */
 static uint64_t position_of(uint64_t word) {
     return word & (MASK(PLACE_BITS + ROUND_BITS) << ROUND_SHIFT);
@@ -38,10 +34,6 @@ static uint64_t position_of(uint64_t word) {
 
 static uint64_t position(uint64_t place, uint64_t rounds) {
     return (place & MASK(PLACE_BITS)) << PLACE_SHIFT | (rounds & MASK(ROUND_BITS)) << ROUND_SHIFT;
-}
-
-static uint64_t first_of(uint64_t position, uint32_t id) {
-    return (uint64_t)id << ID_SHIFT | position | 1;
 }
 
 static int is_complete(const struct hr_round *round, uint64_t word) {
@@ -81,16 +73,11 @@ int hr_round_show_rows(struct hr_round *round, const struct hr_request *request)
 static uint64_t word_behind(const struct hr_round *round, uint64_t place, uint32_t id, uint64_t word) {
     const uint64_t mine = position(place, round->rounds);
     const uint64_t last = position(place, round->rounds - 1);
-    if (position_of(word) == last && is_complete(round, word)) {
-        return first_of(mine, id);
+    const int is_open = position_of(word) == mine && (word & CLOSED) == 0;
+    if ((is_open && (word & MASK(COUNT_BITS)) == 0) || (position_of(word) == last && is_complete(round, word))) {
+        return (uint64_t)id << ID_SHIFT | mine | 1;
     }
-    if (position_of(word) != mine || (word & CLOSED) != 0) {
-        return 0;
-    }
-    if ((word & MASK(COUNT_BITS)) == 0) {
-        return first_of(mine, id);
-    }
-    return word >> ID_SHIFT == id ? word + 1 : word | CLOSED;
+    return !is_open ? 0 : word >> ID_SHIFT == id ? word + 1 : word | CLOSED;
 }
 
 int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id) {
@@ -120,7 +107,8 @@ static enum hr_round_end end_of(const struct hr_round *round, uint64_t word) {
     if (position_of(word) == position(round->place, round->rounds)) {
         return is_complete(round, word) ? HR_ROUND_COMPLETE : (word & CLOSED) != 0 ? HR_ROUND_CLOSED : HR_ROUND_OPEN;
     }
-    return rounds_of(word) == (round->rounds & MASK(ROUND_BITS)) ? HR_ROUND_CLOSED : HR_ROUND_COMPLETE;
+    const uint64_t rounds = word >> ROUND_SHIFT & MASK(ROUND_BITS);
+    return rounds == (round->rounds & MASK(ROUND_BITS)) ? HR_ROUND_CLOSED : HR_ROUND_COMPLETE;
 }
 
 enum hr_round_end hr_round_look(struct hr_round *round) {
