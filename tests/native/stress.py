@@ -346,7 +346,8 @@ class Player:
             inputs[0] = np.concatenate([inputs[0], inputs[0][:1]]) if inputs[0].ndim == 1 else inputs[0][:, :1].copy()
             inputs[0] = np.ones(7, inputs[0].dtype) if not inputs[0].size and inputs[0].ndim == 1 else inputs[0]
         outputs = [np.full_like(each, 7) for each in inputs] if operation.apart else inputs
-        into = operation.kind in GIVES and operation.apart
+        # a rank that differs gets what it has itself where all others have joined
+        into = operation.kind in GIVES and operation.apart and not is_odd
         if into:
             outputs = [np.concatenate([operation.block(each, self.me) for each in operation.active]) * 0]
         elif operation.kind == "reducescatter":
@@ -417,7 +418,7 @@ class Player:
             there = [0 if each in operation.joined else operation.rows(each, self.me) for each in operation.members]
             assert rows == there, (rows, there)
             if data is not None:
-                outputs[:] = [np.frombuffer(data, operation.dtype).reshape(-1, 3)]
+                outputs[:] = [np.frombuffer(data, outputs[0].dtype).reshape(-1, outputs[0].shape[1])]
         finally:
             with suppress(HoroError):
                 context.release(handle)

@@ -1,7 +1,6 @@
 /*
  * Inside of the kernels: single elements as the scalar code sees them (any alignment, 16-bit floats as float, integers
- * and bool as int64), and the functions of a level, made of
- * vector_template.h or, for the scalar level, plain loops.
+ * and bool as int64), and the functions of a level, made of vector_template.h or, for the scalar level, plain loops.
  */
 #ifndef HR_KERNEL_LEVEL_H
 #define HR_KERNEL_LEVEL_H

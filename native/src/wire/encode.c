@@ -309,6 +309,7 @@ hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *mess
 hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message) {
     uint8_t length[4];
     (void)hr_store_u32(length, (uint32_t)message->byte_count);
+    HR_TRY(hr_buffer_reserve(out, sizeof length + message->byte_count)); /* both parts, or nothing */
     HR_TRY(hr_buffer_append(out, length, sizeof length));
     return hr_buffer_append(out, message->bytes, message->byte_count);
 }

@@ -1,6 +1,6 @@
 /*
- * Drive: one loop over the parts of a rank , on whichever thread has the token, and the lock
- * that all rooms share. Nothing here knows what the parts are.
+ * Drive: one loop over the parts of a rank, on whichever thread has the token, and the lock that all rooms share.
+ * Nothing here knows what the parts are.
  *
  * The lock is the rank's one lock. "The driver" is whoever has the token; it has the lock only where a line says so.
  */
