@@ -222,6 +222,8 @@ class ElasticSupervisor(HostsSupervisor):
         self._endings = [ending for ending in self._endings if ending.rank in members]
         if self._signal and self._state.phase is not Phase.OVER:  # the job has gone on after the failures before
             self._endings = [ending for ending in self._endings if ending.asked]
+        if self._finish.code == 0 and not self._signal and not self._errors:
+            return 0  # all were to leave: no failure before that is the cause
         code = super()._conclude()
         if self._finish.code is not None and not self._signal and not self._errors:
             return self._finish.code

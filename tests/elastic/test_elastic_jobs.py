@@ -138,6 +138,16 @@ def test_a_signal_is_the_cause_and_no_failure_before_it(elastic: Elastic) -> Non
     assert re.search(r"hororun: SIGINT: (the job was|workers [-\d, ]+ were) ended", ended.stderr)
 
 
+def test_no_failure_before_it_is_the_cause_of_the_end_of_a_job_that_leaves(elastic: Elastic, tmp_path: Path) -> None:
+    words = ("--elastic-dir", str(tmp_path), WORKER, "1000000", "1:3:kill", "2:init:hang")
+    job = elastic.start("-np", "2", "--min-np", "2", *words)
+    wait_until(lambda: b"training waits for 2" in os.read(stderr_of(job), 4096), "too few ranks", deadline_s=TORCH_S)
+    job.process.send_signal(signal.SIGTERM)
+    ended = job.finish(PATIENCE_S)
+    assert ended.returncode == 0, ended.stderr
+    assert "the job was ended" not in ended.stderr
+
+
 def stderr_of(job: Launched) -> int:
     """The descriptor of what hororun writes to stderr."""
     assert job.process.stderr is not None
