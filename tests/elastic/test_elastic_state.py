@@ -16,6 +16,7 @@ from horo.elastic.loop import run_elastic
 from horo.elastic.state import HostsUpdatedInterrupt, HostUpdateResult, ObjectState
 from horo.errors import DeadlockError, GroupError, MismatchError, NotInitializedError, PeerLostError, StalledError
 from horo.torch.elastic import ElasticSampler, TorchState, run
+from horo.torch.elastic.copies import Copies
 from horo.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 from horo.torch.engine import topology
 
@@ -126,6 +127,17 @@ def test_schedulers_scalers_and_every_dtype_are_kept() -> None:
     assert torch.equal(other.get_buffer("strided"), torch.arange(6.0).view(2, 3).t())
 
 
+def test_a_validation_or_a_frozen_part_that_is_broken_off_leaves_no_mode_behind() -> None:
+    model, _, state = made()
+    model[0].bias.requires_grad_(False)
+    model[1].eval()
+    state.commit()
+    model.eval().requires_grad_(False)
+    state.restore()
+    assert [module.training for module in model] == [True, False]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True, True]
+
+
 def test_commits_after_the_first_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, state = made()
     step(model, optimizer)
@@ -233,6 +245,25 @@ def test_a_commit_of_another_model_is_left_alone(caplog: pytest.LogCaptureFixtur
     state.epoch = 5
     state.restore()
     assert state.epoch == 4
+
+
+class Hidden:
+    def __setstate__(self, state: Any) -> None:
+        raise ModuleNotFoundError("No module named 'theirs'")
+
+
+def test_a_commit_that_no_longer_unpickles_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    fd = commits.create()
+    hidden = Hidden()
+    hidden.value = 1  # type: ignore[attr-defined]
+    other = TorchState(hidden=hidden)
+    other._copies = Copies(memory_with(fd))
+    other._write(Commit(1, 1))
+    state = TorchState(hidden=None)
+    with caplog.at_level("WARNING", "horo"):
+        assert not state._adopt(memory_with(fd))
+    assert "does not fit this state: No module named 'theirs'" in caplog.text
+    assert state.hidden is None
 
 
 # ---- Samplers ----

@@ -88,7 +88,8 @@ def _run_once(function: Callable[[], _Result], state: State, keeping: Keeping | 
     if keeping is not None and not _first:
         _first.append(state)
         keeping.own_memory()
-        keeping.resume()
+        if keeping.resume():
+            state.on_reset()  # the job before may have had another number of ranks
     state.sync()
     return function()
 
