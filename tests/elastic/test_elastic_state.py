@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -503,6 +504,15 @@ def test_without_a_driver_the_function_is_called_once() -> None:
     with pytest.raises(PeerLostError):
         train(state, 1)
     assert calls == [state]
+
+
+def test_a_state_that_no_file_keeps_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HORO_ELASTIC_DIR", str(tmp_path / "kept"))
+    with caplog.at_level("WARNING", "horo"):
+        assert run(lambda state: state.step)(ObjectState(hvd.broadcast_object, hvd.rank, step=3)) == 3
+    assert "this ObjectState is another state, and a later job begins it anew" in caplog.text
 
 
 def test_under_mpi_one_line_has_the_reason_why_the_function_is_called_once(

@@ -141,5 +141,14 @@ def _slot_memory() -> CommitMemory | None:
 def _keeping_of(state: State) -> Keeping | None:
     """The file of a state, if the user has named a folder for it."""
     folder = read_variables(LaunchVariables, environment()).elastic_dir
-    is_first = not _first or state is _first[0]
-    return Keeping(state, folder) if folder is not None and is_first and isinstance(state, TorchState) else None
+    if folder is None:
+        return None
+    if isinstance(state, TorchState) and (not _first or state is _first[0]):
+        return Keeping(state, folder)
+    if topology.rank() == 0:
+        logging.getLogger("horo").warning(
+            "--elastic-dir keeps the first TorchState that a program runs; this %s is another state, and a later job "
+            "begins it anew",
+            type(state).__name__,
+        )
+    return None
