@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import socket
 import stat
 import struct
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ __all__ = ["CommitFile"]
 _MAGIC = b"horocmf1"
 _HEAD = struct.Struct(f"<8sQQQ{LAYOUT_BYTES}s")
 """Magic, number of the commit, lengths of the data and of the objects, digest of the layout."""
+_LOCK = "lock"
+_DRAFT = f"commit.new.{socket.gethostname()}."
+"""The begin of its name; the number of the process follows: a file system may have no locks."""
 _DATA_AT = mmap.ALLOCATIONGRANULARITY
 """The objects follow the data."""
 
@@ -35,7 +39,7 @@ class CommitFile:
         folder: Made if it is not there.
 
     Raises:
-        ResourceError: It cannot be made, or others may write there.
+        ResourceError: It cannot be made or written to, or others may write there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -44,6 +48,7 @@ class CommitFile:
         with self._in_words("cannot be used"):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_own(self._folder, self._folder.stat())
+            os.close(open_own_file(self._folder / _LOCK))  # else the end of the job would show that it is read-only
 
     def __str__(self) -> str:
         return str(self._path)
@@ -57,20 +62,19 @@ class CommitFile:
         Raises:
             ResourceError: It cannot be written; the one before stays.
         """
-        with self._in_words("cannot be written"), self._alone():
+        with self._in_words("cannot be written"), self._alone() as is_alone:
             if found.commit.number <= self._number():
                 return False
-            draft = self._folder / "commit.new"
-            with os.fdopen(open_own_file(draft), "wb") as file:
-                os.fchmod(file.fileno(), 0o600)
-                head = _HEAD.pack(_MAGIC, found.commit.number, found.data_bytes, len(found.objects), found.layout)
-                file.write(head.ljust(_DATA_AT, b"\0"))
-                with memoryview(found.data) as data, data[: found.data_bytes] as part:
-                    file.write(part)
-                file.write(found.objects)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._path)
+            if is_alone:
+                for left in self._folder.glob("commit.new.*"):  # of processes that were killed
+                    left.unlink(missing_ok=True)
+            draft = self._folder / f"{_DRAFT}{os.getpid()}"
+            try:
+                _write(draft, found)
+                draft.replace(self._path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
@@ -113,11 +117,16 @@ class CommitFile:
         return int(number) if magic == _MAGIC else -1
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with os.fdopen(open_own_file(self._folder / "lock"), "wb") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: the last rename counts
+    def _alone(self) -> Iterator[bool]:
+        """Whether the file system has locks; without them, the last rename counts."""
+        with os.fdopen(open_own_file(self._folder / _LOCK), "wb") as lock:
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            except OSError:
+                is_alone = False
+            else:
+                is_alone = True
+            yield is_alone
 
     @contextlib.contextmanager
     def _in_words(self, what: str) -> Iterator[None]:
@@ -125,6 +134,18 @@ class CommitFile:
             yield
         except OSError as error:
             raise ResourceError(f"the commit in {self._folder} (--elastic-dir) {what}: {error}") from None
+
+
+def _write(path: Path, found: Found) -> None:
+    with os.fdopen(open_own_file(path), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        head = _HEAD.pack(_MAGIC, found.commit.number, found.data_bytes, len(found.objects), found.layout)
+        file.write(head.ljust(_DATA_AT, b"\0"))
+        with memoryview(found.data) as data, data[: found.data_bytes] as part:
+            file.write(part)
+        file.write(found.objects)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_own(path: Path, status: os.stat_result) -> None:

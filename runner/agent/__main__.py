@@ -32,7 +32,15 @@ from horo.runner.network import (
     network_identity,
     unreachable,
 )
-from horo.runner.processes import ENDING_WITHOUT_RANKS, PASSED_ON_BY_AGENTS, Guard, Tree, become_subreaper
+from horo.runner.processes import (
+    ENDING_WITHOUT_RANKS,
+    PASSED_ON_BY_AGENTS,
+    Guard,
+    Tree,
+    become_subreaper,
+    describe_process,
+    end_all,
+)
 
 __all__ = ["main"]
 
@@ -172,8 +180,9 @@ class _Agent:
         tree = Tree(str(job["mark"]), ancestor=os.getpid(), spared={self._guard.pid})
         kind = HostRanks if environments else HostWorkers
         self._ranks = kind(self._loop, self._guard, tree, job["grace_s"], self._emit)
-        if not environments:
-            return  # they come by START
+        if not environments:  # they come by START
+            self._end_all_of(job["marks_before"])
+            return
         try:
             if job["master_port"]:
                 free_port(int(job["master_port"]))
@@ -182,6 +191,16 @@ class _Agent:
             self._give_up(f"host {self._host}: {error}", EXIT_SETUP)
         except StartError as error:
             self._give_up(str(error), error.code)
+
+    def _end_all_of(self, marks: list[str]) -> None:
+        """Ends what agents before this one have left here, the host being lost meanwhile."""
+        for mark in marks:
+            left = Tree(str(mark))
+            if not end_all(left, 0.0):
+                words = ", ".join(map(describe_process, sorted(left.find())))
+                self._give_up(
+                    f"host {self._host}: {words} of this job, which run there still, cannot be ended", EXIT_SETUP
+                )
 
     def _start_worker(self, worker: int, slot: int, environment: dict[str, str]) -> None:
         if not isinstance(self._ranks, HostWorkers):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo.horovod.environment import is_switched_on
+from horo.runner.agent.protocol import PING_S
 from horo.runner.cli.combinations import (
     check_combinations,
     check_elastic,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["parse", "run"]
 
 _COOLDOWN_MAX_S = 3600
+_HOST_TIMEOUT_MIN_S = 3 * PING_S
 
 
 def run(arguments: Sequence[str] | None, *, for_horovod: bool) -> int:
@@ -189,6 +191,11 @@ def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> El
         what = f"-np {size}" if given.num_proc is not None else f"{size} ranks"
         raise JobError(f"{what} must lie between --min-np {low} and --max-np {high}")
     timeout_s = 600.0 if given.elastic_timeout is None else given.elastic_timeout
+    if given.host_timeout < _HOST_TIMEOUT_MIN_S:
+        raise JobError(
+            f"--host-timeout {given.host_timeout:g} is too short for an elastic job, whose hosts send something each "
+            f"second: at least {_HOST_TIMEOUT_MIN_S:g}"
+        )
     shortest, longest = given.blacklist_cooldown_range or (10, 600)
     if not shortest <= longest <= _COOLDOWN_MAX_S:
         raise JobError(

@@ -28,8 +28,8 @@ _ANSWER_S = 8.0
 class HostsSupervisor(Supervisor):
     """Carries out what an elastic job does with hosts; a subclass decides about it, in ``_take``.
 
-    A host keeps its index, and each agent of it the mark of its processes, so that a new one ends what another one may
-    have left behind.
+    A host keeps its index. Each agent of it has another mark for its processes, and ends those of the agents before
+    before it starts any: these may have been stopped, or killed with their guards.
     """
 
     process_word = "worker"
@@ -46,6 +46,7 @@ class HostsSupervisor(Supervisor):
         self._going: set[int] = set()  # hosts whose agents are to end
         self._again: set[int] = set()  # those that are to have another one then
         self._agents_failing: set[int] = set()  # those whose agents have failed and have not ended
+        self._marks: dict[int, list[str]] = {}  # of the agents of a host that have got the job
         self._indices = {host.name: index for index, host in enumerate(self._hosts)}
 
     def _serve_hosts(self, *, may_grow: bool) -> None:
@@ -121,7 +122,10 @@ class HostsSupervisor(Supervisor):
             remote.hang_up()
             return
         self._routes[index] = route.launcher
-        remote.send_job(self._job, self._environment, {}, mark=self._mark(index), binding=self._binding)
+        before = self._marks.get(index, [])
+        mark = f"{super()._mark(index)}.{len(before)}"
+        self._marks[index] = [*before, mark]
+        remote.send_job(self._job, self._environment, {}, mark=mark, binding=self._binding, marks_before=before)
         self._take(HostUp(host.name, slots))
 
     def _on_agent_failure(self, index: int, remote: RemoteHost) -> None:
@@ -151,6 +155,19 @@ class HostsSupervisor(Supervisor):
         if index in self._again:
             self._again.discard(index)
             self._reach(self._hosts[index].name)
+
+    def _stop(self) -> None:
+        self._again.clear()
+        super()._stop()
+
+    def _release(self) -> None:
+        """No worker runs, and none will: ends all agents."""
+        self._again.clear()
+        for host in self._ranks_by_host():
+            host.release()
+
+    def _mark(self, host: int) -> str:
+        return self._marks[host][-1] if host in self._remotes else super()._mark(host)
 
     def _lose(self, index: int, how: str, may_run_s: float = 0.0) -> None:
         self._take(HostLost(self._hosts[index].name, how, may_run_s))

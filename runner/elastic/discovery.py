@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from horo.runner.agent.ranks import Remained
 from horo.runner.hosts import HostsError, HostSpec, parse_hosts
-from horo.runner.processes import spawn
+from horo.runner.processes import describe_process, spawn
 from horo.runner.text import printable
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = ["Discovery", "parse_answer"]
 
 _EVERY_S = 1.0
 _TIMEOUT_S = 10.0
+_KILLED_S = 5.0
 _OUTPUT_BYTES = 1 << 20
 _WORDS_BYTES = 300
 """So much of what the script writes on stderr is in a message."""
@@ -116,6 +118,13 @@ class Discovery:
             self._timer.cancel()
         if self._process is not None:
             self._kill(self._process.pid)
+            self._loop.call_later(_KILLED_S, self._give_up)
+
+    def _give_up(self) -> None:
+        """Leaves a script that cannot be ended."""
+        if self._process is not None:
+            self._say(Remained("this host", (describe_process(self._process.pid),)).sentence)
+            self._process = None
 
     @property
     def pid(self) -> int | None:
@@ -136,6 +145,7 @@ class Discovery:
                     pass
                 self._loop.watch(stream.fileno())
                 stream.close()
+        self._kill(pid)  # what it has left behind: it would be one more each second
         if self._is_over:
             return
         self._on_end(process.returncode)

@@ -171,6 +171,9 @@ class _Turn(HostTurn):
         if self.state.phase is Phase.FINISHING or worker.standing is Standing.DONE:
             self._enter(Phase.FINISHING)
         elif is_member:
+            if self.state.phase is Phase.RUNNING:  # it may still answer the others, for whom nothing is broken then
+                before = self.state.announced or Announce(self.state.generation, 0)
+                self._announce(before.added, True, before.leave)
             self._gather(f"{name} {how}")
 
     def _end_others(self, worker: Worker) -> None:
@@ -246,9 +249,7 @@ class _Turn(HostTurn):
         change = changes_of(state, can_grow=not self._is_at_reset_limit())
         before = state.announced
         if change != ((before.added, before.removed, before.leave) if before else (False, False, False)):
-            state.changes += 1
-            state.announced = Announce(state.generation, state.changes, *change)
-            self.actions.append(state.announced)
+            self._announce(*change)
         if any(worker.has_state for worker in self._members() if self._stays(worker)):
             self._dismiss_leavers()
 
@@ -393,6 +394,11 @@ class _Turn(HostTurn):
                 self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")
             state.idle_since_s = None
         self._enter(Phase.RUNNING)
+
+    def _announce(self, *change: bool) -> None:
+        self.state.changes += 1
+        self.state.announced = Announce(self.state.generation, self.state.changes, *change)
+        self.actions.append(self.state.announced)
 
     def _gather(self, reason: str) -> None:
         if self.state.phase not in (Phase.FORMING, Phase.RUNNING):

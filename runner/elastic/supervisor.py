@@ -195,8 +195,7 @@ class ElasticSupervisor(HostsSupervisor):
         if self._running:
             self._stop()
         else:
-            for host in self._ranks_by_host():
-                host.release()
+            self._release()
 
     def _stop(self) -> None:
         if self._discovery is not None:

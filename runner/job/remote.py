@@ -126,6 +126,7 @@ class RemoteHost:
         *,
         mark: str,
         binding: Binding,
+        marks_before: Sequence[str] = (),
     ) -> None:
         """Gives the agent the ranks to run.
 
@@ -135,6 +136,7 @@ class RemoteHost:
             ranks: the variables of each; none: the job is elastic, and they come one by one, by ``start_worker``.
             mark: of their processes.
             binding: the cores and GPUs that they are bound to.
+            marks_before: those of agents before, whose processes end first.
         """
         self.job_sent = True
         self._await(*ranks)
@@ -142,6 +144,7 @@ class RemoteHost:
         message = {
             "host": self.host.name,
             "mark": mark,
+            "marks_before": list(marks_before),
             "cwd": str(Path.cwd()),
             "command": list(job.command),
             "environment": exported,

@@ -155,12 +155,13 @@ def report(cause: Ending, endings: Iterable[Ending], word: str = "rank") -> byte
     return text + (printable(f"hororun: the others: {'; '.join(others)}").encode() + b"\n" if others else b"")
 
 
-def overdue(endings: Iterable[Ending], grace_s: float) -> str:
-    """A sentence about the ranks that were killed because the grace time was over; empty: none was."""
+def overdue(endings: Iterable[Ending], grace_s: float, word: str = "rank") -> str:
+    """A sentence about the ranks that were killed because the grace time was over; empty: none was. ``word``: as for
+    ``report``."""
     ranks = sorted(ending.rank for ending in endings if ending.overdue)
     if not ranks:
         return ""
-    who, were = (f"rank {ranks[0]}", "was") if len(ranks) == 1 else (f"ranks {ranges(ranks)}", "were")
+    who, were = (f"{word} {ranks[0]}", "was") if len(ranks) == 1 else (f"{word}s {ranges(ranks)}", "were")
     return f"{who} did not end within {grace_s:g} s of SIGTERM and {were} killed; --grace-seconds gives more"
 
 

@@ -180,7 +180,7 @@ class Supervisor:
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         code = self._conclude()
-        late = overdue(self._endings, self._job.grace_s)
+        late = overdue(self._endings, self._job.grace_s, self.process_word)
         if late:
             self._console.say(late)
         self._console.flush(wait_for_all=False)
@@ -421,7 +421,7 @@ class Supervisor:
     def _say_what_is_awaited(self) -> None:
         if self._running:
             who = ranges(sorted(self._running))
-            self._console.say(f"still waiting for the end of ranks {who}; Ctrl-C again kills them")
+            self._console.say(f"still waiting for the end of {self.process_word}s {who}; Ctrl-C again kills them")
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
@@ -486,7 +486,7 @@ class Supervisor:
         cause = root_cause(self._endings)
         if self._signal and (cause is None or cause.asked):
             ended = sorted(ending.rank for ending in self._endings if ending.asked)
-            what = f"ranks {ranges(ended)} were ended" if len(ended) > 1 else "the job was ended"
+            what = f"{self.process_word}s {ranges(ended)} were ended" if len(ended) > 1 else "the job was ended"
             self._console.say(f"{signal_name(self._signal)}: {what}")
             return 128 + self._signal
         if cause is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -88,6 +89,25 @@ def test_the_other_host_goes_on_and_the_lost_one_is_used_again(cluster: Cluster,
     assert f"worker 2 on {b.name} starts" in done.stderr
     if victim == "agent":
         assert re.search(rf"hororun: {b.name} is lost \(.*\); it is tried again after \d+ s", done.stderr)
+
+
+def test_workers_of_an_agent_that_is_stopped_do_not_hold_the_others_up(cluster: Cluster, tmp_path: Path) -> None:
+    a, b = cluster.hosts
+    told = {"HORO_PEER_TIMEOUT": "60", "STOP_FILE": str(tmp_path / "stop")}
+    limits = ("-np", "3", "--min-np", "1", "--host-timeout", "6", "--blacklist-cooldown-range", "1", "1")
+    words = (*limits, WORKER, FOREVER)
+    job = cluster.start(*words, where=f"{a.name}:1,{b.name}:2", environment={**PLACES, **told})
+    said_until(job, "worker 2 is 2 of 3")
+    stopped, left = agents(cluster, b), cluster.processes(b, WORKER)
+    kill_all(stopped, signal.SIGSTOP)
+    try:
+        said_until(job, "worker 0 is 0 of 1")
+        said_until(job, " of 3 at ")
+        assert not set(left) & set(cluster.processes(b, WORKER))
+    finally:
+        kill_all(stopped, signal.SIGCONT)
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {0, 3, 4}
 
 
 def test_the_half_that_hororun_reaches_goes_on_and_the_other_one_ends(cluster: Cluster, tmp_path: Path) -> None:

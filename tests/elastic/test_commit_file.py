@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -49,10 +50,11 @@ def test_a_later_job_finds_the_latest_commit_as_one_of_its_first_generation(tmp_
 def test_what_a_killed_process_has_left_beside_the_file_disturbs_nobody(tmp_path: Path) -> None:
     file = CommitFile(str(tmp_path))
     file.write(found(7))
-    (tmp_path / "commit.new").write_bytes(b"horocmf1")
+    (tmp_path / "commit.new.host.7").write_bytes(b"horocmf1")
     assert number_of(file.read()) == 7
     assert file.write(found(8))
     assert number_of(file.read()) == 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit", "lock"]
 
 
 @pytest.mark.parametrize("name", ["commit", "."])
@@ -74,12 +76,48 @@ def test_a_file_that_is_cut_is_refused(tmp_path: Path, size: int) -> None:
 
 def test_a_file_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:
     file = CommitFile(str(tmp_path))
-    (tmp_path / "commit.new").symlink_to(tmp_path / "other")
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to(tmp_path / "other")
     with pytest.raises(ResourceError, match=r"cannot be written: .*it is a symbolic link"):
         file.write(found(7))
     (tmp_path / "plain").write_text("")
     with pytest.raises(ResourceError, match="cannot be used"):
         CommitFile(str(tmp_path / "plain"))
+
+
+def test_a_full_disk_leaves_the_commit_before_and_no_draft(tmp_path: Path) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    later = found(8)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DATA_BYTES, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"cannot be written: .*File too large"):
+            file.write(later)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert number_of(file.read()) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit", "lock"]
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ResourceError, match=r"\(--elastic-dir\) cannot be used: "):
+        CommitFile(str(tmp_path))
+
+
+def test_processes_without_locks_write_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError("no locks here")))
+    file, drafts = CommitFile(str(tmp_path)), []
+    fsync = os.fsync
+
+    def while_it_is_written(fd: int) -> None:
+        drafts.extend(path.name for path in tmp_path.glob("commit.new*"))
+        fsync(fd)
+
+    monkeypatch.setattr("os.fsync", while_it_is_written)
+    file.write(found(7))
+    assert len(drafts) == 1 and str(os.getpid()) in drafts[0]
 
 
 def test_a_state_goes_on_from_the_file_and_refuses_that_of_another_model(tmp_path: Path) -> None:
@@ -107,22 +145,36 @@ def alone(folder: str, ends: str) -> None:
     """A process without a launcher that ends before its training."""
     os.environ["HORO_ELASTIC_DIR"] = folder
     hvd.init()
+    sync = os.fsync
 
     @hvd.elastic.run
     def train(state: Any) -> None:
         if state.epoch == 3:
-            sys.exit(33)  # it has gone on
+            sys.exit(33 if resets else 1)  # it has gone on
         for state.epoch in range(1, 5):
             if state.epoch == 4:
-                if ends == "signal":
+                if "while it is written" in ends:
+                    os.fsync = lambda fd: (os.kill(os.getpid(), signal.SIGTERM), sync(fd))[1]
+                if ends.startswith("signal"):
                     os.kill(os.getpid(), signal.SIGTERM)
                 raise hvd.PeerLostError("rank 1 was lost")
             state.commit()
 
-    train(hvd.elastic.TorchState(epoch=0))
+    resets: list[int] = []
+    state = hvd.elastic.TorchState(epoch=0)
+    state.register_reset_callbacks([lambda: resets.append(1)])
+    train(state)
 
 
-@pytest.mark.parametrize(("ends", "code"), [("signal", -signal.SIGTERM), ("loss", 1)])
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("signal", -signal.SIGTERM),
+        ("signal, and one while it is written", -signal.SIGTERM),
+        ("loss", 1),
+        ("loss, and a signal while it is written", -signal.SIGTERM),
+    ],
+)
 def test_under_any_launcher_the_last_commit_is_kept_when_the_job_ends(tmp_path: Path, ends: str, code: int) -> None:
     for expected in (code, 33):
         process = multiprocessing.get_context("forkserver").Process(target=alone, args=(str(tmp_path), ends))

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from jobs import wait_until
 
 from horo.runner.agent.ranks import reap
 from horo.runner.elastic import discovery
@@ -34,6 +35,12 @@ def test_a_host_without_slots_reports_them_itself() -> None:
 def test_a_line_that_is_no_host_is_an_error() -> None:
     with pytest.raises(HostsError, match="--option"):
         parse_answer("--option\n", None)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for its parent."""
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 class Script:
@@ -129,18 +136,31 @@ def test_a_script_that_does_not_end_is_killed_with_what_it_has_started(
     script.discovery.run()
     script.end()
     assert "has not ended within 0.5 s" in script.failures[0]
-    pid = int(child.read_text())
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_until(lambda: has_ended(int(child.read_text())), "the end of the child")
 
 
-def test_what_the_script_leaves_behind_does_not_delay_its_answer(script: Script) -> None:
+def test_what_the_script_leaves_behind_does_not_delay_its_answer_and_is_killed(script: Script) -> None:
     child = script.file.with_name("child")
     script.discovery = script.of(f"echo a:1; sleep 1000 & echo $! > {child}")
     script.discovery.run()
     script.end()
-    os.kill(int(child.read_text()), signal.SIGKILL)
     assert script.found == [["a:1"]]
+    wait_until(lambda: has_ended(int(child.read_text())), "the end of the child")
+
+
+def test_a_script_that_cannot_be_killed_is_left(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_KILLED_S", 0.1)
+    monkeypatch.setattr(Discovery, "_kill", lambda _discovery, _pid: None)
+    script.discovery = script.of("exec sleep 1000")
+    script.discovery.run()
+    pid = script.discovery.pid
+    assert pid is not None
+    try:
+        script.discovery.stop()
+        script.end()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert len(script.warnings) == 1 and f"process {pid}" in script.warnings[0]
 
 
 def test_a_flood_is_no_answer(script: Script) -> None:

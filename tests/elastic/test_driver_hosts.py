@@ -283,6 +283,12 @@ def test_one_rank_of_a_host_that_goes_gives_the_state_to_the_next_ones() -> None
     assert driver.on(*within(3, 2, 3), Ended(0, True), Ended(1, True)) == [Dismiss(0), Disconnect("a")]
 
 
+def test_others_leave_a_generation_with_workers_that_cannot_be_reached_and_may_answer_them() -> None:
+    driver = running(3, hosts={"a": 1, "b": 2})
+    assert driver.on(HostLost("b", "is lost")) == [Announce(1, 1, removed=True)]
+    assert driver.on(Waits(0, 1, None, has_state=True)) == [WriteSeats(2, (0,))]
+
+
 def test_ranks_leave_a_host_even_if_nobody_takes_over() -> None:
     driver = running(2, hosts={"a": 2}, script="s")
     assert driver.on(found()) == [Announce(1, 1, removed=True)]

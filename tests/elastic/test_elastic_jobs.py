@@ -135,7 +135,7 @@ def test_a_signal_is_the_cause_and_no_failure_before_it(elastic: Elastic) -> Non
     job.process.send_signal(signal.SIGINT)
     ended = job.finish(PATIENCE_S)
     assert ended.returncode == 128 + signal.SIGINT
-    assert "hororun: SIGINT: " in ended.stderr
+    assert re.search(r"hororun: SIGINT: (the job was|workers [-\d, ]+ were) ended", ended.stderr)
 
 
 def stderr_of(job: Launched) -> int:
@@ -163,6 +163,7 @@ def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
         (("-np", "2", "--min-np", "3"), "-np 2 must lie between --min-np 3 and --max-np 2"),
         (("-np", "2", "--min-np", "1", "--max-np", "1"), "-np 2 must lie between --min-np 1 and --max-np 1"),
         (("-np", "2", "--reset-limit", "1"), "--reset-limit is for an elastic job: add --min-np N"),
+        (("-np", "2", "--min-np", "1", "--host-timeout", "2"), "--host-timeout 2 is too short for an elastic job"),
         (("-np", "2", "--max-np", "3"), "--max-np is for an elastic job: add --min-np N"),
         (("-np", "2", "--elastic-timeout", "1"), "--elastic-timeout is for an elastic job"),
         (("-np", "2", "--min-np", "1", "--torch-env"), "--torch-env is not for an elastic job"),

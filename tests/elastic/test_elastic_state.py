@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from horo.elastic.loop import run_elastic
 from horo.elastic.state import HostsUpdatedInterrupt, HostUpdateResult, ObjectState
 from horo.errors import DeadlockError, GroupError, MismatchError, NotInitializedError, PeerLostError, StalledError
 from horo.torch.elastic import ElasticSampler, TorchState, run
+from horo.torch.elastic.copies import Copies
 from horo.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 from horo.torch.engine import topology
 
@@ -126,6 +128,17 @@ def test_schedulers_scalers_and_every_dtype_are_kept() -> None:
     assert torch.equal(other.get_buffer("strided"), torch.arange(6.0).view(2, 3).t())
 
 
+def test_a_validation_or_a_frozen_part_that_is_broken_off_leaves_no_mode_behind() -> None:
+    model, _, state = made()
+    model[0].bias.requires_grad_(False)
+    model[1].eval()
+    state.commit()
+    model.eval().requires_grad_(False)
+    state.restore()
+    assert [module.training for module in model] == [True, False]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True, True]
+
+
 def test_commits_after_the_first_allocate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, state = made()
     step(model, optimizer)
@@ -233,6 +246,25 @@ def test_a_commit_of_another_model_is_left_alone(caplog: pytest.LogCaptureFixtur
     state.epoch = 5
     state.restore()
     assert state.epoch == 4
+
+
+class Hidden:
+    def __setstate__(self, state: Any) -> None:
+        raise ModuleNotFoundError("No module named 'theirs'")
+
+
+def test_a_commit_that_no_longer_unpickles_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    fd = commits.create()
+    hidden = Hidden()
+    hidden.value = 1  # type: ignore[attr-defined]
+    other = TorchState(hidden=hidden)
+    other._copies = Copies(memory_with(fd))
+    other._write(Commit(1, 1))
+    state = TorchState(hidden=None)
+    with caplog.at_level("WARNING", "horo"):
+        assert not state._adopt(memory_with(fd))
+    assert "does not fit this state: No module named 'theirs'" in caplog.text
+    assert state.hidden is None
 
 
 # ---- Samplers ----
@@ -472,6 +504,15 @@ def test_without_a_driver_the_function_is_called_once() -> None:
     with pytest.raises(PeerLostError):
         train(state, 1)
     assert calls == [state]
+
+
+def test_a_state_that_no_file_keeps_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HORO_ELASTIC_DIR", str(tmp_path / "kept"))
+    with caplog.at_level("WARNING", "horo"):
+        assert run(lambda state: state.step)(ObjectState(hvd.broadcast_object, hvd.rank, step=3)) == 3
+    assert "this ObjectState is another state, and a later job begins it anew" in caplog.text
 
 
 def test_under_mpi_one_line_has_the_reason_why_the_function_is_called_once(

@@ -56,7 +56,8 @@ class Agent:
 
     def job(self, script: str = "exec sleep 300", **changed: object) -> None:
         value = {
-            "host": "h", "mark": f"test.{os.getpid()}.{id(self)}", "cwd": "/", "command": ["sh", "-c", script],
+            "host": "h", "mark": f"test.{os.getpid()}.{id(self)}", "marks_before": [], "cwd": "/",
+            "command": ["sh", "-c", script],
             "environment": {}, "unset": [], "ranks": {"0": {}}, "grace_s": 0.2, "silence_s": 30.0, "master_port": 0,
             "binding": {"threads_set": False},
         }  # fmt: skip
@@ -131,6 +132,17 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
 def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
     agent.job(**changed)
     assert fact in agent.message(Kind.FAILED).json()["message"]
+    assert agent.process.wait(30) == 0
+
+
+def test_what_an_agent_before_has_left_is_gone_before_a_worker_starts(agent: Agent) -> None:
+    mark = f"before.{os.getpid()}"
+    with subprocess.Popen(["sleep", "300"], env={**os.environ, "HORO_HOST_MARK": mark}) as left:
+        agent.job(ranks={}, marks_before=["none", mark])
+        agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 1))
+        agent.message(Kind.STARTED)
+        assert left.wait(30) == -9
+    agent.send(encode(Kind.TERMINATE))
     assert agent.process.wait(30) == 0
 
 

@@ -13,7 +13,6 @@ import torch
 
 from horo.elastic.commit_file import CommitFile
 from horo.elastic.commits import Commit, CommitMemory, Found
-from horo.errors import UsageError
 from horo.torch.functions.pickling import pickled
 
 __all__ = ["Copies", "Kept"]
@@ -68,7 +67,7 @@ class Copies:
     def read(self) -> Kept | None:
         """The commit that was written last, by this process or an earlier one of its slot; None: there is none."""
         found = self._memory.latest()
-        return None if found is None else self._unpacked(found)
+        return None if found is None else self.unpacked(found)
 
     def keep_in(self, file: CommitFile) -> bool:
         """Writes the last commit to a file; whether that lacked it.
@@ -79,22 +78,8 @@ class Copies:
         found = self._memory.latest()
         return found is not None and file.write(found)
 
-    def read_from(self, file: CommitFile) -> Kept | None:
-        """The commit in a file; None: there is no file.
-
-        Raises:
-            ResourceError: The file cannot be read.
-            UsageError: It is no such file.
-        """
-        found = file.read()
-        if found is None:
-            return None
-        kept = self._unpacked(found)
-        if kept is None:
-            raise UsageError(f"{file} is of another version of horo; remove it, or name another --elastic-dir")
-        return kept
-
-    def _unpacked(self, found: Found) -> Kept | None:
+    def unpacked(self, found: Found) -> Kept | None:
+        """A commit that was read elsewhere; None: its layout is not that of its tensors."""
         layout, objects = cloudpickle.loads(found.objects)
         if _digest(layout) != found.layout:
             return None

@@ -86,7 +86,7 @@ class PartHandler(StateHandler):
 
 
 class ModelStateHandler(PartHandler):
-    """A module: parameters, buffers, extra states."""
+    """A module: parameters, buffers, extra states, and its modes: a step that is broken off may have changed them."""
 
     value: torch.nn.Module
 
@@ -100,15 +100,22 @@ class ModelStateHandler(PartHandler):
         for name, tensor in state.tensors:
             check_tensor(tensor, "the state's model", name)
             tensors.append(tensor)
-        return [name for name, _ in state.tensors], state.objects
+        trained = [part.training for part in self.value.modules()]
+        free = [parameter.requires_grad for parameter in self.value.parameters()]
+        return [name for name, _ in state.tensors], state.objects, trained, free
 
     def accept(self, objects: Any) -> list[torch.Tensor]:
         """As in the base class."""
-        names, extra = objects
+        names, extra, trained, free = objects
         state = model_state(self.value)
         if names != [name for name, _ in state.tensors]:
             raise UsageError("the model has other parameters than the one whose state comes from a commit")
         state.replace(extra)
+        for part, is_trained in zip(self.value.modules(), trained, strict=False):
+            part.training = is_trained
+        for parameter, is_free in zip(self.value.parameters(), free, strict=False):
+            if parameter.requires_grad != is_free:
+                parameter.requires_grad_(is_free)
         return [tensor for _, tensor in state.tensors]
 
     def parameters(self) -> Iterable[torch.Tensor]:

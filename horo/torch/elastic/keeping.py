@@ -32,6 +32,9 @@ class Keeping:
 
     def __init__(self, state: TorchState, folder: str) -> None:
         self._state, self._file = state, CommitFile(folder)
+        self._is_writing = False
+        self._is_to_end = False
+        """SIGTERM has come while it was writing."""
 
     def resume(self) -> bool:
         """Gives the state the commit in the file, if there is one; whether there is.
@@ -44,12 +47,15 @@ class Keeping:
 
     def keep(self) -> None:
         """Writes the last commit to the file. A failure is a line in the log: the job ends in any case."""
+        self._is_writing = True
         try:
             if self._state._copies.keep_in(self._file):
                 number = self._state._standing.commit.number
                 self._log(f"commit {number} is in {self._file}: a job with the same --elastic-dir goes on from it")
         except ResourceError as error:
             self._log(str(error))
+        finally:
+            self._is_writing = False
 
     def own_memory(self) -> None:
         """Has a commit that a signal breaks off leave the one before; so it is in an elastic job in any case."""
@@ -61,10 +67,16 @@ class Keeping:
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         is_mine = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
 
+        def end() -> None:
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
+
         def on_sigterm(number: int, frame: FrameType | None) -> None:
+            if self._is_writing:  # on the stack below: it ends this process once it has written
+                self._is_to_end = True
+                return
             self.keep()
-            signal.signal(number, before)
-            os.kill(os.getpid(), number)
+            end()
 
         if is_mine:
             signal.signal(signal.SIGTERM, on_sigterm)
@@ -74,6 +86,8 @@ class Keeping:
             raise
         except GroupError:
             self.keep()
+            if self._is_to_end:
+                end()
             raise
         finally:
             if is_mine and signal.getsignal(signal.SIGTERM) is on_sigterm:

@@ -88,7 +88,8 @@ def _run_once(function: Callable[[], _Result], state: State, keeping: Keeping | 
     if keeping is not None and not _first:
         _first.append(state)
         keeping.own_memory()
-        keeping.resume()
+        if keeping.resume():
+            state.on_reset()  # the job before may have had another number of ranks
     state.sync()
     return function()
 
@@ -140,5 +141,14 @@ def _slot_memory() -> CommitMemory | None:
 def _keeping_of(state: State) -> Keeping | None:
     """The file of a state, if the user has named a folder for it."""
     folder = read_variables(LaunchVariables, environment()).elastic_dir
-    is_first = not _first or state is _first[0]
-    return Keeping(state, folder) if folder is not None and is_first and isinstance(state, TorchState) else None
+    if folder is None:
+        return None
+    if isinstance(state, TorchState) and (not _first or state is _first[0]):
+        return Keeping(state, folder)
+    if topology.rank() == 0:
+        logging.getLogger("horo").warning(
+            "--elastic-dir keeps the first TorchState that a program runs; this %s is another state, and a later job "
+            "begins it anew",
+            type(state).__name__,
+        )
+    return None

@@ -174,12 +174,15 @@ class TorchState(ObjectState):
             ResourceError: The file cannot be read.
             UsageError: It is of another state.
         """
-        kept = self._copies.read_from(file)
-        if kept is None:
+        found = file.read()
+        if found is None:
             return False
         try:
+            kept = self._copies.unpacked(found)
+            if kept is None:
+                raise UsageError("it is of another version of horo")
             self._take(kept)
-        except (RuntimeError, ValueError, LookupError, TypeError) as error:
+        except Exception as error:  # torch's, and whatever a user's class raises
             raise UsageError(
                 f"the commit in {file} does not fit this state; remove it, or name another --elastic-dir: {error}"
             ) from error
@@ -199,12 +202,7 @@ class TorchState(ObjectState):
             if kept is not None and kept.commit.generation > 0:
                 self._standing.commit = self._load()
                 return True
-        except (
-            RuntimeError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # torch's, and whatever a user's class raises
+        except Exception as error:  # torch's, and whatever a user's class raises
             logging.getLogger("horo").warning("the commit of an earlier process does not fit this state: %s", error)
         theirs, self._copies = self._copies, own
         self._load()
