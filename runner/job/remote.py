@@ -364,7 +364,7 @@ class RemoteHost:
             exited = checks.exited(message, self._to_end)
             self._to_end.discard(message.rank)
             self._emit(exited)
-        elif message.kind == Kind.NOT_STARTED:
+        elif message.kind == Kind.NOT_STARTED and self._silence_s is not None:  # the job is elastic
             not_started = checks.not_started(message, self._to_start)
             self._to_start.discard(message.rank)
             self._to_end.discard(message.rank)

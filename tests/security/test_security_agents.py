@@ -146,7 +146,7 @@ NONSENSE = {
     "end-of-another": GOOD + encode_json(Kind.EXITED, ENDED, 1),
     "ends-twice": GOOD + encode_json(Kind.EXITED, ENDED, 0) * 2,
     "starts-twice": GOOD + encode_json(Kind.STARTED, {"pid": 5, "bound": ""}, 0) * 2,
-    "fails-twice": GOOD + encode_json(Kind.NOT_STARTED, {"message": "no", "code": 127}, 0) * 2,
+    "fails-alone": GOOD + encode_json(Kind.NOT_STARTED, {"message": "no", "code": 127}, 0),
     "no-message": GOOD + b"\xff" * 100,
 }
 
