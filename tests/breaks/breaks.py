@@ -83,7 +83,7 @@ BREAKS = (
         "arena-last-cause",
         "native/src/arena/arena.c",
         "    uint64_t expected = 0;",
-        "    uint64_t expected = atomic_load(word);",
+        "    uint64_t expected = atomic_load(end_word);",
         "The error names the last rank that gave up, not the one that died first.",
         "tests/native/test_end.py -k first_death",
     ),

@@ -133,3 +133,13 @@ def test_wrong_splits_are_refused_where_they_are_submitted(rank: Rank, splits: t
     with pytest.raises(UsageError, match=f"alltoall 'a': {said}"):
         rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor._replace(splits=splits)]))
     check(rank, [random_plan(3, 1)])
+
+
+@on_ranks([2], [1, 1])
+def test_more_rows_than_one_rank_can_get_are_refused_on_all_ranks(rank: Rank) -> None:
+    tensor = context.Tensor(64, 64, (1 << 62, 0), context.DTYPES["float32"])._replace(splits=(1 << 62, 0))
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "huge", [tensor]))
+    with pytest.raises(UsageError, match=rf"'huge': the rows of all {rank.size} ranks .* larger"):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+    rank.barrier()

@@ -57,6 +57,7 @@ static int measure(struct hr_request *request, int i, int size, int64_t *total) 
     struct hr_gathered *result = &request->gathered[i];
     const horo_tensor *tensor = &request->call.tensors[i];
     int64_t rows = 0;
+    int64_t all = 0; /* rows of all ranks for all */
     int64_t row_bytes = 0;
     int64_t bytes;
     /* it was checked when it was submitted */
@@ -67,7 +68,8 @@ static int measure(struct hr_request *request, int i, int size, int64_t *total) 
         }
         /* of an alltoall each rank has another result, and all must come to the same conclusion */
         for (int to = 0; to < size && request->splits != NULL; to++) {
-            if (__builtin_mul_overflow(splits_of(request, size, r, i)[to], row_bytes, &bytes) ||
+            const int64_t given = splits_of(request, size, r, i)[to];
+            if (__builtin_add_overflow(all, given, &all) || __builtin_mul_overflow(given, row_bytes, &bytes) ||
                 __builtin_add_overflow(*total, bytes, total)) {
                 return 0;
             }
