@@ -26,6 +26,7 @@ struct host_backend {
     struct hr_fused fused; /* of a broadcast */
     size_t moved_bytes;    /* of all ranks together, of an alltoall their mean; not of an allreduce */
     struct hr_task *task;  /* the step that runs; NULL: none */
+    int has_adasum;        /* the step is run.adasum */
     enum way way;          /* of a move, and of a reduce-scatter */
     union {
         struct hr_probe probe;
@@ -184,7 +185,8 @@ static int begin_kind(struct host_backend *host) {
     }
     const struct hr_fused fused = fuse(host, host->pieces, kind, -1);
     host->task = NULL; /* a task that could not begin has nothing to cancel */
-    if (is_adasum(host) && fused.bytes > 0) {
+    host->has_adasum = is_adasum(host) && fused.bytes > 0;
+    if (host->has_adasum) {
         HR_TRY(hr_adasum_begin(&host->run.adasum, host->team, &fused, work->prescale, work->postscale));
         host->task = &host->run.adasum.task;
     } else {
@@ -341,6 +343,7 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
         host->work.reduce_op = HORO_SUM; /* its own, scaled */
     }
     host->task = NULL;
+    host->has_adasum = 0;
     host->way = WAY_SLOTS;
     host->next_kind = 0;
     const int op = host->work.op;
@@ -437,7 +440,7 @@ static int host_is_ending(const struct hr_backend *backend) {
 static void host_destroy(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
-        if (is_adasum(host) && host->task == &host->run.adasum.task) {
+        if (host->has_adasum && host->task != NULL) {
             hr_adasum_free(&host->run.adasum);
         }
         free(host->pieces);
