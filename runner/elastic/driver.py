@@ -25,6 +25,7 @@ from horo.runner.elastic.state import (
     Fail,
     Finish,
     FoundHost,
+    Generation,
     HostEvent,
     HostsFound,
     Kill,
@@ -386,7 +387,8 @@ class _Turn(HostTurn):
     def _run(self) -> None:
         state = self.state
         if state.idle_since_s is not None:
-            idle_s = self._now_s - state.idle_since_s
+            idle_s = self._now_s - state.idle_since_s if state.generation > 1 else 0.0
+            state.history = (*state.history, Generation(state.generation, state.members, idle_s))
             if state.generation > 1:
                 state.lost_s += idle_s
                 names = ", ".join(map(str, state.members))

@@ -22,6 +22,7 @@ __all__ = [
     "Fail",
     "Finish",
     "FoundHost",
+    "Generation",
     "Host",
     "HostEvent",
     "HostLost",
@@ -148,6 +149,21 @@ class SlotRecord:
     free_s: float = float("-inf")
 
 
+@dataclass(frozen=True)
+class Generation:
+    """A generation that has trained.
+
+    Attributes:
+        number: counted from 1; there may be others between that one and the one before, which have not trained.
+        members: its workers.
+        still_s: the time for which training stood still before it.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    still_s: float = 0.0
+
+
 @dataclass
 class DriverState:
     """The state of the driver. ``step`` copies it.
@@ -169,6 +185,7 @@ class DriverState:
         is_broken: a member has left the generation, so that nobody can be at work in it.
         idle_since_s: the time at which training stopped; None: it goes on.
         lost_s: the time in which it did not go on.
+        history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
         done_s: the time at which the first member has come to the end of ``hvd.elastic.run``; None: none has.
@@ -193,6 +210,7 @@ class DriverState:
     is_broken: bool = False
     idle_since_s: float | None = None
     lost_s: float = 0.0
+    history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
     done_s: float | None = None

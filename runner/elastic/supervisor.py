@@ -38,6 +38,7 @@ from horo.runner.elastic.state import (
     Within,
     WriteSeats,
 )
+from horo.runner.elastic.table import table
 from horo.runner.job.placement import PlacementError
 from horo.runner.job.report import Ending, how_it_ended, how_it_failed
 
@@ -230,16 +231,16 @@ class ElasticSupervisor(HostsSupervisor):
         return code or (1 if self._finish.reason else 0)
 
     def _say_what_happened(self) -> None:
-        """One line on the generations of the job and the workers that have failed; none if nothing has happened."""
+        """A table of the generations, and the workers that were in none; nothing if all has gone as it began."""
         if self._state.generation < 2:
             return
         gone = [each for each in self._endings if each.rank not in self._dismissed and each.failed and not each.asked]
-        failed = [f"{each.rank} ({each.note.error or how_it_ended(each)})" for each in gone]
-        words = [f"{self._state.generation} generations of workers {ranges(self._came)}"]
-        if failed:
-            words.append(f"failed: {', '.join(failed)}")
-        words.append(f"training stood still for {driver.lost_s(self._state):.1f} s")
-        self._console.say("; ".join(words))
+        failed = {each.rank: each.note.error or how_it_ended(each) for each in gone}
+        still_s = driver.lost_s(self._state)
+        count = f"{self._state.generation} generations of workers {ranges(self._came)}"
+        self._console.say(f"{count}; training stood still for {still_s:.1f} s")
+        for line in table(self._state.history, failed):
+            self._console.say(line)
 
 
 def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:

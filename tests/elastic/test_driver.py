@@ -16,6 +16,7 @@ from horo.runner.elastic.state import (
     Ended,
     Fail,
     Finish,
+    Generation,
     Kill,
     Phase,
     Ready,
@@ -46,6 +47,7 @@ def test_the_first_generation_is_seated_when_all_have_come() -> None:
     assert driver.phase is Phase.FORMING
     assert driver.on(Within(1, 1)) == []
     assert driver.phase is Phase.RUNNING
+    assert driver.state.history == (Generation(1, (0, 1)),)
 
 
 def test_enough_first_workers_are_seated_when_time_is_up() -> None:

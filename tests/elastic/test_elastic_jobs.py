@@ -48,7 +48,9 @@ def test_a_killed_rank_0_is_replaced_and_the_others_go_on(elastic: Elastic) -> N
     assert "refused: this process has come to a job that runs already" in out
     assert "hororun: worker 0 (rank 0) was killed by SIGKILL" in err
     assert "the last events on this rank" not in err
-    assert "hororun: 2 generations of workers 0-3; failed: 0 (killed by SIGKILL)" in err
+    assert "hororun: 2 generations of workers 0-3; training stood still for" in err
+    assert re.search(r"^hororun: 1 +3 +0-2 +0 \(killed by SIGKILL\)$", err, re.M)
+    assert re.search(r"^hororun: 2 +3 +\d+\.\d s +3$", err, re.M)
 
 
 def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elastic) -> None:
