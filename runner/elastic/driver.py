@@ -92,7 +92,7 @@ def deadline_s(state: DriverState) -> float | None:
 def lost_s(state: DriverState) -> float:
     """The time in which training has not gone on, since it began."""
     idle_s = 0.0 if state.idle_since_s is None or state.generation == 0 else state.now_s - state.idle_since_s
-    return state.lost_s + idle_s
+    return sum(each.still_s for each in state.history) + idle_s
 
 
 def _ranks(count: int) -> str:
@@ -150,8 +150,7 @@ class _Turn(HostTurn):
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
         self.state.is_broken |= is_member
-        is_killed = worker.standing in (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
-        is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not is_killed)
+        is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
         elif worker.standing not in (Standing.DISMISSED, Standing.ADRIFT):
@@ -325,8 +324,7 @@ class _Turn(HostTurn):
                     self._kill(worker, "does not come to the end of hvd.elastic.run like the others")
 
     def _seat_or_wait(self) -> None:
-        going = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
-        living = [worker for worker in self.workers.values() if worker.standing not in going]
+        living = [worker for worker in self.workers.values() if not worker.is_going]
         if self.state.leaves_s is not None:
             self._finish("", 0)
             return
@@ -390,7 +388,6 @@ class _Turn(HostTurn):
             idle_s = self._now_s - state.idle_since_s if state.generation > 1 else 0.0
             state.history = (*state.history, Generation(state.generation, state.members, idle_s))
             if state.generation > 1:
-                state.lost_s += idle_s
                 names = ", ".join(map(str, state.members))
                 who = f"{_ranks(len(state.members))} (worker{'s' if len(state.members) > 1 else ''} {names})"
                 self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")

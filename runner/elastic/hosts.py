@@ -34,13 +34,12 @@ _BACKOFF_MAX_S = 60.0
 _FAILURES = 3
 _WINDOW_S = 600.0
 """A host on which so many workers fail within this time is left alone for a while, if there is another one."""
-_GOING = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
 
 
 def stays(state: DriverState, worker: Worker) -> bool:
     """Whether the worker may be in further generations."""
     host = state.hosts.get(worker.slot.host)
-    if worker.standing in _GOING or host is None or not _is_kept(host):
+    if worker.is_going or host is None or not _is_kept(host):
         return False
     return host.slots is None or worker.slot.number < host.slots
 
@@ -64,7 +63,7 @@ def free_slots(state: DriverState) -> list[Slot]:
         if host.reach is Reach.UP and _is_kept(host)
         for number in range(host.slots or 0)
     ]
-    has_state = any(worker.has_state and worker.standing not in _GOING for worker in state.workers.values())
+    has_state = any(worker.has_state and not worker.is_going for worker in state.workers.values())
     latest = -1 if has_state else max(state.kept.values(), default=-1)
 
     def worth(slot: Slot) -> tuple[bool, bool, int]:
@@ -170,13 +169,18 @@ class HostTurn:
 
     def _lose(self, host: Host, how: str, may_run_s: float) -> None:
         lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
-        self.state.kept = {slot: number for slot, number in self.state.kept.items() if slot.host != host.name}
-        self.hosts[host.name] = host = replace(host, reach=Reach.AWAY, since_s=self._now_s)
+        host = self._part_from(host)
         pause_s = self._cool(host, may_run_s)
         again = f"; it is tried again after {pause_s:.0f} s" if _is_kept(host) else ""
         self._report(f"{host.name} {how}{again}")
         for worker in lost:
             self._lose_worker(worker, f"was on {host.name}, which {how}", may_run_s)
+
+    def _part_from(self, host: Host) -> Host:
+        """The host has no agent any more, and so no memory of its slots."""
+        self.state.kept = {slot: number for slot, number in self.state.kept.items() if slot.host != host.name}
+        self.hosts[host.name] = away = replace(host, reach=Reach.AWAY, since_s=self._now_s)
+        return away
 
     def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
         raise NotImplementedError
@@ -250,8 +254,7 @@ class HostTurn:
             return
         if host.reach is not Reach.AWAY:
             self.actions.append(Disconnect(host.name))
-            self.state.kept = {slot: number for slot, number in self.state.kept.items() if slot.host != host.name}
-            self.hosts[host.name] = host = replace(host, reach=Reach.AWAY, since_s=self._now_s)
+            host = self._part_from(host)
         if host.leaves_s is not None:
             self.hosts[host.name] = host = replace(host, leaves_s=None)
             self._cool(host)

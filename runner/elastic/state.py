@@ -135,6 +135,11 @@ class Worker:
     has_state: bool = False
     until_s: float = 0.0
 
+    @property
+    def is_going(self) -> bool:
+        """Whether it will be in no further generation, and only its end is awaited."""
+        return self.standing in (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+
 
 @dataclass(frozen=True)
 class SlotRecord:
@@ -184,7 +189,6 @@ class DriverState:
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
         idle_since_s: the time at which training stopped; None: it goes on.
-        lost_s: the time in which it did not go on.
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
@@ -209,7 +213,6 @@ class DriverState:
     announced: Announce | None = None
     is_broken: bool = False
     idle_since_s: float | None = None
-    lost_s: float = 0.0
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1

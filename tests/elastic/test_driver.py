@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drivers import Driver, killed, running
 
-from horo.runner.elastic.driver import deadline_s
+from horo.runner.elastic.driver import deadline_s, lost_s
 from horo.runner.elastic.state import (
     Announce,
     Committed,
@@ -114,7 +114,7 @@ def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
     assert driver.on(Waits(2, 1, 0, True)) == [WriteSeats(2, (1, 2))]
     driver.on(Within(1, 2), Within(2, 2), after_s=0.5)
     assert driver.phase is Phase.RUNNING
-    assert driver.state.lost_s == 0.5
+    assert lost_s(driver.state) == 0.5
 
 
 def test_a_newcomer_is_announced_and_seated_once_members_have_left() -> None:
