@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from horo.bootstrap.net.interfaces import LOOPBACK, is_loopback
-from horo.runner.agent.command import StartError, with_python
+from horo.runner.agent.command import StartError
 from horo.runner.agent.machine import core_count, visible_gpus
 from horo.runner.agent.ranks import Event, NotStarted
 from horo.runner.agent.workers import HostWorkers
@@ -189,7 +188,7 @@ class HostsSupervisor(Supervisor):
             return
         cwd = str(Path.cwd())
         try:
-            command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), action.slot.host)
+            command = self._command_in(cwd, action.slot.host)
             if not isinstance(self._local, HostWorkers):
                 raise StartError(f"host {action.slot.host} is not reached", 1)
             environment = {**self._environment, **own}

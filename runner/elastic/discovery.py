@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from horo.runner.agent.ranks import Remained
 from horo.runner.hosts import HostsError, HostSpec, parse_hosts
-from horo.runner.processes import describe_process, spawn
+from horo.runner.processes import describe_process, read_what_is_there, spawn
 from horo.runner.text import printable
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ class Discovery:
             self._timer.cancel()
         for number, stream in ((1, process.stdout), (2, process.stderr)):
             if stream is not None:
-                while self._read(stream.fileno(), number):
-                    pass
-                self._loop.watch(stream.fileno())
+                fd = stream.fileno()
+                read_what_is_there(fd, functools.partial(self._read, fd, number))
+                self._loop.watch(fd)
                 stream.close()
         self._kill(pid)  # what it has left behind: it would be one more each second
         if self._is_over:
@@ -155,16 +155,16 @@ class Discovery:
         if not self._is_over:
             self._timer = self._loop.call_later(_EVERY_S, self.run)
 
-    def _read(self, fd: int, number: int) -> bool:
-        """Reads what there is; returns whether there may be more."""
+    def _read(self, fd: int, number: int) -> int:
+        """Reads what there is; returns how many bytes."""
         try:
             data = os.read(fd, 1 << 16)
-        except (BlockingIOError, OSError):
-            return False
+        except OSError:
+            return 0
         if not data:
             self._loop.watch(fd)
         self._output[number] = (self._output[number] + data)[: _OUTPUT_BYTES + 1]
-        return bool(data) and len(self._output[number]) <= _OUTPUT_BYTES
+        return len(data)
 
     def _on_late(self) -> None:
         if self._process is not None:
