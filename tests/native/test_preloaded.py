@@ -48,7 +48,7 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-print(*blocks)
+print(*blocks, flush=True)
 os._exit(0)
 """
 

@@ -209,6 +209,7 @@ def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path
     assert run("-c", code, environment=with_libraries(folder, packages=tmp_path)) == "22105\n"
 
 
+@without_own_nccl
 def test_asking_does_not_initialize_the_driver(tmp_path: Path) -> None:
     build_double(CUDA, tmp_path, INIT_CODE=100)
     build_double(NCCL, tmp_path)
