@@ -493,8 +493,7 @@ class Supervisor:
             self._console.say(f"{signal_name(self._signal)}: {what}")
             return 128 + self._signal
         if cause is None:
-            remark = side_by_side(self._job.command, self._endings, self._store)
-            if remark:
+            if remark := side_by_side(self._job.command, self._endings, self._store):
                 self._console.say(remark)
             return 0
         self._console.say_lines(report(cause, self._endings, self.process_word))
