@@ -317,8 +317,11 @@ class Supervisor:
             self._local = HostRanks(self._loop, self._guard, self._tree, self._job.grace_s, self._on_event)
         environments = {rank: {**self._environment, **own} for rank, own in ranks.items()}
         cwd = str(Path.cwd())
-        command = with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
-        self._local.start(command, environments, cwd, name, binding=self._binding)
+        self._local.start(self._command_in(cwd, name), environments, cwd, name, binding=self._binding)
+
+    def _command_in(self, cwd: str, name: str) -> list[str]:
+        """The command of a rank on this host, which has that name."""
+        return with_python(self._job.command, cwd, self._environment.get("PATH", os.defpath), name)
 
     # What happens
 
