@@ -202,10 +202,9 @@ class Supervisor:
             self._remotes[index] = remote
         if not self._remotes:
             return
-        self._starting = True
+        self._starting, remotes = True, self._remotes.values()
         over: list[bool] = []
         timer = self._loop.call_later(self._job.start_timeout_s, lambda: over.append(True))
-        remotes = self._remotes.values()
         self._loop.run_until(
             lambda: self._stopping or bool(over) or all(each.host_info or each.error for each in remotes)
         )
