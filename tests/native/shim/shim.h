@@ -147,6 +147,9 @@ shim_owner *shim_owner_create(int by_pid);
 void shim_owner_destroy(shim_owner *owner);
 int shim_owner_is_here(const shim_owner *owner);
 
+/* 1 if a request is still there while what it carries is let go of. */
+int shim_request_outlives_cargo(void);
+
 /* ---- The flight recorder ---- */
 
 typedef struct shim_recorder shim_recorder;
