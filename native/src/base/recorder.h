@@ -107,7 +107,7 @@ void hr_recorder_trace(struct hr_recorder *recorder, int is_traced);
 /* A reader of all events from a place on, in their order. One thread at a time. */
 struct hr_recorder_tail {
     uint64_t place;    /* of the next one */
-    uint64_t given_up; /* what is not written before this place is lost; the reader waits for all else */
+    uint64_t given_up; /* before this place, events that are not written are lost; all others are waited for */
     struct hr_tick_sample now;
 };
 /* 1 with the next event; 0: there is none, or it is being written. *lost grows by those that were missed. */
