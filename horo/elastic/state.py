@@ -66,9 +66,9 @@ class StateStanding:
 
 
 class _HostMessages(queue.Queue[tuple[float, int]]):
-    """Changes of the hosts that nobody has looked at. Programs for Horovod wait until there is one.
+    """Changes of the hosts. Programs for Horovod wait until there is one.
 
-    What the driver has asked for is not taken out: the next commit finds it.
+    A change for which the driver has asked is not among the items: the next commit finds it.
     """
 
     def __init__(self, standing: StateStanding) -> None:
@@ -76,7 +76,7 @@ class _HostMessages(queue.Queue[tuple[float, int]]):
         self._standing = standing
 
     def empty(self) -> bool:
-        """Whether neither ``on_hosts_updated`` nor the driver has told of a change."""
+        """Whether there has been no change since the last look, neither by ``on_hosts_updated`` nor by the driver."""
         membership = self._standing.membership
         return super().empty() and (membership is None or membership.change() is None)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -40,7 +41,7 @@ def write_line(state: Any) -> None:
         "size": hvd.size(),
         "rates": {group["lr"] / RATE for group in optimizer.param_groups}.pop(),
     }
-    with open(log, "a") as file:
+    with Path(log).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
