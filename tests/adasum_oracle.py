@@ -1,7 +1,5 @@
 """What Adasum gives, in float64: the formula of its paper, pair by pair."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

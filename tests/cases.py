@@ -1,7 +1,5 @@
 """Which cases of a test that has many a run takes; `HORO_ALL_CASES=1` takes all."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The descriptors of this process, to see whether a test leaves any open."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 from pathlib import Path

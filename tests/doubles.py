@@ -1,7 +1,5 @@
 """Doubles of libraries for GPUs: small shared libraries in place of the CUDA driver and NCCL, compiled by the tests."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole groups of ranks in one process, connected without any bootstrap: for tests with ranks as threads."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each function runs on every rank of a job. Those that take a ``Device`` also run
 methods); those that take a ``torch.device`` are about what torch does there, which a double does not have.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Signal handlers that end a call of this process by an exception, once the call is where the test wants it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Real jobs: hororun as a process, with a mark by which everything it has started can be found."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ranks that really bootstrap, as threads of one process around one store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where the MPIs of ``make test-mpi`` are, and how each starts ranks on several hosts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Needs root, ``ip`` and ``sshd``; ``why_not`` says what is missing. Names are uni
 addresses exist only inside the namespaces, and all of it is removed at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Where ranks are: what ``rank_program.py`` has written, and what it must have."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What makes skipped tests run: a reason to skip names the command, like `make test-mpi`, in backticks."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Slow links between ranks: a thread that passes bytes on late or in small pieces."""
 
-from __future__ import annotations
-
 import math
 import os
 import select

@@ -4,8 +4,6 @@ The network namespaces keep Slurm's ports apart from every other run's, and ``/r
 believes that each host has ``CPUS`` cores, whatever the machine has.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

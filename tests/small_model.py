@@ -1,7 +1,5 @@
 """A small model, its loss on each rank, and what averaging its gradients must give."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

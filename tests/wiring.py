@@ -1,7 +1,5 @@
 """Checks that the descriptors of a whole group of setups really join the ranks they should."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

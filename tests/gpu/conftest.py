@@ -3,8 +3,6 @@
 Ranks of one machine share the GPUs that it has: one is enough for all tests but those that say how many they need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives by NCCL on the devices of this machine, a rank on each; with one, NCCL's own ways of a single rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

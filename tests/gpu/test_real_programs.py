@@ -1,7 +1,5 @@
 """Whole programs on the GPUs of this machine: scripts, examples, benchmarks, libraries; and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

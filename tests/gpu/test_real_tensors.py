@@ -1,7 +1,5 @@
 """What ``horo.torch`` does with tensors on GPUs (tests/gpu_checks.py), and with their memory."""
 
-from __future__ import annotations
-
 import gpu_checks
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the kernels must give: the contract of kernel.h as numpy arithmetic, element by element and source by source."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ The interpreter is not instrumented, so the sanitizer's library must be loaded b
 inside the core and in everything that the sanitizer intercepts (malloc, memcpy, pthread) is checked all the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Adasum: what all ranks get, against a float64 reference and the properties that its paper promises."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks agree on: which names are known by an id, how large a message gets, and what differs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Small allreduces between hosts whose data travels with the agreement: no link moves a byte, and no bit differs."""
 
-from __future__ import annotations
-
 import threading
 from types import ModuleType
 from typing import Any

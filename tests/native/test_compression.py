@@ -1,7 +1,5 @@
 """Allreduces that travel as 16-bit floats: what comes out, to the bit, and what crosses the links."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import kernel_oracle as oracle

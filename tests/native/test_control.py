@@ -1,7 +1,5 @@
 """Control messages and batches at once: neither may wait for the other."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

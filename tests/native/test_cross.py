@@ -1,7 +1,5 @@
 """The algorithms between hosts: right data in the promised order, the same bits everywhere, and never a hang."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Ranks that wait for one another: all are told, whatever the layout, and no rank that may go on is taken for one."""
 
-from __future__ import annotations
-
 import re
 import threading
 

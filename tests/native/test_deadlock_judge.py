@@ -1,7 +1,5 @@
 """Rank 0's judgement of ranks that are blocked, by itself: what it says of given reports. Random jobs: stress.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 

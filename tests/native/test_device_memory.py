@@ -1,7 +1,5 @@
 """Pinned memory: how it is let go of, and results that one thread takes while another one releases their request."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

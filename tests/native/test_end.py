@@ -1,7 +1,5 @@
 """A rank whose program ends with an error ends the group; what the others read, and hear after the end."""
 
-from __future__ import annotations
-
 import re
 import socket
 

@@ -1,7 +1,5 @@
 """The whole core with ranks as threads: collectives, agreement, and what happens when ranks disagree or vanish."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Allgathers: what each rank gives travels with its announcement, so that nothing but the rows moves afterwards."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

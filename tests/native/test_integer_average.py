@@ -1,7 +1,5 @@
 """The average of integers is the quotient of integers, truncated toward zero, wherever the ranks are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, on_ranks, run_ranks

@@ -1,7 +1,5 @@
 """Signals and the lock of the interpreter while a rank waits for an operation that a stopped peer holds up."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import run_script
 

@@ -1,7 +1,5 @@
 """Ranks that join: what the others do without them, what nobody can do for them, and who joined last."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

@@ -1,7 +1,5 @@
 """Kernels: every SIMD level gives what the contract says, bit for bit as the scalar one, and touches nothing else."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Large moves on one host: of many segments, and those that read the other ranks' memory."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Links between hosts: which there are, all messages, bytes that no leader sends, several sockets per peer."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

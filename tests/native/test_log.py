@@ -1,7 +1,5 @@
 """Messages of the core reach Python's logging, and stderr where Python does not come."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

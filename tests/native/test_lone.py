@@ -1,7 +1,5 @@
 """Operations that are alone in their team are agreed on by counting, and mix with all else."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """NCCL connects all ranks or none; it fails, or a rank is gone, in each phase; and how ranks leave with it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path

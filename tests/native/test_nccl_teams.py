@@ -1,7 +1,5 @@
 """NCCL in process sets that overlap: launches of all of them come in one order on all ranks, and communicators go."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Sequence

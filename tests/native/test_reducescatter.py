@@ -1,7 +1,5 @@
 """Reduce-scatters: each rank gets its rows of what an allreduce would give all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests of impossible sizes are refused, the largest travels; and tensors without elements."""
 
-from __future__ import annotations
-
 import native_build
 import numpy as np
 import pytest

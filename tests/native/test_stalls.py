@@ -1,7 +1,5 @@
 """What is said of ranks that have not submitted what others wait for, and the end of a job because of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Sets of ranks that do collectives among themselves, beside each other and beside all ranks, and how they end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

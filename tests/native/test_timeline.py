@@ -1,7 +1,5 @@
 """A timeline of the core: a whole array of Chrome's trace events at every end, with Horovod's names."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The contract of every transport, the same tests for all."""
 
-from __future__ import annotations
-
 import random
 import select
 from collections.abc import Iterator

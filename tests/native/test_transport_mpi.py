@@ -1,7 +1,5 @@
 """What the transport over MPI does when MPI fails, keeps what it got, or is gone; and what a setup must have."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What only stream sockets promise: few system calls, options, reasons, and descriptors that stay the caller's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

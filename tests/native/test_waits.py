@@ -1,7 +1,5 @@
 """One call for submit, wait and release; and several threads, or requests, that are waited for at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

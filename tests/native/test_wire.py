@@ -1,7 +1,5 @@
 """Wire format: what is written is read back, nothing else is accepted, no bytes make the decoder read outside them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct

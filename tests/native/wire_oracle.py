@@ -1,7 +1,5 @@
 """The wire format a second time, from the table in wire.h: what the core must write and read."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass

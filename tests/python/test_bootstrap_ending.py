@@ -1,7 +1,5 @@
 """Last words of a rank: the exception that ends it, and the lines of its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -1,7 +1,5 @@
 """Hosts and places of ranks: grouping, identities, addresses, and what carries the data between hosts."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Starting a job: every rank ends with the right descriptors, or with an error that names who is at fault."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

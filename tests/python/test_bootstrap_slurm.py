@@ -1,7 +1,5 @@
 """The store of ranks that srun has started: real processes in Slurm's environment, with MUNGE, a file or a secret."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

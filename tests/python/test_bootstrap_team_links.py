@@ -1,7 +1,5 @@
 """Links of a team: the right ones on every member, or an error on every rank of the job that says who is at fault."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

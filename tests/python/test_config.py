@@ -1,7 +1,5 @@
 """Settings: the environment and its bad values, arguments, options and files, which of them counts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import fields

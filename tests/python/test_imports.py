@@ -1,7 +1,5 @@
 """What a process finds: libraries for GPUs, by doubles of them; parts that are missing, named in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The store: its promises to clients, and that connections without the secret cannot change it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -1,7 +1,5 @@
 """``DistributedOptimizer(op=hvd.Adasum)``: each rank steps by itself, and Adasum combines the steps."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Gradients are averaged when ``backward()`` returns: what it costs, who waits for whom, and what goes wrong how."""
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings

@@ -1,7 +1,5 @@
 """What the first reduction of an optimizer checks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

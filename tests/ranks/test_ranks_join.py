@@ -1,7 +1,5 @@
 """``join``: ranks with different numbers of batches train together, and what the others can do without the joined."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -1,7 +1,5 @@
 """An optimizer lives longer than a job: ``shutdown()``, ``init()``, more or fewer ranks; names meet across ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

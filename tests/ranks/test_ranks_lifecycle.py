@@ -1,7 +1,5 @@
 """Beginning and end of a job: many of them, forks in between, and ranks that die."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

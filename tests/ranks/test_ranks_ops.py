@@ -1,7 +1,5 @@
 """Collectives between real processes: known answers for every operation, form and dtype that torch has."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When gradients are reduced, while backward runs or after it, by hooks of several threads; and the profiler."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Process sets that come and go: what was begun in one, copies, threads, and calls that an exception has left."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Operations called again: the request that is kept from the last call must fit the tensors of this one."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

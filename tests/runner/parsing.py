@@ -1,7 +1,5 @@
 """Command lines that are right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which CPUs and GPUs ranks of a host are bound to; their variables, and the addresses of the hosts."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Jobs in which a rank fails: what it leaves of its end, who is blamed, and what the others see."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

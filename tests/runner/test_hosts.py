@@ -1,7 +1,5 @@
 """The hosts of a job: as batch systems have them, as users write them; which rank runs where, by which launcher."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

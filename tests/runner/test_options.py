@@ -1,7 +1,5 @@
 """Every option in every kind of job: it has an effect there, or is refused by its name."""
 
-from __future__ import annotations
-
 import pytest
 from jobs import Hororun
 

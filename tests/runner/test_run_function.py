@@ -1,7 +1,5 @@
 """horo.run: a function is called in every rank; results, exceptions and interrupts come back."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Signals to a job, the time between SIGTERM and SIGKILL, and jobs that are stopped for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

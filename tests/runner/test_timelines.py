@@ -1,7 +1,5 @@
 """Timelines that hororun is asked for, as a user of Horovod asks for them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
