@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["adasum", "tolerance"]
-
 Vector = npt.NDArray[np.float64]
 
 _ZERO = float(np.sqrt(sys.float_info.min))

@@ -5,8 +5,6 @@ import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
-__all__ = ["some_of"]
-
 CASES = 12
 """A test with no more cases than these runs whole."""
 

@@ -4,8 +4,6 @@ import gc
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["open_descriptors"]
-
 
 def open_descriptors() -> set[tuple[str, str]]:
     """The number of each open descriptor and what it refers to; what only garbage holds is closed first.

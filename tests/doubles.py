@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from skips import no_compiler
 
-__all__ = ["CUDA", "NCCL", "build_double"]
-
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
 _CORE = Path(__file__).resolve().parent.parent / "native" / "src"  # the kernels, which a double runs on the host
 CUDA, NCCL = "libcuda.so.1", "libnccl.so.2"

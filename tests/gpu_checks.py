@@ -13,24 +13,6 @@ from torch import nn
 
 import horo.torch as hvd
 
-__all__ = [
-    "ON_A_TORCH_DEVICE",
-    "Device",
-    "RealGpu",
-    "adasum_and_compression",
-    "autocast_and_a_scaler",
-    "buffers_and_objects",
-    "clipped_and_accumulated",
-    "large_reductions",
-    "moves",
-    "not_contiguous",
-    "optimizer_state",
-    "reductions",
-    "sparse",
-    "synced_batches",
-    "trains_as_one_process",
-]
-
 
 class Device(Protocol):
     """Where tensors are put, and read from behind all that is on the current stream."""
@@ -201,12 +183,6 @@ def clipped_and_accumulated(device: torch.device) -> None:
     _close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-9)
 
 
-def _scaler(device: torch.device, enabled: bool) -> Any:
-    if hasattr(torch.amp, "GradScaler"):
-        return torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=enabled)
-    return torch.cuda.amp.GradScaler(init_scale=1024.0, enabled=enabled)  # torch before 2.3
-
-
 def autocast_and_a_scaler(device: torch.device) -> None:
     """bfloat16 without a scaler, and float16 with one, which on GPUs sees an overflow on one rank and skips on all."""
     size, rank = hvd.size(), hvd.rank()
@@ -215,7 +191,9 @@ def autocast_and_a_scaler(device: torch.device) -> None:
         mine = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer: Any = hvd.DistributedOptimizer(mine, named_parameters=model.named_parameters())
         enabled = dtype == torch.float16 and device.type == "cuda"  # on CPUs few layers compute in float16
-        scaler = _scaler(device, enabled)
+        scaling = {"init_scale": 1024.0, "enabled": enabled}
+        is_old = not hasattr(torch.amp, "GradScaler")  # torch before 2.3
+        scaler = torch.cuda.amp.GradScaler(**scaling) if is_old else torch.amp.GradScaler(device.type, **scaling)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for step in range(3):
             whole = _drawn(4 * size, 3, 6, 6, seed=step, device=device, dtype=torch.float32)
@@ -398,13 +376,6 @@ def buffers_and_objects(device: torch.device) -> None:
 
 
 ON_A_TORCH_DEVICE = (
-    trains_as_one_process,
-    clipped_and_accumulated,
-    autocast_and_a_scaler,
-    not_contiguous,
-    sparse,
-    synced_batches,
-    optimizer_state,
-    adasum_and_compression,
-    buffers_and_objects,
-)
+    trains_as_one_process, clipped_and_accumulated, autocast_and_a_scaler, not_contiguous, sparse,
+    synced_batches, optimizer_state, adasum_and_compression, buffers_and_objects,
+)  # fmt: skip

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["interrupt"]
-
 
 def interrupt(
     call: Callable[[], Any], error: type[BaseException], is_there: Callable[[], bool], every_s: float = 0.05

@@ -12,22 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DEADLINE_S",
-    "IMPORT_TORCH_SILENTLY",
-    "TORCH_S",
-    "Flags",
-    "Hororun",
-    "Launched",
-    "as_users_start",
-    "kill_all",
-    "make_remote_shell",
-    "marked_processes",
-    "parent_of",
-    "run_python",
-    "wait_until",
-]
-
 DEADLINE_S = 30.0
 TORCH_S = 90.0
 """A deadline for what imports torch several times on a machine that does other things, too."""

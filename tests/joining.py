@@ -14,8 +14,6 @@ from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.server import StoreServer
 from horo.config.table import read_config
 
-__all__ = ["SECRET", "environments", "join_all", "run_threads", "serving"]
-
 SECRET = bytes(range(32))
 
 T = TypeVar("T")

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["MPIS", "Mpi", "why_no_mpi"]
-
 _BUILT = Path(__file__).parents[1] / "build" / "mpi"
 # Slots are what -H says, not the cores of the machine that plays all hosts; mpirun refuses root unless told twice.
 _OPENMPI = {

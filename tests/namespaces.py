@@ -15,8 +15,6 @@ from pathlib import Path
 from jobs import DEADLINE_S, Hororun, Launched, parent_of, wait_until
 from skips import apt_install
 
-__all__ = ["Cluster", "ClusterHost", "make_cluster", "why_not"]
-
 _SSHD = "/usr/sbin/sshd"
 _PROGRAMS = {
     "ip": "iproute2",

@@ -7,8 +7,6 @@ from typing import Any
 
 from namespaces import Cluster
 
-__all__ = ["LOSE", "PLACE", "PROGRAM", "expected", "written"]
-
 PROGRAM = [str(Path(__file__).with_name("rank_program.py")), "place"]
 LOSE = [sys.executable, PROGRAM[0], "lose"]
 PLACE = [sys.executable, *PROGRAM]

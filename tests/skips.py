@@ -6,8 +6,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-__all__ = ["apt_install", "no_compiler", "ways_to_run"]
-
 _COMMAND = re.compile(r"`([^`]+)`")
 _APT = "apt install "
 _AS_ROOT = "as root, on a machine or in a container that may make network namespaces"

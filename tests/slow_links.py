@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from horo.bootstrap.auth.handshake import Purpose
 
-__all__ = ["Relay", "Relays"]
-
 _READ_BYTES = 1 << 16
 _QUEUE_BYTES = 1 << 20
 """What one direction holds back at most; then the sender meets a full link."""

@@ -15,8 +15,6 @@ from jobs import DEADLINE_S, TORCH_S, Launched, wait_until
 from namespaces import Cluster, ClusterHost
 from skips import apt_install
 
-__all__ = ["CPUS", "BatchJob", "Slurm", "make_slurm", "why_no_slurm"]
-
 CPUS = 4
 """Of each host."""
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"

@@ -9,22 +9,6 @@ import torch
 import horo.torch as hvd
 from horo.torch.optimizer import Distributed
 
-__all__ = [
-    "FailingSgd",
-    "assert_close",
-    "backward_averages",
-    "gradients_of",
-    "made",
-    "make_batch",
-    "make_loss",
-    "make_model",
-    "mean_gradients",
-    "needs_cpu_scaler",
-    "sgd",
-    "take_step",
-    "train",
-]
-
 needs_cpu_scaler = pytest.mark.skipif(
     not hasattr(torch.amp, "GradScaler"),
     reason="torch has a GradScaler for the CPU from 2.3 on (`make test TORCH=torch==2.13.0`)",

@@ -13,8 +13,6 @@ from typing import Any
 
 from horo.timeline.recording import finish
 
-__all__ = ["check_events", "look_at", "names_of_rows", "parse_timeline", "rows_of"]
-
 _NUMBER = (int, float)
 _ANY = {"ph": str, "pid": int, "tid": int}
 _KINDS: dict[str, dict[str, Any]] = {

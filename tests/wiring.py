@@ -9,8 +9,6 @@ from horo.bootstrap.host.grouping import Grouping
 from horo.core.context import arena_bytes
 from horo.core.setup import Setup, setup_descriptors
 
-__all__ = ["check_links", "check_wiring"]
-
 POWERS = {1 << bit for bit in range(20)}
 
 

@@ -6,8 +6,6 @@ the mistake is made anew where the code has gone.
 
 from dataclasses import dataclass
 
-__all__ = ["BREAKS", "Break"]
-
 
 @dataclass(frozen=True)
 class Break:

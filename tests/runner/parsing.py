@@ -6,8 +6,6 @@ from typing import Any
 from horo.runner.cli import parse
 from horo.runner.config import Job
 
-__all__ = ["parsed"]
-
 
 def parsed(words: str | Sequence[str], **options: Any) -> Job:
     """The job that the words, or the words of a line, describe; options are those of ``parse``."""
