@@ -40,9 +40,6 @@ def _put_of(gpu: Device, on_gpu: Sequence[int]) -> Any:
     return gpu.put if hvd.rank() in on_gpu else torch.Tensor.clone
 
 
-# ---- all functions; two ranks, some of them on GPUs ------------------------------------------------------------------
-
-
 def reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
     r, put = hvd.rank(), _put_of(gpu, on_gpu)
     own = torch.tensor([1.0, 2.0, 3.0]) * (r + 1)
@@ -95,9 +92,6 @@ def moves(gpu: Device, on_gpu: Sequence[int]) -> None:
     named = {"a": put(torch.full((2, 2), float(r))), "b": torch.full((3,), r), "c": put(torch.tensor(r))}
     hvd.broadcast_parameters(named, root_rank=1)
     assert [gpu.read(one).sum().item() for one in named.values()] == [4, 3, 1]
-
-
-# ---- what torch does on a device; any number of ranks ----------------------------------------------------------------
 
 
 def _drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -110,9 +110,6 @@ def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> N
     run_ranks(body, hosts)
 
 
-# ---- More names than the response cache holds, than a rank can show to others, than a ring takes at once ----
-
-
 @on_ranks([3], [1, 1], cache_capacity=5000)
 def test_as_many_names_are_cached_as_the_capacity_says(rank: Rank) -> None:
     for step in range(3):

@@ -29,9 +29,6 @@ def reduction(name: str, array: np.ndarray) -> RequestBuffer:
     return RequestBuffer.of(context.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
 
 
-# ---- A record that moves no data, directly followed by one that does ----
-
-
 def immediate(kind: str, rank: int) -> RequestBuffer:
     """What is over as soon as all agree: nothing to reduce, nothing at all, or a mismatch."""
     if kind == "barrier":
@@ -86,9 +83,6 @@ def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(kind: str
         group.run(body, 100)
 
 
-# ---- More announcements than a link takes at once ----
-
-
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
 def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: int) -> None:
@@ -117,9 +111,6 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         group.run(body, 100)
 
 
-# ---- A death that only those can see who have nothing to say in the batch ----
-
-
 def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
     """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told."""
     arrays = [np.ones(10_000_000, np.float32) for _ in range(3)]
@@ -137,9 +128,6 @@ def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
     with Group([1, 2], tcp=True, relay=relay) as group:
         group.run(body)
         assert all(isinstance(group.contexts[rank].health(), PeerLostError) for rank in (0, 1))
-
-
-# ---- Announcements that wait while a batch lasts longer than the peer timeout ----
 
 
 def connect(room_bytes: int) -> tuple[socket.socket, socket.socket]:

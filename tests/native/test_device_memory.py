@@ -30,9 +30,6 @@ def test_pinned_memory_is_used_again(gpu: Gpu) -> None:
     run_ranks(body, (1,))
 
 
-# ---- A rank that leaves while a kernel of the program's hangs ----
-
-
 def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
     """A rank alone, which has pinned memory, leaves while a stream of the program's stands still; returns the gate."""
     gates = []

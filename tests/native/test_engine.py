@@ -16,9 +16,6 @@ from horo.errors import GroupError, MismatchError, PeerLostError, UnsupportedErr
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
 
 
-# ---- Collectives ----
-
-
 @pytest.mark.parametrize("spin_us", [0, 50])
 @on_ranks(*LAYOUTS, "spin_us")
 def test_allreduce_sums_any_size_over_any_layout(rank: Rank) -> None:
@@ -84,9 +81,6 @@ def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
 
     with Group(hosts, segment_bytes=1 << 20) as group:
         group.run(body, timeout_s=240)
-
-
-# ---- Agreement ----
 
 
 def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:
@@ -164,9 +158,6 @@ def test_nothing_happens_while_idle() -> None:
             if after == before:
                 break
         assert after == before
-
-
-# ---- Ranks that disagree ----
 
 
 def call_of(*arrays: np.ndarray, op: str = "allreduce", **options: object) -> dict:
@@ -260,9 +251,6 @@ def test_a_name_may_be_in_flight_once(rank: Rank) -> None:
     else:
         rank.barrier()
         rank.allreduce(np.ones(3), "twice")
-
-
-# ---- Ranks that leave, die or stall ----
 
 
 def test_a_shutdown_fails_the_own_pending_requests() -> None:

@@ -136,9 +136,6 @@ def test_teams_gather_each_in_the_order_of_its_members() -> None:
     run_in_teams(lambda rank, members, team, step: check_group(rank, step, 3, members, team=team))
 
 
-# ---- Into memory of the caller ----
-
-
 def whole(size: int, step: int, index: int) -> np.ndarray:
     return np.concatenate([part(r, step, index) for r in range(size)])
 

@@ -45,9 +45,6 @@ def end_join(rank: Rank, handle: int | None) -> int:
     return join(rank) if handle is None else finish_join(rank, handle)
 
 
-# ---- What the others do ----
-
-
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("cache", [0, 2, 64])
 def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], cache: int) -> None:
@@ -85,9 +82,6 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
                 result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
                 assert np.array_equal(expected, result), (op, count)
     end_join(rank, handle)
-
-
-# ---- What nobody can do for another rank ----
 
 
 @pytest.mark.parametrize("cache_capacity", [0, 64])
@@ -170,9 +164,6 @@ def test_a_rank_that_adds_a_team_cannot_join() -> None:
 
         group.run(body)
         group.run(join)
-
-
-# ---- Ends ----
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)

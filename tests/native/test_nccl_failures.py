@@ -25,8 +25,6 @@ ONES = np.ones(5, np.float32)
 HOSTS = [(2,), (1, 1), (3,)]
 ALL_HOSTS = [(3,), (2, 1), (1, 1, 1)]
 
-# ---- Connecting ----
-
 
 def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type[HoroError], match: str) -> None:
     """On all ranks with one sentence, an ``error`` where it is named, an AbortedError elsewhere; the group goes on."""
@@ -157,8 +155,6 @@ def test_the_gpu_of_a_rank() -> None:
         choose_device(1, 0, 1)
 
 
-# ---- Failures ----
-
 RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
 """Who tells that what runs has failed: a look, or a call that comes just then."""
 FUNCTIONS = {
@@ -267,9 +263,6 @@ def test_a_rank_dies(
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 9)
-
-
-# ---- Leaving ----
 
 
 @pytest.mark.parametrize("is_told_behind", [False, True], ids=["together", "behind another"])

@@ -52,9 +52,6 @@ def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
     rank.barrier(team=team)
 
 
-# ---- What they do ----
-
-
 @on_ranks([2], [1, 1])
 def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) -> None:
     team = rank.add_team([0, 1])
@@ -87,9 +84,6 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
         assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
         assert {event.team for event in events} == {team}
     assert "add_process_set" in {event.op for event in rank.context.events()}
-
-
-# ---- Adding and removing ----
 
 
 @on_ranks([3], [1, 2], segment_bytes=4096)
@@ -184,9 +178,6 @@ def test_a_missing_link_is_named(rank: Rank) -> None:
         rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
     with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
         rank.context.add_team([0, 1])
-
-
-# ---- Ends ----
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)

@@ -182,9 +182,6 @@ def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) 
     listening.abort()
 
 
-# --- failures
-
-
 def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Links.wait
 
@@ -319,9 +316,6 @@ def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: lis
     for error in failures(run_threads([maker(0), maker(1)])):
         assert isinstance(error, UsageError)
         assert told in str(error)
-
-
-# --- from a job that has really started
 
 
 def wanted(ranks: Sequence[int]) -> list[float]:

@@ -331,9 +331,6 @@ def test_a_hook_that_steps_inside_backward_is_refused(ranks2_in_backward: RankPo
     ranks2_in_backward.run(check, "zero_grad")
 
 
-# ---- Sums: what was summed over the ranks is not summed again ----
-
-
 @on("ranks2_in_backward")
 def test_several_passes_are_summed_once_after_the_model_has_another_dtype() -> None:
     model = make_model().float()

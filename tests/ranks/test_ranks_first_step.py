@@ -223,9 +223,6 @@ def test_a_job_of_one_rank_trains_as_plain_torch() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
 
-# ---- Gradients ----
-
-
 def _warnings_of(train: Callable[[], None]) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -162,9 +162,6 @@ def test_an_optimizer_more_on_one_rank_shifts_no_names() -> None:
         train(second, optimizer2, step)
 
 
-# ---- Copies ----
-
-
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("groups", [None, 2])
 @on("ranks2_in_each_order")

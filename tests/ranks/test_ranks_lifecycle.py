@@ -282,9 +282,6 @@ def test_a_grandchild_keeps_its_own_files() -> None:
     hvd.barrier()
 
 
-# ---- The end of a rank ----
-
-
 @pytest.mark.parametrize("end", ["script", "shutdown"])
 def test_a_rank_that_runs_out_of_data_is_named_with_the_steps_of_both(fresh2: RankPool, end: str) -> None:
     def check() -> str:

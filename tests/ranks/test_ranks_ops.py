@@ -374,9 +374,6 @@ def test_complex_gradients_are_those_of_one_process() -> None:
     torch.testing.assert_close(parameter.detach(), alone.detach())
 
 
-# ---- torch's default device is not that of the tensors ----
-
-
 @on("ranks2")
 def test_results_are_where_their_tensors_are() -> None:
     """Memory on ``meta`` has no address. Calls that are repeated use what is kept of the first ones."""

@@ -58,9 +58,6 @@ def test_ranks_may_differ_in_when_they_reduce(kinds: tuple[str, str]) -> None:
     assert hvd.allgather_object(values) == [values] * 2
 
 
-# ---- The profiler ----
-
-
 def _profiled(call: Any) -> dict[str, int]:
     """How often horo's events were shown while it ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

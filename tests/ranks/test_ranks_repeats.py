@@ -244,9 +244,6 @@ def test_what_horo_does_for_itself_has_no_public_handle() -> None:
     optimizer.step()
 
 
-# ---- Threads that synchronize one handle ----
-
-
 def _synchronize_in_threads(handle: int, count: int) -> list[Any]:
     """What ``count`` threads and this one get; the other ranks submit the operation when all threads wait."""
     got: list[Any] = []
