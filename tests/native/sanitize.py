@@ -55,14 +55,9 @@ def _library(sanitizer: str) -> str:
 
 
 def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an interpreter that is to load the core built under `sanitizer`.
+    """`base` for an interpreter that is to load the core built under `sanitizer`; its own options win.
 
-    Args:
-        sanitizer: A key of SANITIZERS.
-        base: The environment to start from; options already in it win over the defaults here.
-
-    Raises:
-        FileNotFoundError: The compiler has no such library.
+    FileNotFoundError: the compiler has no such library.
     """
     preload = ":".join(filter(None, [_library(sanitizer), base.get("LD_PRELOAD")]))
     result = {**OPTIONS, **base, "HORO_SANITIZE": sanitizer, "LD_PRELOAD": preload}

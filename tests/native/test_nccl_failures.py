@@ -11,15 +11,7 @@ from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait
 from test_nccl_teams import add_teams, begin, teams_of
 
 from horo.bootstrap.nccl import choose_device
-from horo.errors import (
-    AbortedError,
-    GroupError,
-    HoroError,
-    MismatchError,
-    PeerLostError,
-    ResourceError,
-    UsageError,
-)
+from horo.errors import AbortedError, GroupError, HoroError, MismatchError, PeerLostError, ResourceError, UsageError
 
 ONES = np.ones(5, np.float32)
 HOSTS = [(2,), (1, 1), (3,)]

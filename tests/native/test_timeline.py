@@ -46,13 +46,8 @@ def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, le
 
 
 def test_names_are_whole_and_escaped_and_automatic_ones_share_a_row(tmp_path: Path) -> None:
-    names = [
-        'quote"back\\slash\nline\ttab\x01',
-        "gr\u00f6\u00dfe \U0001f600",
-        "n" * 1000,
-        "a" * 40 + ".w",
-        "b" * 40 + ".w",
-    ]
+    names = ['quote"back\\slash\nline\ttab\x01', "gr\u00f6\u00dfe \U0001f600", "n" * 1000]
+    names += ["a" * 40 + ".w", "b" * 40 + ".w"]
 
     def body(rank: Rank) -> None:
         for name in [*names, *(f"allreduce.noname.{number}" for number in range(50))]:
@@ -142,11 +137,8 @@ def test_more_than_the_ring_holds_is_said_to_be_lost(native: ModuleType, tmp_pat
     count = 300_000 if native_build.FLAVOUR else 1_000_000  # each two records, of which the ring holds 65,536
     recorder = native.lib.shim_recorder_create()
     try:
-        recording.start(
-            str(path),
-            {"rank": 0},
-            lambda rows: check(native.lib.shim_recorder_write_timeline(recorder, rows, count), None),
-        )
+        write = native.lib.shim_recorder_write_timeline
+        recording.start(str(path), {"rank": 0}, lambda rows: check(write(recorder, rows, count), None))
         recording.finish()
     finally:
         native.lib.shim_recorder_destroy(recorder)
