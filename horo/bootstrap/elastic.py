@@ -105,7 +105,7 @@ class WorkerMembership:
             except (UsageError, NotInitializedError):
                 raise
             except GroupError as error:
-                self.leave(error)
+                self.leave(error, 0)
 
     def launch(self, comm: Any = None) -> Launch:
         """The launcher's facts about this process in the generation that it enters.
@@ -152,11 +152,12 @@ class WorkerMembership:
         """Reports that a training function has come to its end on all ranks."""
         self._reporter.elastic(done=self.generation)
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
         """Leaves the generation, and reports that this worker waits for the next one.
 
         Args:
             error: the reason; a rank that it names as hung is ended by the driver. None: the generation is to change.
+            steps_lost: the finished steps since the last commit, which are undone; None: that is not known.
 
         Raises:
             UsageError: as ``shutdown()``.
@@ -171,7 +172,7 @@ class WorkerMembership:
             if isinstance(error, GroupError) and not isinstance(error, AbortedError):
                 named = culprit_of_chain(error, GroupError)
             culprit = None if named is None or named >= len(seat.workers) else seat.workers[named]
-            self._waits = {"waits": seat.generation, "culprit": culprit, "commit": self._commit}
+            self._waits = {"waits": seat.generation, "culprit": culprit, "commit": self._commit, "steps": steps_lost}
             self._reporter.elastic(**self._waits)
 
     def change(self) -> Change | None:

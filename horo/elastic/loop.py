@@ -70,10 +70,10 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             raise
         except GroupError as caught:
             error = caught
-        is_moved = True
+        is_moved, steps_lost = True, state._steps_since_commit()
         if error is not None:
             state.restore()  # while the rank and the size are still those of the job that has ended
-        membership.leave(error)
+        membership.leave(error, steps_lost)
 
 
 def _sync(state: State, job: LoopJob, membership: DriverLink) -> None:

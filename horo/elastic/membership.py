@@ -43,8 +43,11 @@ class DriverLink(Protocol):
     def done(self) -> None:
         """Called when it returns on all ranks: an error from then on ends the job."""
 
-    def leave(self, error: BaseException | None) -> None:
-        """Leaves the generation, for a reason or because it is to change."""
+    def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
+        """Leaves the generation, for a reason or because it is to change.
+
+        Reports how many steps since the last commit are undone; None: that is not known.
+        """
 
     def change(self) -> DriverChange | None:
         """The change that the driver has asked for since the generation began. Does not block."""

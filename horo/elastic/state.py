@@ -146,6 +146,10 @@ class State:
     def reset(self) -> None:
         """Called when the ranks of the job have changed, before the registered functions."""
 
+    def _steps_since_commit(self) -> int | None:
+        """The steps of training since the last commit; None: nobody counts them."""
+        return None
+
     def _check(self, *, is_saved: bool) -> None:
         found = self._changes()
         if found or self._standing.membership is not None:

@@ -90,8 +90,10 @@ def test_nothing_of_the_broken_steps_is_left_wherever_gradients_are_cleared(
         folder = tmp_path / f"{clears} {place}"
         folder.mkdir()
         plan = Plan({0: place}, clears, ready, passes, every=2, is_rich=is_rich)  # the last commit is that of step 4
-        found, _ = run(folder, plan, 2)
+        found, seats = run(folder, plan, 2)
         digests.add(found[1]["digest"])
+        waits = next(report for worker, report in seats.reports if worker == 1 and "waits" in report)
+        assert (waits["commit"], waits["steps"]) == (2, place[0] - 4)
     assert len(digests) == 1
 
 

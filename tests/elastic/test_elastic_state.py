@@ -69,6 +69,25 @@ def test_restore_returns_to_the_commit_in_place() -> None:
     assert all(one is each["exp_avg"] for one, each in zip(moments, optimizer.state.values(), strict=True))
 
 
+def test_finished_steps_are_counted_from_the_last_commit_on() -> None:
+    model, optimizer, state = made()
+    assert state._steps_since_commit() == 0
+    for forget in (state.save, state.restore, state.sync):
+        step(model, optimizer)
+        step(model, optimizer)
+        assert state._steps_since_commit() == 2
+        forget()
+        assert state._steps_since_commit() == 0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 // 0)
+    assert state._steps_since_commit() == 0
+    state.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state.other = torch.optim.SGD(model.parameters(), lr=0.1)
+    state.optimizer.step()
+    assert state._steps_since_commit() == 1
+    assert TorchState(model)._steps_since_commit() is None
+
+
 def test_restore_before_a_commit_returns_to_the_begin() -> None:
     model, optimizer, state = made(epoch=0)
     before = values(model, optimizer)
@@ -347,7 +366,7 @@ class Fake:
     def done(self) -> None:
         self.course += "done"
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
         self.calls.append(f"leave {type(error).__name__}")
         self.has_joined = False
 

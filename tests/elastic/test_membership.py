@@ -96,7 +96,7 @@ def test_a_generation_that_fails_is_left_and_the_next_seat_taken(job: Job) -> No
     job.seat(1, 1, [3, 5])
     job.seat(2, 2, [5, 6])
     job.member.join()
-    waits = {"waits": 1, "culprit": 3, "commit": None}
+    waits = {"waits": 1, "culprit": 3, "commit": None, "steps": 0}
     assert job.reports() == [{"ready": True}, waits, {**waits, "ready": True}, {"within": 2}]
 
 
@@ -127,9 +127,9 @@ def test_leave_names_the_worker_that_the_error_names(job: Job, error: Exception 
     job.member.join()
     job.member.committed(3)
     job.reports()
-    job.member.leave(error)
+    job.member.leave(error, 4)
     assert ended == [True]
-    assert job.reports() == [{"waits": 1, "culprit": culprit, "commit": 3}]
+    assert job.reports() == [{"waits": 1, "culprit": culprit, "commit": 3, "steps": 4}]
     assert not job.member.has_joined
 
 

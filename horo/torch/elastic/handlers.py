@@ -123,10 +123,34 @@ class ModelStateHandler(PartHandler):
         return self.value.parameters()
 
 
+class _Steps:
+    """Counts the steps of an optimizer. The optimizer has its method, and so no handler outlives its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.done = 0
+        optimizer.register_step_post_hook(self._add)
+
+    def _add(self, *_: object) -> None:
+        self.done += 1
+
+
 class OptimizerStateHandler(PartHandler):
-    """An optimizer: options and state."""
+    """An optimizer: options and state.
+
+    Attributes:
+        steps: Those that it has finished since the last commit.
+    """
 
     value: torch.optim.Optimizer
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        super().__init__(value)
+        self.steps = _Steps(value)
+
+    def set_value(self, value: torch.optim.Optimizer) -> None:
+        """As in the base class."""
+        super().set_value(value)
+        self.steps = _Steps(value)
 
     def describe(self) -> list[str]:
         """As in the base class."""

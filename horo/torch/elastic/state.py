@@ -108,6 +108,9 @@ class TorchState(ObjectState):
     def _parts(self) -> list[tuple[str, PartHandler]]:
         return [(name, each) for name, each in self._handlers.items() if isinstance(each, PartHandler)]
 
+    def _optimizers(self) -> list[OptimizerStateHandler]:
+        return [each for _, each in self._parts() if isinstance(each, OptimizerStateHandler)]
+
     def _own_handlers(self) -> list[StateHandler]:
         """The handlers that users have registered."""
         return [each for each in self._handlers.values() if not isinstance(each, PartHandler)]
@@ -144,6 +147,7 @@ class TorchState(ObjectState):
         for handler in self._own_handlers():
             handler.save()
         self._standing.commit = commit
+        self._begin_steps()
 
     def _load(self) -> Commit:
         kept = self._copies.read()
@@ -160,7 +164,15 @@ class TorchState(ObjectState):
                         "commit"
                     )
                 live.detach().copy_(copy)
+        self._begin_steps()
         return kept.commit
+
+    def _begin_steps(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer.steps.done = 0
+
+    def _steps_since_commit(self) -> int | None:
+        return max((each.steps.done for each in self._optimizers()), default=None)
 
     def _agree_on_change(self, own: HostUpdateResult) -> HostUpdateResult:
         sent = torch.tensor([int(own)], dtype=torch.uint8, device="cpu")

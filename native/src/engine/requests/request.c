@@ -237,9 +237,8 @@ void hr_request_destroy(struct hr_request *request) {
     free(request->gathered);
     free(request->splits);
     free(request->error_text);
-    const struct hr_cargo cargo = request->cargo;
+    hr_cargo_drop(&request->cargo); /* first: until then a thread of the GPU's driver may look at the request */
     free(request);
-    hr_cargo_drop(&cargo);
 }
 
 /* ---- The same call again ---- */
