@@ -1,8 +1,8 @@
 """A commit in a file, which a later job goes on from.
 
 The file is the user's own: its objects are unpickled, so one that somebody else could have written is refused. It is
-written beside and renamed once it is on the disk. What a disk or a copy has changed since then is found by checksums,
-and the commit before it, which has a file of its own, is read instead.
+written beside and renamed once it is on the disk. Checksums find changes since then, by the disk or by whoever copies;
+the commit before it, in a file of its own, is read then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CommitFile:
     def read(self) -> Found | None:
         """The commit in the file, of generation 1; None: there is no file.
 
-        Where the file is damaged, the commit before it; the file gets another name then.
+        If the file is damaged, the commit before it; the file gets another name then.
 
         Raises:
             ResourceError: It cannot be read, or belongs to another user, or others may write to it.
@@ -115,7 +115,7 @@ class CommitFile:
         """The commit before the latest one, whose file is put aside: else no commit with a smaller number is written.
 
         Raises:
-            UsageError: There is none.
+            UsageError: That cannot be read either.
         """
         words, inode = damaged.args
         try:
