@@ -12,8 +12,9 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 BFLOAT16 = "bfloat16"
-SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
+SUM, MIN, MAX, PRODUCT, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
 OPS = {"sum": SUM, "min": MIN, "max": MAX, "product": PRODUCT}
+BITS = (BAND, BOR, BXOR)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ DTYPES = {
             ("float32", "f4"),
             ("float64", "f8"),
             ("bool", "u1"),
+            ("uint16", "u2"),
+            ("uint32", "u4"),
+            ("uint64", "u8"),
         ]
     )
 }
@@ -59,7 +63,11 @@ COMPLEX = {
     "complex64": Dtype(14, "complex64", np.dtype("c8")),
     "complex128": Dtype(15, "complex128", np.dtype("c16")),
 }
-CASES = [(dtype, op) for dtype in DTYPES.values() for op in OPS.values()] + [(d, PRODUCT) for d in COMPLEX.values()]
+CASES = [
+    *((dtype, op) for dtype in DTYPES.values() for op in OPS.values()),
+    *((dtype, op) for dtype in DTYPES.values() for op in BITS if not dtype.is_float),
+    *((dtype, PRODUCT) for dtype in COMPLEX.values()),
+]
 """What can be reduced how, without scales."""
 PARTS = {"complex32": DTYPES["float16"], "complex64": DTYPES["float32"], "complex128": DTYPES["float64"]}
 """Of complex numbers the dtype of their real and imaginary parts, which follow each other."""
@@ -95,6 +103,8 @@ def compute_form(dtype: Dtype, values: Array) -> Array:
 
 def combine(dtype: Dtype, op: int, a: Array, b: Array) -> Array:
     """One step of a reduction, a being the earlier value."""
+    if op in BITS:
+        return {BAND: a & b, BOR: a | b, BXOR: a ^ b}[op]
     if dtype.name == "bool":
         return a | b if op in {SUM, MAX} else a & b
     if op == SUM:

@@ -46,6 +46,9 @@ NUMPY_OF_DTYPE = {
     "float32": np.float32,
     "float64": np.float64,
     "bool": np.bool_,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
 }
 NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),
