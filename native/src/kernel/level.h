@@ -224,7 +224,7 @@ void hr_complex128_product(const struct hr_span *span);
         [HORO_UINT8] = {uint8_sum, uint8_min, uint8_max, uint8_product, uint8_and, uint8_or, uint8_xor},               \
         [HORO_BOOL] = {bool_sum, bool_min, bool_max, bool_product, bool_min, bool_max, bool_xor},                      \
         [HORO_UINT16] = HR_UNSIGNED_ROW(int16), [HORO_UINT32] = HR_UNSIGNED_ROW(int32),                                \
-        [HORO_UINT64] = HR_UNSIGNED_ROW(int64), [HORO_INT8] = HR_OPS_ROW(int8), [HORO_INT16] = HR_OPS_ROW(int16),            \
+        [HORO_UINT64] = HR_UNSIGNED_ROW(int64), [HORO_INT8] = HR_OPS_ROW(int8), [HORO_INT16] = HR_OPS_ROW(int16),      \
         [HORO_INT32] = HR_OPS_ROW(int32), [HORO_INT64] = HR_OPS_ROW(int64), [HORO_FLOAT16] = HR_OPS_ROW(float16),      \
         [HORO_BFLOAT16] = HR_OPS_ROW(bfloat16), [HORO_FLOAT32] = HR_OPS_ROW(float32),                                  \
         [HORO_FLOAT64] = HR_OPS_ROW(float64),                                                                          \
