@@ -35,34 +35,12 @@ class Dtype:
         return self.name in {BFLOAT16, "float16"}
 
 
-<<<<<<< HEAD
-DTYPES = {
-    name: Dtype(code, name, np.dtype(storage))
-    for code, (name, storage) in enumerate(
-        [
-            ("uint8", "u1"),
-            ("int8", "i1"),
-            ("int16", "i2"),
-            ("int32", "i4"),
-            ("int64", "i8"),
-            ("float16", "f2"),
-            (BFLOAT16, "u2"),
-            ("float32", "f4"),
-            ("float64", "f8"),
-            ("bool", "u1"),
-            ("uint16", "u2"),
-            ("uint32", "u4"),
-            ("uint64", "u8"),
-        ]
-    )
-}
-=======
 _STORAGE = {
     "uint8": "u1", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8",
     "float16": "f2", BFLOAT16: "u2", "float32": "f4", "float64": "f8", "bool": "u1",
+    "uint16": "u2", "uint32": "u4", "uint64": "u8",
 }  # fmt: skip
 DTYPES = {name: Dtype(code, name, np.dtype(storage)) for code, (name, storage) in enumerate(_STORAGE.items())}
->>>>>>> next
 
 COMPLEX = {
     "complex32": Dtype(13, "complex32", np.dtype("u4")),  # numpy has none

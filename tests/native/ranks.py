@@ -36,25 +36,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
-<<<<<<< HEAD
-NUMPY_OF_DTYPE = {
-    "uint8": np.uint8,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "float16": np.float16,
-    "float32": np.float32,
-    "float64": np.float64,
-    "bool": np.bool_,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-}
-=======
-_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+_NAMES = "uint8 int8 int16 int32 int64 float16 float32 float64 bool uint16 uint32 uint64".split()
 NUMPY_OF_DTYPE = {name: np.dtype(name).type for name in _NAMES}
->>>>>>> next
 NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),
     "complex64": np.complex64,
