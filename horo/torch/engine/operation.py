@@ -258,7 +258,7 @@ def _spanned_bytes(tensor: torch.Tensor) -> int:
     if count == 0:
         return 0
     if tensor.is_contiguous():
-        return (tensor.storage_offset() + count) * tensor.element_size()
+        return int(tensor.storage_offset() + count) * tensor.element_size()
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
