@@ -33,6 +33,7 @@ __all__ = [
     "Phase",
     "Reach",
     "Ready",
+    "Refused",
     "Report",
     "Slot",
     "SlotRecord",
@@ -192,6 +193,8 @@ class DriverState:
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
+        refused: the workers that could not be started before the first generation, and are left out of it.
+        has_trained: a training function has begun on some worker: it has synced its state.
         done_s: the time at which the first member has come to the end of ``hvd.elastic.run``; None: none has.
         has_learnt: some worker had the state once, so that a generation needs one that has it.
         leaves_s: the time at which all of the job has to have ended; None: there is none.
@@ -216,6 +219,8 @@ class DriverState:
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
+    refused: tuple[Refused, ...] = ()
+    has_trained: bool = False
     done_s: float | None = None
     has_learnt: bool = False
     leaves_s: float | None = None
@@ -338,15 +343,32 @@ class Ended:
         worker: its number.
         has_failed: it has not ended with code 0.
         how: in words.
+        is_error: it has failed by itself, with an exit code or an exception; no signal has ended it.
     """
 
     worker: int
     has_failed: bool
     how: str = ""
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The process of a worker could not be started.
+
+    Attributes:
+        worker: its number.
+        reason: a sentence, which names the host.
+        code: that of a shell.
+    """
+
+    worker: int
+    reason: str
+    code: int
 
 
 HostEvent = HostsFound | HostUp | HostLost | Leave
-ElasticEvent = Tick | HostEvent | Ready | Within | Waits | Committed | Done | Ended
+ElasticEvent = Tick | HostEvent | Ready | Within | Waits | Committed | Done | Ended | Refused
 
 
 @dataclass(frozen=True)
@@ -437,10 +459,13 @@ class Finish:
     Attributes:
         reason: a sentence; empty: the ends of the workers tell all.
         code: hororun's exit code; None: by the ends of the workers.
+        failed: the worker whose error ends the job; the others get a moment to see theirs, as in a job that is not
+            elastic.
     """
 
     reason: str = ""
     code: int | None = None
+    failed: int | None = None
 
 
 Action = Connect | Disconnect | StartWorker | WriteSeats | Fail | Announce | Kill | Dismiss | Report | Finish

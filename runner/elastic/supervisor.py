@@ -31,6 +31,7 @@ from horo.runner.elastic.state import (
     Leave,
     Phase,
     Ready,
+    Refused,
     Report,
     StartWorker,
     Tick,
@@ -116,6 +117,7 @@ class ElasticSupervisor(HostsSupervisor):
         for report in self._notes.setdefault(event.rank, NoteReader()).feed(event.data):
             for told in _events_of(event.rank, report):
                 self._take(self._with_time_to_end(told))
+        self._stop_if_clear()
 
     def _with_time_to_end(self, event: ElasticEvent) -> ElasticEvent:
         """A worker that an exception ends has the grace time for its exit handlers; one that hangs has not."""
@@ -127,7 +129,11 @@ class ElasticSupervisor(HostsSupervisor):
 
     def _on_ending(self, ending: Ending) -> None:
         if not ending.lost:  # else all of its host is
-            self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
+            is_error = bool(ending.code or ending.note.error)
+            self._take(Ended(ending.rank, ending.failed, how_it_failed(ending), is_error))
+        self._stop_if_clear()
+        if self._is_finished and not self._running and not self._stopping:
+            self._release()
 
     def _on_signal(self, number: int) -> None:
         limits = self._job.elastic
@@ -184,19 +190,18 @@ class ElasticSupervisor(HostsSupervisor):
             self._end_all(action)
 
     def _on_not_started(self, event: NotStarted) -> None:
-        if self._state.generation == 0:
-            self._stop_for(JobError(event.reason, event.code))
-        else:
-            self._take(Ended(event.rank, True, f"could not be started: {event.reason}"))
+        self._take(Refused(event.rank, event.reason, event.code))
 
     def _end_all(self, finish: Finish) -> None:
         self._finish, self._is_finished = finish, True
         if self._discovery is not None:
             self._discovery.stop()
-        if self._running:
-            self._stop()
-        else:
+        if not self._running:
             self._release()
+        elif finish.failed is not None:
+            self._fail()
+        else:
+            self._stop()
 
     def _stop(self) -> None:
         if self._discovery is not None:
@@ -220,7 +225,10 @@ class ElasticSupervisor(HostsSupervisor):
             self._console.say(self._finish.reason)
         self._say_what_happened()
         members = self._state.members or self._came
-        self._endings = [ending for ending in self._endings if ending.rank in members]
+        if self._finish.failed is None:
+            self._endings = [ending for ending in self._endings if ending.rank in members]
+        else:  # its failure is the first one, whatever others have failed before it
+            self._endings.sort(key=lambda ending: ending.rank != self._finish.failed)
         if self._signal and self._state.phase is not Phase.OVER:  # the job has gone on after the failures before
             self._endings = [ending for ending in self._endings if ending.asked]
         if self._finish.code == 0 and not self._signal and not self._errors:

@@ -41,6 +41,7 @@ from horo.runner.elastic.state import (
     Phase,
     Reach,
     Ready,
+    Refused,
     Slot,
     StartWorker,
     Tick,
@@ -107,6 +108,8 @@ class Simulation:
         self.faults = self.random.choice([0, 1, 2, 5, 10])
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
+        self.has_trained = False
+        """Whether the driver knows of a worker that has begun to train."""
         self.state: DriverState
         self.leaves_s = float("inf")
         self.machines = Machines(self.random, self.later, self.tell, self.end_host, self.come_back)
@@ -153,6 +156,7 @@ class Simulation:
 
     def tell(self, event: ElasticEvent) -> None:
         """An event comes to the driver."""
+        self.has_trained |= isinstance(event, Committed)
         self.state, actions = step(self.state, event, self.now_s)
         self.do(actions)
 
@@ -199,6 +203,10 @@ class Simulation:
         self.processes[action.worker] = process = Process(action.worker, action.slot, "dead")
 
         def run() -> None:
+            if self.faults and self.random.random() < 0.02:
+                refused = Refused(action.worker, "no", 127)
+                self.later(0.01, lambda: self.machines.pass_on(action.slot.host, lambda: self.tell(refused)))
+                return
             process.mode, process.commit = "importing", self.memories.get(action.slot)
             self.later(self.random.uniform(0.1, 8.0), lambda: self.come(process))
 
@@ -249,6 +257,15 @@ class Simulation:
             assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
 
     def check_finish(self, finish: Finish) -> None:
+        """The job ends for a reason."""
+        if finish.failed is not None:
+            assert not self.has_trained, (
+                f"worker {finish.failed} ends the job with an error after the begin of training"
+            )
+        else:
+            self.check_loss(finish)
+
+    def check_loss(self, finish: Finish) -> None:
         """A job whose ranks have all failed does not end while memories have more than they had the last time."""
         is_lost = finish.code is None and not self.ends_well and not finish.reason.startswith("ranks cannot")
         at_limit = self.limits.reset_limit is not None and self.state.generation > self.limits.reset_limit
@@ -374,11 +391,11 @@ class Simulation:
         self.ask(process, [waits, Ready(process.worker)])
         self.take_seat(process)
 
-    def end(self, process: Process, has_failed: bool) -> None:
+    def end(self, process: Process, has_failed: bool, is_error: bool = False) -> None:
         """The process ends, and its agent reports that."""
         if process.mode != "dead":
             process.mode = "dead"
-            ended = Ended(process.worker, has_failed, "ended")
+            ended = Ended(process.worker, has_failed, "ended", is_error)
             late_s = self.random.uniform(0.01, 0.5)
             self.later(late_s, lambda: self.machines.pass_on(process.slot.host, lambda: self.tell(ended)))
 
@@ -421,7 +438,7 @@ class Simulation:
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True
             else:
-                self.end(process, True)
+                self.end(process, True, is_error=self.random.random() < 0.3)
 
 
 def simulate(seed: int) -> Simulation:
