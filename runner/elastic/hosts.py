@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
+from horo.runner.config import EXIT_TERMINATED
 from horo.runner.elastic.state import (
     Action,
     Connect,
@@ -160,12 +161,19 @@ class HostTurn:
         if host is not None and host.leaves_s is None:
             self.hosts[host.name] = replace(host, leaves_s=until_s)
         others = [each for each in self.hosts.values() if _is_kept(each) and each.reach is not Reach.AWAY]
-        if event.host is None or (host is not None and not others):
+        why = f" ({event.why})" if event.why else ""
+        if host is not None and not others and not self.state.limits.keeps:
+            self._finish(
+                f"the last host, {host.name}, has to end{why}; with --elastic-dir, a later job would go on from the "
+                "commit",
+                EXIT_TERMINATED,
+            )
+        elif event.host is None or (host is not None and not others):
             if self.state.leaves_s is None:
-                self._report(f"the job has to end within {event.within_s:g} s")
+                self._report(f"the job has to end within {event.within_s:g} s{why}")
             self.state.leaves_s = min(until_s, self.state.leaves_s or until_s)
         elif host is not None:
-            self._report(f"{host.name} has to end within {event.within_s:g} s: its workers leave")
+            self._report(f"{host.name} has to end within {event.within_s:g} s{why}: its workers leave")
 
     def _lose(self, host: Host, how: str, may_run_s: float) -> None:
         lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
@@ -257,13 +265,16 @@ class HostTurn:
             host = self._part_from(host)
         if host.leaves_s is not None:
             self.hosts[host.name] = host = replace(host, leaves_s=None)
-            self._cool(host)
+            self._cool(host, self.state.limits.cooldown_s[1])  # it may be there until its end
         elif self._now_s > host.free_s + _WINDOW_S:
             del self.hosts[host.name]
 
     # Parts of decisions
 
     def _kill(self, worker: Worker, why: str) -> None:
+        raise NotImplementedError
+
+    def _finish(self, reason: str = "", code: int | None = None, *, failed: int | None = None) -> None:
         raise NotImplementedError
 
     def _enter(self, phase: Phase) -> None:

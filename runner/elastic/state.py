@@ -272,10 +272,17 @@ class HostLost:
 
 @dataclass(frozen=True)
 class Leave:
-    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before."""
+    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before.
+
+    Attributes:
+        host: its name.
+        within_s: the time.
+        why: in words; empty: the user knows.
+    """
 
     host: str | None
     within_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Effects of one step of the driver of an elastic job: workers that are seated, started and ended, the end of the job."""
+"""Effects of one step of the driver of an elastic job: workers are seated, started and ended, the job ends."""
 
 from __future__ import annotations
 

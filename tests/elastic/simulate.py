@@ -89,6 +89,7 @@ class Simulation:
             cooldown_s=(2.0, 30.0),
             on_failure=self.random.choice(["slot", "host"]),
             join=self.random.choice(["ready", "now"]),
+            keeps=self.random.random() < 0.5,
         )
         self.is_lossy = self.random.random() < 0.5
         self.now_s = 0.0

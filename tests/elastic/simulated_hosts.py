@@ -182,9 +182,10 @@ class Machines:
             self._later(self._random.choice([1.0, 10.0, 60.0]), undo)
 
     def leave(self, machine: Machine) -> None:
-        """The host is to be switched off soon."""
+        """The host is to be switched off soon, which its agent says, perhaps twice; or it has none."""
         within_s = self._random.choice([0.5, 5.0, 30.0])
-        self._tell(Leave(machine.name, within_s))
+        for _ in range(self._random.choice([0, 1, 1, 1, 2])):
+            self.pass_on(machine.name, lambda: self._tell(Leave(machine.name, within_s)))
         self._later(within_s + 1.0, lambda: self.power_off(machine))
 
     def _lose(self, machine: Machine, agent: int, how: str, may_run_s: float) -> None:

@@ -385,4 +385,22 @@ def test_ranks_of_a_host_leave_it_in_time() -> None:
 
 
 def test_the_only_host_takes_the_job_with_it() -> None:
-    assert running(2).on(Leave("h", 30.0)) == [Announce(1, 1, leave=True)]
+    driver = running(2, keeps=True)
+    assert driver.on(Leave("h", 30.0, "SIGTERM")) == [Announce(1, 1, leave=True)]
+    assert driver.words == "the job has to end within 30 s (SIGTERM)"
+
+
+def test_where_no_commit_is_kept_the_end_of_the_last_host_is_that_of_the_job() -> None:
+    driver = running(4, hosts=A2_B2)
+    driver.on(Leave("a", 30.0))
+    (finish,) = driver.on(Leave("b", 30.0, "SIGTERM has come to its agent"))
+    assert finish.code == 143
+    assert finish.reason.startswith("the last host, b, has to end (SIGTERM has come to its agent); with --elastic-dir")
+
+
+def test_a_host_that_has_left_is_not_used_again_soon() -> None:
+    driver = running(4, hosts=A2_B2, cooldown_s=(10.0, 300.0))
+    driver.on(Leave("b", 30.0), *waits(1, 0, 1, 2, 3), *within(2, 0, 1))
+    assert driver.on(Ended(2, True)) == [] and driver.on(Ended(3, True)) == [Disconnect("b")]
+    assert driver.tick() == [Connect("b")]
+    assert driver.now_s == 400.0
