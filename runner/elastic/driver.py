@@ -136,6 +136,8 @@ class _Turn(Turn):
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
         self.state.is_broken = True
+        counts = [each for each in (self.state.steps_lost, event.steps_lost) if each is not None]
+        self.state.steps_lost = max(counts, default=None)
         self._gather(f"worker {worker.number} has left it")
         culprit = None if event.culprit is None else self.workers.get(event.culprit)
         if culprit is not None and culprit.standing in _IN_GENERATION:
@@ -191,7 +193,7 @@ class _Turn(Turn):
         if host.free_s > self._now_s and goes_on:
             for each in others:
                 if each.standing is not Standing.DONE:
-                    self._dismiss(each)
+                    self._dismiss(each, f"worker {worker.number} on its host has failed")
 
     # Decisions
 
@@ -294,7 +296,7 @@ class _Turn(Turn):
         for worker in list(self.workers.values()):
             is_newcomer = self.state.generation > 0 and worker.number not in self.state.members
             if is_newcomer and worker.standing in (Standing.COMING, Standing.READY):
-                self._dismiss(worker)
+                self._dismiss(worker, "the training is over")
         left = [worker.number for worker in self._standing(Standing.READY)]
         if left and self.state.leaves_s is not None:
             self._finish("", 0)

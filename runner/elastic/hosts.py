@@ -27,7 +27,7 @@ from horo.runner.elastic.state import (
     Worker,
 )
 
-__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays"]
+__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays", "why_it_leaves"]
 
 _SOON_S = 60.0
 """A worker that fails so soon after its start makes its slot wait ever longer."""
@@ -43,6 +43,14 @@ def stays(state: DriverState, worker: Worker) -> bool:
     if worker.is_going or host is None or not _is_kept(host):
         return False
     return host.slots is None or worker.slot.number < host.slots
+
+
+def why_it_leaves(state: DriverState, worker: Worker) -> str:
+    """The reason why the worker is to leave its host, in words."""
+    host = state.hosts.get(worker.slot.host)
+    if host is None or not host.is_listed:
+        return f"{worker.slot.host} is not found any more"
+    return f"{host.name} has to end" if host.leaves_s is not None else f"{host.name} has fewer slots now"
 
 
 def rank_order(workers: Iterable[Worker]) -> list[Worker]:

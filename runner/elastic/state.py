@@ -163,11 +163,13 @@ class Generation:
         number: counted from 1; there may be others between that one and the one before, which have not trained.
         members: its workers.
         still_s: the time for which training stood still before it.
+        steps_lost: the finished steps of the one before that were undone then; None: nobody has counted them.
     """
 
     number: int
     members: tuple[int, ...]
     still_s: float = 0.0
+    steps_lost: int | None = None
 
 
 @dataclass
@@ -190,6 +192,7 @@ class DriverState:
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
         idle_since_s: the time at which training stopped; None: it goes on.
+        steps_lost: the finished steps that are undone since then, as far as workers have counted them.
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
@@ -216,6 +219,7 @@ class DriverState:
     announced: Announce | None = None
     is_broken: bool = False
     idle_since_s: float | None = None
+    steps_lost: int | None = None
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
@@ -310,6 +314,7 @@ class Waits:
         culprit: the worker that its error names; None: none.
         has_state: it can give the state to others.
         culprit_s: the time that the culprit has to leave, too, or to end.
+        steps_lost: the finished steps since its last commit, which are undone; None: it has not counted them.
     """
 
     worker: int
@@ -317,6 +322,7 @@ class Waits:
     culprit: int | None = None
     has_state: bool = False
     culprit_s: float = 1.0
+    steps_lost: int | None = None
 
 
 @dataclass(frozen=True)
@@ -447,9 +453,15 @@ class Kill:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not."""
+    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not.
+
+    Attributes:
+        worker: its number.
+        why: in words.
+    """
 
     worker: int
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

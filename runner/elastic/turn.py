@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s
+from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, why_it_leaves
 from horo.runner.elastic.next_generation import next_members
 from horo.runner.elastic.state import (
     Announce,
@@ -51,12 +51,12 @@ class Turn(HostTurn):
         state = self.state
         if state.idle_since_s is not None:
             idle_s = self._now_s - state.idle_since_s if state.generation > 1 else 0.0
-            state.history = (*state.history, Generation(state.generation, state.members, idle_s))
+            state.history = (*state.history, Generation(state.generation, state.members, idle_s, state.steps_lost))
             if state.generation > 1:
                 names = ", ".join(map(str, state.members))
                 who = f"{ranks_in_words(len(state.members))} (worker{'s' if len(state.members) > 1 else ''} {names})"
                 self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")
-            state.idle_since_s = None
+            state.idle_since_s = state.steps_lost = None
         self._enter(Phase.RUNNING)
 
     def _announce(self, *change: bool) -> None:
@@ -99,16 +99,16 @@ class Turn(HostTurn):
         self.actions.append(Kill(worker.number))
         self._report(f"{self._name(worker)} {why}, and is killed")
 
-    def _dismiss(self, worker: Worker) -> None:
+    def _dismiss(self, worker: Worker, why: str) -> None:
         self._set(worker, Standing.DISMISSED)
         self.suspects.pop(worker.number, None)
-        self.actions.append(Dismiss(worker.number))
+        self.actions.append(Dismiss(worker.number, why))
 
     def _dismiss_leavers(self) -> None:
         """Ends workers that are to leave, and are not at work."""
         for worker in list(self.workers.values()):
             if worker.standing in (Standing.COMING, Standing.READY) and not self._stays(worker):
-                self._dismiss(worker)
+                self._dismiss(worker, why_it_leaves(self.state, worker))
 
     def _finish(self, reason: str = "", code: int | None = None, *, failed: int | None = None) -> None:
         self._enter(Phase.OVER)

@@ -58,6 +58,7 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "prefix_host": ("--prefix-host", OWN),
     "output_filename": ("--output-filename out", JOBS),
     "timeline_merge": ("--timeline-merge all.json --timeline-filename t-{{rank}}.json", JOBS),
+    "json_report": ("--json-report r.json", OWN),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
     "grace_seconds": ("--grace-seconds 3", JOBS),
     "failure_seconds": ("--failure-seconds 3", OWN),
