@@ -108,6 +108,24 @@ def alltoall(rank: Rank, step: int, count: int) -> None:
     assert got.tolist() == wanted
 
 
+def rooted(op: str) -> Callable[[Rank, int, int], None]:
+    def run(rank: Rank, step: int, count: int) -> None:
+        root = step % rank.size
+        mine = np.full(count, rank.rank + step, np.int32)
+        every = np.stack([np.full(count, r + step, np.int32) for r in range(rank.size)])
+        shown = every.copy() if op == "scatter" else mine
+        got = np.zeros_like(every if op == "gather" else mine)
+        tensor = describe([mine], [mine])[0]._replace(input=shown.ctypes.data, output=got.ctypes.data)
+        reduce_op = SUM if op == "reduce" else 0
+        options = {"sync": True, "root_rank": root, "reduce_op": reduce_op}
+        rank.context.run(context.RequestBuffer.of(context.OPS[op], f"{op}{root}", [tensor], **options))
+        wanted = {"reduce": every.sum(axis=0), "gather": every, "scatter": mine}[op]
+        assert (got == (wanted if rank.rank == root or op == "scatter" else 0)).all()
+
+    run.__name__ = op
+    return run
+
+
 def barrier(rank: Rank, step: int, count: int) -> None:
     del step, count
     rank.run("barrier", "barrier", [])
@@ -120,6 +138,7 @@ OPERATIONS: list[Callable[[Rank, int, int], None]] = [
     allgather,
     alltoall,
     barrier,
+    *map(rooted, ["reduce", "gather", "scatter"]),
 ]
 
 

@@ -9,10 +9,24 @@ from dataclasses import dataclass
 (
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, QUERY, JOINED, TUNE,
 ) = range(1, 17)  # fmt: skip
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN = range(9)
+(
+    ALLREDUCE,
+    ALLGATHER,
+    BROADCAST,
+    BARRIER,
+    ADD_TEAM,
+    REMOVE_TEAM,
+    REDUCESCATTER,
+    ALLTOALL,
+    JOIN,
+    REDUCE,
+    GATHER,
+    SCATTER,
+) = range(12)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
-REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
-MOVE_DATA = (ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL)
+REDUCTIONS = (ALLREDUCE, REDUCESCATTER, REDUCE)
+ROOTED = (BROADCAST, REDUCE, GATHER, SCATTER)
+MOVE_DATA = (ALLREDUCE, ALLGATHER, REDUCESCATTER, ALLTOALL, *ROOTED)
 REDUCE_OPS = (0, 1, 2, 3, 4, 5)
 ADASUM = 2
 TRANSIENT, BY_NCCL = 2, 256
@@ -71,7 +85,7 @@ def request(value: Request) -> bytes:
         value.op,
         value.reduce_op if reduces else 0,
         value.transient | (value.on_gpu and value.op in MOVE_DATA) << 1,
-        value.root_rank if value.op == BROADCAST else 0,
+        value.root_rank if value.op in ROOTED else 0,
         value.prescale if reduces else 1.0,
         value.postscale if reduces else 1.0,
     )
@@ -191,6 +205,8 @@ def samples() -> dict[str, bytes]:
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),
+        "reduce": Request("r", op=REDUCE, reduce_op=1, root_rank=1, tensors=(Tensor(7, (5,), 6),)),
+        "scatter": Request("q", op=SCATTER, root_rank=2, tensors=(Tensor(20, (3,)),)),
         "join": Request("join.noname", op=JOIN, transient=True),
         "add-team": team_request(ADD_TEAM, [0, 2, 5]),
         "remove-team": team_request(REMOVE_TEAM, [3]),
