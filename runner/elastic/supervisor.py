@@ -251,7 +251,7 @@ class ElasticSupervisor(HostsSupervisor):
             self._console.say(line)
 
     def _failed(self, endings: Sequence[Ending]) -> dict[int, str]:
-        """How workers have failed, by number."""
+        """The failures of workers, by number."""
         gone = [each for each in endings if each.rank not in self._dismissed and each.failed and not each.asked]
         return {each.rank: each.note.error or how_it_ended(each) for each in gone}
 
