@@ -69,7 +69,7 @@ def deadline_s(state: DriverState) -> float | None:
     if state.phase in (Phase.CONNECTING, Phase.STARTING, Phase.FORMING):
         times.append(state.since_s + limits.start_timeout_s)
     elif state.phase is Phase.GATHERING:
-        times.append(state.since_s + limits.gather_timeout_s)
+        times.append(sum(_gather_limit(state)))
     if state.phase in (Phase.CONNECTING, Phase.SHORT):
         times.append(state.since_s + limits.elastic_timeout_s)
     if state.phase in _REPLACING:
@@ -88,6 +88,16 @@ def lost_s(state: DriverState) -> float:
     """The time in which training has not gone on, since it began."""
     idle_s = 0.0 if state.idle_since_s is None or state.generation == 0 else state.now_s - state.idle_since_s
     return sum(each.still_s for each in state.history) + idle_s
+
+
+def _gather_limit(state: DriverState) -> tuple[float, float]:
+    """The begin and the length of the time in which members have to leave the generation.
+
+    If only a host does not answer, they may train with its ranks until their next commit.
+    """
+    if state.broken_s is None:
+        return state.since_s, state.limits.elastic_timeout_s
+    return state.broken_s, state.limits.gather_timeout_s
 
 
 class _Turn(Turn):
@@ -135,7 +145,7 @@ class _Turn(Turn):
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
-        self.state.is_broken = True
+        self._break()
         counts = [each for each in (self.state.steps_lost, event.steps_lost) if each is not None]
         self.state.steps_lost = max(counts, default=None)
         self._gather(f"worker {worker.number} has left it")
@@ -147,7 +157,8 @@ class _Turn(Turn):
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
-        self.state.is_broken |= is_member
+        if is_member:
+            self._break()
         is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
@@ -269,16 +280,16 @@ class _Turn(Turn):
 
     def gather(self) -> None:
         """GATHERING: waits until no member is in the generation any more; kills those that do not leave."""
-        is_late = self._now_s >= self.state.since_s + self.state.limits.gather_timeout_s
+        begin_s, limit_s = _gather_limit(self.state)
         for worker in self._members():
             if worker.standing in _IN_GENERATION:
                 if self.suspects.get(worker.number, float("inf")) <= self._now_s:
                     self._kill(worker, "does not go on")
-                elif is_late:
-                    limit_s = self.state.limits.gather_timeout_s
+                elif self._now_s >= begin_s + limit_s:
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
         drift = Standing.ADRIFT if self.state.is_broken else Standing.READY
         if all(worker.standing in (Standing.READY, drift) for worker in self._members()):
+            self._hurry()
             announced = self.state.announced
             if not (announced and announced.added and awaited(self.state)):
                 self._seat_or_wait()
@@ -330,7 +341,7 @@ class _Turn(Turn):
     def _end_in_time(self) -> None:
         """Kills members that do not come to the end of the training, where all others have."""
         state = self.state
-        if state.phase not in (Phase.RUNNING, Phase.FINISHING) or state.done_s is None:
+        if state.phase not in (Phase.RUNNING, Phase.GATHERING, Phase.FINISHING) or state.done_s is None:
             return
         if self._now_s >= state.done_s + state.limits.gather_timeout_s:
             for worker in self._members():

@@ -246,6 +246,9 @@ class HostTurn:
     def reach_hosts(self) -> None:
         """Starts agents on the hosts that are needed; ends those of hosts that are not to have workers any more."""
         room, timeout_s = 0, self.state.limits.start_timeout_s
+        # A new agent would end ranks that others still train with.
+        is_whole = self.state.phase is Phase.GATHERING and self.state.broken_s is None
+        is_trained_on = is_whole and any(number in self.workers for number in self.state.members)
         for host in list(self.hosts.values()):
             if host.reach is Reach.COMING and self._now_s >= host.since_s + timeout_s:
                 self.actions.append(Disconnect(host.name))
@@ -253,7 +256,7 @@ class HostTurn:
             elif not _is_kept(host):
                 self._let_go(host)
             elif host.free_s <= self._now_s:
-                if host.reach is Reach.AWAY and room < _wanted(self.state):
+                if host.reach is Reach.AWAY and room < _wanted(self.state) and not is_trained_on:
                     self.actions.append(Connect(host.name))
                     self.hosts[host.name] = replace(host, reach=Reach.COMING, since_s=self._now_s)
                 if self.hosts[host.name].reach is not Reach.AWAY:

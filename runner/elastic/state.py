@@ -191,6 +191,8 @@ class DriverState:
         changes: how many changes were announced in this generation.
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
+        broken_s: the time from which members have to leave the generation within the gather timeout: one has left, has
+            ended, or none was in it. None: they may be at work, and leave at their next commit.
         idle_since_s: the time at which training stopped; None: it goes on.
         steps_lost: the finished steps that are undone since then, as far as workers have counted them.
         history: the generations that have trained.
@@ -218,6 +220,7 @@ class DriverState:
     changes: int = 0
     announced: Announce | None = None
     is_broken: bool = False
+    broken_s: float | None = None
     idle_since_s: float | None = None
     steps_lost: int | None = None
     history: tuple[Generation, ...] = ()

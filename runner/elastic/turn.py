@@ -40,7 +40,8 @@ class Turn(HostTurn):
         state.refused = ()
         state.members = tuple(worker.number for worker in next_members(self.state))
         state.generation += 1
-        state.changes, state.announced, state.is_broken, state.done_s = 0, None, False, None
+        state.changes, state.announced, state.done_s = 0, None, None
+        state.is_broken, state.broken_s = False, None
         self.suspects.clear()
         for number in state.members:
             self._set(self.workers[number], Standing.SEATED)
@@ -69,9 +70,19 @@ class Turn(HostTurn):
             return
         if self.state.phase is Phase.FORMING:  # they may wait for each other in init()
             self.actions.append(Fail(self.state.generation, reason))
+            self._hurry()
+        self._enter(Phase.GATHERING)
+
+    def _break(self) -> None:
+        """A member has left the generation, or has ended: nobody can be at work in it."""
+        self.state.is_broken = True
+        self._hurry()
+
+    def _hurry(self) -> None:
+        if self.state.broken_s is None:
+            self.state.broken_s = self._now_s
         if self.state.idle_since_s is None:
             self.state.idle_since_s = self._now_s
-        self._enter(Phase.GATHERING)
 
     def _replace(self) -> None:
         """Starts workers for slots that have none. Before the first generation, only if others have come through, or

@@ -31,6 +31,8 @@ class Machine:
     """Number of the last cut of its link."""
     is_cut: bool = False
     is_down: bool = False
+    is_stopped: bool = False
+    """Its agent does nothing, and its workers go on."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -79,7 +81,7 @@ class Machines:
             if machine.has_agent and machine.agent == agent:
                 call()
 
-        if machine.is_cut:
+        if machine.is_cut or machine.is_stopped:
             machine.waiting.append(arrive)
         else:
             arrive()
@@ -93,6 +95,8 @@ class Machines:
     def connect(self, name: str) -> None:
         """An agent is started, which may fail, or take forever."""
         machine = self.all[name]
+        if machine.is_stopped and not machine.is_cut:  # the new one ends what that has left
+            self.end_agent(machine)
         assert not machine.has_agent, f"{name} gets an agent beside another"
         machine.agent += 1
         machine.known = machine.agent
@@ -120,7 +124,7 @@ class Machines:
     def end_agent(self, machine: Machine) -> None:
         """The agent ends, and so does all on its host."""
         if machine.has_agent:
-            machine.has_agent = False
+            machine.has_agent = machine.is_stopped = False
             machine.waiting.clear()
             self._has_ended(machine.name)
 
@@ -130,6 +134,27 @@ class Machines:
         if machine.has_agent and not machine.is_cut:
             self.end_agent(machine)
             self._later(self._random.uniform(0.01, 0.5), lambda: self._lose(machine, agent, "has lost its agent", 0.0))
+
+    def stop_agent(self, machine: Machine) -> None:
+        """The agent is stopped, as by SIGSTOP, and goes on later: it ends if hororun has given it up by then."""
+        agent = machine.agent
+        if not machine.has_agent or machine.is_stopped or machine.is_cut:
+            return
+        machine.is_stopped = True
+
+        def if_still(call: Callable[[], None]) -> Callable[[], None]:
+            return lambda: call() if machine.is_stopped and machine.agent == agent else None
+
+        def go_on() -> None:
+            machine.is_stopped = False
+            if machine.known != agent:
+                self.end_agent(machine)
+            waiting, machine.waiting = machine.waiting, []
+            for call in waiting:
+                call()
+
+        self._later(SILENCE_S, if_still(lambda: self._lose(machine, agent, "is silent", 0.0)))
+        self._later(self._random.choice([5.0, SILENCE_S + 10.0, 200.0]), if_still(go_on))
 
     def power_off(self, machine: Machine) -> None:
         """The host is gone; hororun hears nothing more. It comes back some time."""
