@@ -1,7 +1,5 @@
 """The wire format a second time, from the table in wire.h: what the core must write and read."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,12 +108,10 @@ def rows(values: Sequence[int]) -> bytes:
 
 
 def rows_message(number: int, values: Sequence[int]) -> bytes:
-    """ROWS."""
     return struct.pack("<BI", ROWS, number) + rows(values)
 
 
 def ids_message(ids: Sequence[int]) -> bytes:
-    """IDS."""
     return struct.pack(f"<BI{len(ids)}I", IDS, len(ids), *ids)
 
 
@@ -130,22 +126,18 @@ def lost_message(rank: int, status: int, reason: int, by: int = 0) -> bytes:
 
 
 def data_message(kind: int, number: int, data: bytes) -> bytes:
-    """DATA or RESULT."""
     return struct.pack("<BII", kind, number, len(data)) + data
 
 
 def done_message(rank: int) -> bytes:
-    """DONE."""
     return struct.pack("<Bi", DONE, rank)
 
 
 def joined_message(rank: int, at: int = 0) -> bytes:
-    """JOINED."""
     return struct.pack("<BiQ", JOINED, rank, at)
 
 
 def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
-    """ENDED."""
     return struct.pack("<Bii", ENDED, rank, status) + str16(text)
 
 
@@ -161,27 +153,22 @@ def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes
 
 
 def ask_message(rank: int) -> bytes:
-    """ASK."""
     return struct.pack("<Bi", ASK, rank)
 
 
 def query_message(question: int) -> bytes:
-    """QUERY."""
     return struct.pack("<BI", QUERY, question)
 
 
 def tune_message(values: Sequence[int], final: int = 0) -> bytes:
-    """TUNE."""
     return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
 
 
 def leave_message(rank: int, text: bytes = b"", status: int = -43) -> bytes:
-    """LEAVE."""
     return struct.pack("<Bii", LEAVE, rank, status) + str16(text)
 
 
 def fail_message(status: int, name: bytes, text: bytes) -> bytes:
-    """FAIL."""
     return struct.pack("<Bi", FAIL, status) + str16(name) + str16(text)
 
 

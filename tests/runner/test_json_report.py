@@ -65,9 +65,9 @@ def test_ctrl_c_leaves_a_whole_report(hororun: Hororun, flags: Flags, tmp_path: 
 
 def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    done = hororun.run("-np", "3", "--json-report", str(file), "--", "true", where="localhost:1")
+    done = hororun.run("-np", "1", "--json-report", str(file), "--", "./no-such-program")
     report = read(file)
-    assert report["exit"]["code"] == done.returncode == 2
+    assert report["exit"]["code"] == done.returncode == 127
     assert f"hororun: {report['exit']['reasons'][0]}" in done.stderr
     assert report["ranks"] == []
 
