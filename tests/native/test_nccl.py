@@ -171,9 +171,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED.values(), ids=STAGED)
-def test_what_nccl_cannot_do_is_staged(
-    gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]
-) -> None:
+def test_what_nccl_lacks_is_staged(gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]) -> None:
     op, dtype, options, expected = case
 
     def body(rank: Rank) -> np.ndarray:

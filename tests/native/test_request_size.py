@@ -104,9 +104,7 @@ def test_rows_without_elements_are_gathered(rank: Rank) -> None:
     ],
 )
 @on_ranks([2])
-def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(
-    rank: Rank, op: str, shape: tuple[int, ...], dimension: int
-) -> None:
+def test_shapes_of_too_many_bytes_are_refused(rank: Rank, op: str, shape: tuple[int, ...], dimension: int) -> None:
     """One row of an allgather must fit even where there is none: another rank may have some."""
     with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
         tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])

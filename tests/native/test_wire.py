@@ -168,9 +168,7 @@ def test_every_message_is_read_and_written_as_the_same_bytes(wire: Wire, data: b
 
 
 @given(a=requests, field=st.sampled_from([f.name for f in dataclasses.fields(Request)]), data=st.data())
-def test_requests_agree_exactly_when_their_bytes_are_equal(
-    wire: Wire, a: Request, field: str, data: st.DataObject
-) -> None:
+def test_requests_agree_exactly_when_their_bytes_do(wire: Wire, a: Request, field: str, data: st.DataObject) -> None:
     """NaN aside, of which there are many."""
     a = dataclasses.replace(a, prescale=data.draw(numbers), postscale=data.draw(numbers))
     other = numbers if field.endswith("scale") else requests.map(lambda r: getattr(r, field))

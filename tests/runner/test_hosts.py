@@ -296,9 +296,7 @@ def test_damaged_words_of_other_systems_are_named(environ: dict[str, str], fault
         ("PE_HOSTFILE", b"a 0 q x\n", "its line 'a 0 q x'"),
     ],
 )
-def test_a_damaged_host_file_is_named_with_its_variable(
-    tmp_path: Path, variable: str, content: bytes, fault: str
-) -> None:
+def test_a_bad_host_file_is_named_with_its_variable(tmp_path: Path, variable: str, content: bytes, fault: str) -> None:
     (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(AllocationError, match=f"{variable}='{tmp_path}/hosts'.*{fault}"):
         find_allocation({variable: f"{tmp_path}/hosts"}, read)

@@ -22,9 +22,7 @@ def test_numbers_are_at_their_ceilings() -> None:
         ({}, {"functions": 100}, "functions: delete the row"),
     ],
 )
-def test_a_number_that_is_not_at_its_ceiling_is_found(
-    measured: dict[str, Number], ceilings: dict[str, int], expected: str
-) -> None:
+def test_what_is_off_its_ceiling_is_found(measured: dict[str, Number], ceilings: dict[str, int], expected: str) -> None:
     (finding,) = compare(measured, ceilings)
     assert finding.endswith(expected)
 
