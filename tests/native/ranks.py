@@ -47,19 +47,10 @@ _DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in (NUMPY_OF_DTYP
 
 
 LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "8": [0] * 8,
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "9 hosts, a tree of four levels": [*range(9), 7],
-    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
-}
+    "1": [0], "2": [0, 0], "3": [0, 0, 0], "8": [0] * 8, "1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+3": [0, 1, 1, 1],
+    "3+1+2": [0, 0, 0, 1, 2, 2], "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3], "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
+    "9 hosts, a tree of four levels": [*range(9), 7], "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
+}  # fmt: skip
 over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 

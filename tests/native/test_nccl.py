@@ -53,12 +53,9 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         numbers = [each // 4 for each in numbers]
     integers = ["uint8", "int8", "int32", "int64"]
     expected = {
-        "sum": sum(numbers),
-        "average": sum(numbers) / size,
-        "min": np.min(numbers, axis=0),
-        "max": np.max(numbers, axis=0),
-        "product": np.prod(numbers, axis=0),
-    }[op]
+        "sum": sum(numbers), "average": sum(numbers) / size, "min": np.min(numbers, axis=0),
+        "max": np.max(numbers, axis=0), "product": np.prod(numbers, axis=0),
+    }[op]  # fmt: skip
     chosen = [*(integers if op != "product" else integers[2:]), "float16", "float32", "float64"]
 
     def body(rank: Rank) -> list[np.ndarray]:

@@ -144,12 +144,9 @@ def test_the_gpu_of_a_rank() -> None:
 RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
 """Who tells that what runs has failed: a look, or a call that comes just then."""
 FUNCTIONS = {
-    "call": "ncclAllReduce",
-    "group end": "ncclGroupEnd",
-    "run": RUNNING,
-    "scale": "ncclRedOpCreatePreMulSum",
+    "call": "ncclAllReduce", "group end": "ncclGroupEnd", "run": RUNNING, "scale": "ncclRedOpCreatePreMulSum",
     "end": "ncclCommFinalize",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)

@@ -339,15 +339,12 @@ def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> 
 @pytest.mark.parametrize(
     ("tensor", "room", "expected"),
     [
-        (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"),
-        (Tensor(8, (), 5), 17, b"float64 [] as fl"),
-        (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"),
-        (Tensor(99, (1,)), 100, b"unknown [1]"),
-        (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"),
-        (Tensor(7, (64, 128)), 12, b"float32 [64"),
+        (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"), (Tensor(8, (), 5), 17, b"float64 [] as fl"),
+        (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"), (Tensor(99, (1,)), 100, b"unknown [1]"),
+        (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"), (Tensor(7, (64, 128)), 12, b"float32 [64"),
         (Tensor(7, (64, 128)), 1, b""),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_is_described_in_words_that_fit(wire: Wire, tensor: Tensor, room: int, expected: bytes) -> None:
     out = wire.ffi.new("char[]", b"#" * 100)
     wire.lib.shim_wire_describe(tensor.dtype, tensor.wire_dtype, len(tensor.shape), list(tensor.shape), out, room)

@@ -237,14 +237,10 @@ def test_rank_that_does_not_come_is_named_to_all(
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("HORO_SEGMENT_BYTES", "4096"),
-        ("HOROVOD_FUSION_THRESHOLD", "5"),
-        ("HOROVOD_CACHE_CAPACITY", "7"),
-        ("HORO_TRANSPORT", "tcp"),
-        ("HORO_SOCKETS_PER_PEER", "2"),
-        ("HOROVOD_GRADIENTS_READY", "step"),
+        ("HORO_SEGMENT_BYTES", "4096"), ("HOROVOD_FUSION_THRESHOLD", "5"), ("HOROVOD_CACHE_CAPACITY", "7"),
+        ("HORO_TRANSPORT", "tcp"), ("HORO_SOCKETS_PER_PEER", "2"), ("HOROVOD_GRADIENTS_READY", "step"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
     environs = environments(server, 3)
     environs[2][variable] = value

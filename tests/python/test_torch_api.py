@@ -99,21 +99,13 @@ def test_reductions_are_shown_and_kept_as_what_they_are() -> None:
 
 PLACE = [hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous]
 BEFORE_INIT: list[Callable[[], Any]] = [
-    *PLACE,
-    hvd.mpi_threads_supported,
-    hvd.barrier,
-    lambda: hvd.allreduce(torch.ones(1)),
-    lambda: hvd.allreduce_async_(torch.ones(1)),
-    lambda: hvd.allgather(torch.ones(1)),
-    lambda: hvd.broadcast(torch.ones(1), 0),
-    lambda: hvd.poll(1),
-    lambda: hvd.synchronize(1),
-    lambda: hvd.average_buffers(torch.nn.BatchNorm1d(2)),
-    lambda: hvd.broadcast_parameters({}, 0),
-    lambda: hvd.broadcast_object(1),
-    lambda: hvd.allgather_object(1),
+    *PLACE, hvd.mpi_threads_supported, hvd.barrier, lambda: hvd.allreduce(torch.ones(1)),
+    lambda: hvd.allreduce_async_(torch.ones(1)), lambda: hvd.allgather(torch.ones(1)),
+    lambda: hvd.broadcast(torch.ones(1), 0), lambda: hvd.poll(1), lambda: hvd.synchronize(1),
+    lambda: hvd.average_buffers(torch.nn.BatchNorm1d(2)), lambda: hvd.broadcast_parameters({}, 0),
+    lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1),
     lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", BEFORE_INIT)

@@ -272,13 +272,10 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     for name in ("no-line", "bad-line"):
         (tmp_path / name).chmod(0o755)
     cases = {
-        "no-such-command": (127, "command not found on"),
-        "./no-such-file": (127, "no such file on"),
-        "./data.txt": (126, "is not executable"),
-        "./bad-line": (127, "an interpreter that does not exist"),
-        "./no-line": (126, "neither a program nor a script"),
-        str(tmp_path): (126, "is a folder"),
-    }
+        "no-such-command": (127, "command not found on"), "./no-such-file": (127, "no such file on"),
+        "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
+        "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
+    }  # fmt: skip
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

@@ -88,13 +88,10 @@ def test_a_subject_is_named_outside_its_rooms_in_code_alone() -> None:
 
 
 MODULES = {
-    "horo": "",
-    "horo.a": "from horo import b\n",
-    "horo.b": "if TYPE_CHECKING:\n    from . import c\n",
-    "horo.c": "def f():\n    from horo.a import name\n",
-    "horo.p": "from horo.p.inner import x\n",
+    "horo": "", "horo.a": "from horo import b\n", "horo.b": "if TYPE_CHECKING:\n    from . import c\n",
+    "horo.c": "def f():\n    from horo.a import name\n", "horo.p": "from horo.p.inner import x\n",
     "horo.p.inner": "import horo.a\n",
-}
+}  # fmt: skip
 
 
 def test_circles_of_modules_have_imports_for_types_and_in_functions() -> None:
