@@ -56,6 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.torch.functions": ("compat", "engine", "ops"),
     "horo.torch.nn": ("compat", "engine", "ops"),
     "horo.torch.optimizer": ("compat", "engine", "ops", "functions"),
+    "horo.torch.distributed": ("compat", "engine"),
     "horo.torch.elastic": ("compat", "engine", "ops", "functions", "optimizer"),
     "horo.runner.hosts": (),
     "horo.runner.loop": (),
