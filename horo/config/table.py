@@ -364,7 +364,7 @@ class Config:
         "PORT_RANGE",
         None,
         "Ports on which horo listens, for a firewall between the hosts: of the job's store, of ranks while they "
-        "connect, of `hororun --check-hosts`, and `MASTER_PORT` of `--torch-env`. Each host needs one per rank and two"
+        "connect, of `hororun --check-hosts`, and `MASTER_PORT` for `torch.distributed`. Each host needs one per rank and two"
         " more. Default: the system chooses.",
         Option("--port-range", "ports on which horo listens: 40000-40100", "FIRST-LAST"),
         kind=str,
