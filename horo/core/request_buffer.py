@@ -55,6 +55,9 @@ OPS: dict[str, int] = {
     "barrier": lib.HORO_BARRIER,
     "reducescatter": lib.HORO_REDUCESCATTER,
     "alltoall": lib.HORO_ALLTOALL,
+    "reduce": lib.HORO_REDUCE,
+    "gather": lib.HORO_GATHER,
+    "scatter": lib.HORO_SCATTER,
 }
 """Number of each operation on tensors by its name."""
 

@@ -65,7 +65,8 @@ enum horo_op {
     HORO_ADD_TEAM = 4, HORO_REMOVE_TEAM = 5, /* horo_add_team and horo_remove_team only */
     HORO_REDUCESCATTER = 6, HORO_ALLTOALL = 7,
     HORO_JOIN = 8, /* horo_join only */
-    HORO_OP_COUNT = 9,
+    HORO_REDUCE = 9, HORO_GATHER = 10, HORO_SCATTER = 11,
+    HORO_OP_COUNT = 12,
 };
 
 /* The numbers are Horovod's. */
@@ -115,7 +116,9 @@ typedef struct {
      * have equally many. Allgather, alltoall: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes
      * here, all of output_bytes; the input of an allgather may be this rank's place in it, else they do not overlap. If
      * the result has other than output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have
-     * done their part; nothing is written to that output.
+     * done their part; nothing is written to that output. Reduce and gather: the root's alone, and so is the input of a
+     * scatter; others have NULL. The shape of a gather or scatter is that of one member's block; the root has those of
+     * all, in their order, one behind the other, and its own block may be its place among them.
      */
     void *output;
     const int64_t *shape; /* ndim extents, copied by horo_submit */
@@ -137,8 +140,8 @@ typedef struct {
 typedef struct {
     const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
     int32_t op;        /* enum horo_op */
-    int32_t reduce_op; /* allreduce and reducescatter only, else 0 */
-    int32_t root_rank; /* broadcast only, else 0: of the job, in every team */
+    int32_t reduce_op; /* of a reduction: allreduce, reducescatter, reduce; else 0 */
+    int32_t root_rank; /* broadcast, reduce, gather, scatter; else 0: of the job, in every team */
     int32_t flags;     /* enum horo_submit_flags */
     double prescale;   /* of a reduction: multiplied in before it, 1.0 for none */
     double postscale;  /* of a reduction: multiplied in after it (AVERAGE divides by size as well) */
@@ -294,7 +297,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi33": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi34": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

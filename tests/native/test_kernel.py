@@ -1,7 +1,5 @@
 """Kernels: every SIMD level gives what the contract says, bit for bit as the scalar one, and touches nothing else."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from types import ModuleType
@@ -395,14 +393,11 @@ def test_scalar_products_are_added_to_what_was_there_and_carry_what_is_not_finit
 # Complex numbers: the product of whole ones.
 
 
-def stored(dtype: Dtype, values: Array) -> Array:
-    return oracle.join_parts(dtype, np.real(values), np.imag(values))
-
-
 def product(kernel: Kernel, dtype: Dtype, sources: Sequence[Array], scale: float = 1.0) -> tuple[Array, Array]:
     """Its real and its imaginary parts."""
     dst = np.zeros(len(sources[0]), dtype.storage)
-    kernel.reduce(dtype, oracle.PRODUCT, [stored(dtype, each) for each in sources], dst, scale=scale)
+    stored = [oracle.join_parts(dtype, np.real(each), np.imag(each)) for each in sources]
+    kernel.reduce(dtype, oracle.PRODUCT, stored, dst, scale=scale)
     return oracle.parts_of(dtype, dst)
 
 

@@ -1,7 +1,5 @@
 """Small parts of the core, each by itself."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

@@ -1,7 +1,5 @@
 """The flight recorder by itself: what is kept of what is written, by many threads beside a reader, and in words."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

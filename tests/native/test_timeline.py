@@ -1,7 +1,5 @@
 """A timeline of the core: a whole array of Chrome's trace events at every end, with Horovod's names."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -50,13 +48,8 @@ def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, le
 
 
 def test_names_are_whole_and_escaped_and_automatic_ones_share_a_row(tmp_path: Path) -> None:
-    names = [
-        'quote"back\\slash\nline\ttab\x01',
-        "gr\u00f6\u00dfe \U0001f600",
-        "n" * 1000,
-        "a" * 40 + ".w",
-        "b" * 40 + ".w",
-    ]
+    names = ['quote"back\\slash\nline\ttab\x01', "gr\u00f6\u00dfe \U0001f600", "n" * 1000]
+    names += ["a" * 40 + ".w", "b" * 40 + ".w"]
 
     def body(rank: Rank) -> None:
         for name in [*names, *(f"allreduce.noname.{number}" for number in range(50))]:

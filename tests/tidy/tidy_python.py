@@ -1,7 +1,5 @@
 """Rules for Python, on the syntax tree: each takes a path relative to the root and its text and returns findings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

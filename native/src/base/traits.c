@@ -14,12 +14,23 @@ const char *hr_op_name(int op) {
         [HORO_REDUCESCATTER] = "reducescatter",
         [HORO_ALLTOALL] = "alltoall",
         [HORO_JOIN] = "join",
+        [HORO_REDUCE] = "reduce",
+        [HORO_GATHER] = "gather",
+        [HORO_SCATTER] = "scatter",
     };
     return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
 }
 
 int hr_op_reduces(int op) {
-    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER;
+    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER || op == HORO_REDUCE;
+}
+
+int hr_op_has_root(int op) {
+    return op == HORO_BROADCAST || op == HORO_REDUCE || op == HORO_GATHER || op == HORO_SCATTER;
+}
+
+int hr_op_exchanges(int op) {
+    return op == HORO_ALLTOALL || op == HORO_GATHER || op == HORO_SCATTER;
 }
 
 int hr_op_tells_rows(int op) {

@@ -119,7 +119,7 @@ static int is_canonical(const struct hr_wire_request *request) {
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
            (!request->on_gpu || hr_op_moves_data(request->op)) &&
            (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
-           (request->op == HORO_BROADCAST || request->root_rank == 0);
+           (hr_op_has_root(request->op) || request->root_rank == 0);
 }
 
 /* Takes all that is left. */

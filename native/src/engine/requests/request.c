@@ -57,7 +57,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
                        op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
-    if (call->reduce_op == HORO_ADASUM && call->op == HORO_REDUCESCATTER) {
+    if (call->reduce_op == HORO_ADASUM && hr_op_reduces(call->op) && call->op != HORO_ALLREDUCE) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': op Adasum is offered by allreduce only", op, call->name);
     }
     if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
