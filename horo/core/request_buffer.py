@@ -72,6 +72,9 @@ REDUCE_OPS: dict[str, int] = {
     "min": lib.HORO_MIN,
     "max": lib.HORO_MAX,
     "product": lib.HORO_PRODUCT,
+    "band": lib.HORO_BAND,
+    "bor": lib.HORO_BOR,
+    "bxor": lib.HORO_BXOR,
 }
 
 

@@ -48,8 +48,8 @@ enum horo_status {
 enum horo_dtype {
     HORO_UINT8 = 0, HORO_INT8 = 1, HORO_INT16 = 2, HORO_INT32 = 3, HORO_INT64 = 4, HORO_FLOAT16 = 5, HORO_BFLOAT16 = 6,
     HORO_FLOAT32 = 7, HORO_FLOAT64 = 8, HORO_BOOL = 9,
-    HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with */
-    /* The dtypes below are moved; of complex numbers there are SUM, AVERAGE and PRODUCT. */
+    HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with, as those of unsigned integers are */
+    /* The other dtypes below are moved; of complex numbers there are SUM, AVERAGE and PRODUCT. */
     HORO_UINT16 = 10, HORO_UINT32 = 11, HORO_UINT64 = 12, HORO_COMPLEX32 = 13, HORO_COMPLEX64 = 14,
     HORO_COMPLEX128 = 15, HORO_FLOAT8_E4M3FN = 16, HORO_FLOAT8_E5M2 = 17, HORO_FLOAT8_E4M3FNUZ = 18,
     HORO_FLOAT8_E5M2FNUZ = 19, HORO_FLOAT8_E8M0FNU = 20, HORO_FLOAT4_E2M1FN_X2 = 21, HORO_BITS8 = 22, HORO_BITS16 = 23,
@@ -77,6 +77,7 @@ enum horo_reduce_op {
     HORO_MIN = 3,
     HORO_MAX = 4,
     HORO_PRODUCT = 5,
+    HORO_BAND = 6, HORO_BOR = 7, HORO_BXOR = 8, /* of integers bit by bit, and of bool; never scaled */
 };
 
 enum horo_log_level {

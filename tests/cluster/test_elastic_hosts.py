@@ -108,6 +108,20 @@ def test_workers_of_an_agent_that_is_stopped_do_not_hold_the_others_up(cluster: 
     assert ends(done.stdout).keys() == {0, 3, 4}
 
 
+def test_ranks_of_a_host_whose_agent_gets_sigterm_leave_in_order(cluster: Cluster, tmp_path: Path) -> None:
+    _, b = cluster.hosts
+    limits = ("-np", "2", "--min-np", "1", "--grace-seconds", "60")
+    job = start(cluster, *limits, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
+    said_until(job, "worker 1 is 1 of 2")
+    kill_all(agents(cluster, b), signal.SIGTERM)
+    said = said_until(job, "worker 0 is 0 of 1")
+    wait_until(lambda: not agents(cluster, b), "the agent has ended")
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {0}
+    assert f"{b.name} has to end within 60 s (SIGTERM has come to its agent): its workers leave" in done.stderr
+    assert "killed" not in done.stderr and "error" not in said + done.stdout
+
+
 def test_the_half_that_hororun_reaches_goes_on_and_the_other_one_ends(cluster: Cluster, tmp_path: Path) -> None:
     _, b = cluster.hosts
     told = {"HORO_PEER_TIMEOUT": "4", "STOP_FILE": str(tmp_path / "stop")}

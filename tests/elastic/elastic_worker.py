@@ -2,7 +2,8 @@
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
 itself, ``hang``, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
-``init()``. ``WORKER:done:kill``: after training. Training ends before where there is a file of the name in STOP_FILE.
+``init()``. ``WORKER:made:raise``: after it. ``WORKER:done:kill``: after training. Training ends before where there is
+a file of the name in STOP_FILE.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ if member.is_newcomer:
         hvd.allreduce(torch.ones(1))
     except UsageError as error:
         print(f"refused: {error}", flush=True)
+do("made")
 count = torch.zeros(1, dtype=torch.int64)
 
 

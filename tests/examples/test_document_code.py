@@ -28,12 +28,12 @@ VARIABLES = [*names_of(*GROUPS), "HORO_HOST_MARK", "HORO_END"]
 """The last two are no settings: one marks the processes of a job for other processes, one is an event of a timeline."""
 
 # fmt: off
-FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun
+FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun, Lightning
     "--mpi", "--cpus-per-task", "--cpu-bind", "--ntasks", "--ntasks-per-node", "--distribution", "--signal",
     "--requeue", "--kill-on-bad-exit", "--open-mode", "--time", "--bind-to", "--map-by", "--mca",
     "--allow-run-as-root", "--cleanenv", "--contain", "--bind", "--network", "--ipc", "--env",
     "--disable-auto-cleanup", "--rdzv-endpoint", "--master-addr", "--max-restarts", "--nnodes", "--pid", "--nv",
-    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs", "--gpus-per-task",
+    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs", "--gpus-per-task", "--trainer",
 }
 # fmt: on
 

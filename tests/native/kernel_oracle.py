@@ -10,8 +10,9 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 BFLOAT16 = "bfloat16"
-SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
+SUM, MIN, MAX, PRODUCT, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
 OPS = {"sum": SUM, "min": MIN, "max": MAX, "product": PRODUCT}
+BITS = (BAND, BOR, BXOR)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Dtype:
 _STORAGE = {
     "uint8": "u1", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8",
     "float16": "f2", BFLOAT16: "u2", "float32": "f4", "float64": "f8", "bool": "u1",
+    "uint16": "u2", "uint32": "u4", "uint64": "u8",
 }  # fmt: skip
 DTYPES = {name: Dtype(code, name, np.dtype(storage)) for code, (name, storage) in enumerate(_STORAGE.items())}
 
@@ -45,7 +47,11 @@ COMPLEX = {
     "complex64": Dtype(14, "complex64", np.dtype("c8")),
     "complex128": Dtype(15, "complex128", np.dtype("c16")),
 }
-CASES = [(dtype, op) for dtype in DTYPES.values() for op in OPS.values()] + [(d, PRODUCT) for d in COMPLEX.values()]
+CASES = [
+    *((dtype, op) for dtype in DTYPES.values() for op in OPS.values()),
+    *((dtype, op) for dtype in DTYPES.values() for op in BITS if not dtype.is_float),
+    *((dtype, PRODUCT) for dtype in COMPLEX.values()),
+]
 """What can be reduced how, without scales."""
 PARTS = {"complex32": DTYPES["float16"], "complex64": DTYPES["float32"], "complex128": DTYPES["float64"]}
 """Of complex numbers the dtype of their real and imaginary parts, which follow each other."""
@@ -80,6 +86,8 @@ def compute_form(dtype: Dtype, values: Array) -> Array:
 
 def combine(dtype: Dtype, op: int, a: Array, b: Array) -> Array:
     """One step of a reduction, a being the earlier value."""
+    if op in BITS:
+        return {BAND: a & b, BOR: a | b, BXOR: a ^ b}[op]
     if dtype.name == "bool":
         return a | b if op in {SUM, MAX} else a & b
     if op == SUM:

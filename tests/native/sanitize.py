@@ -33,7 +33,7 @@ transport waits
 """
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
-adasum alltoall complex_products compression control cross device_libraries gather hostile_member kernel nccl_teams
+adasum alltoall bits complex_products compression control cross device_libraries gather hostile_member kernel nccl_teams
 reducescatter refusal rooted transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}

@@ -219,7 +219,7 @@ NO_MESSAGES = {
     "unknown type": b"\x0e\0\0\0\0",
     "unknown op": request_bytes(REDUCE, op=(0, "<B", 4)),
     "Adasum of a reduce-scatter": request_bytes(REDUCE, op=(0, "<B", 6), reduce_op=(1, "<B", 2)),
-    "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 6)),
+    "unknown reduce op": request_bytes(REDUCE, reduce_op=(1, "<B", 9)),
     "flags 4": request_bytes(REDUCE, flags=(2, "<B", 4)),
     "a barrier by NCCL": request_bytes(BARRIER, flags=(2, "<B", 2)),
     "negative root": request_bytes(BROADCAST, root=(3, "<i", -1)),

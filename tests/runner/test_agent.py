@@ -1,6 +1,7 @@
 """The agent, spoken to directly, and its messages; hosts that a job names, and those that it cannot use."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -195,6 +196,23 @@ def test_it_kills_workers_at_once_when_nobody_listens_any_more(agent: Agent) -> 
     agent.process.stdin.close()  # type: ignore[union-attr]
     assert agent.process.wait(30) == 0
     assert gone(pid)
+
+
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_sigterm_takes_the_workers_of_an_elastic_job_away_and_ends_those_that_stay(
+    agent: Agent, comes_again: bool
+) -> None:
+    agent.job(ranks={})
+    agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 7))
+    pid = agent.message(Kind.STARTED).json()["pid"]
+    agent.process.send_signal(signal.SIGTERM)
+    agent.message(Kind.LEAVING)
+    assert not gone(pid)
+    if comes_again:  # else the grace time ends
+        agent.process.send_signal(signal.SIGTERM)
+    assert "SIGTERM came to the agent" in agent.message(Kind.FAILED).json()["message"]
+    assert agent.message(Kind.EXITED).json()["signal"] == signal.SIGTERM
+    assert agent.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("start", [{"slot": "x", "environment": {}}, {"slot": 0}, {"slot": 0, "environment": {"A": 1}}])

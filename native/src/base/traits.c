@@ -111,7 +111,7 @@ const char *hr_dtype_name(int dtype) {
 }
 
 int hr_dtype_is_integer(int dtype) {
-    return dtype >= HORO_UINT8 && dtype <= HORO_INT64;
+    return (dtype >= HORO_UINT8 && dtype <= HORO_INT64) || (dtype >= HORO_UINT16 && dtype <= HORO_UINT64);
 }
 
 int hr_dtype_is_complex(int dtype) {
@@ -135,7 +135,7 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
     if (hr_dtype_is_complex(dtype)) {
         return reduce_op == HORO_SUM || reduce_op == HORO_AVERAGE || reduce_op == HORO_PRODUCT;
     }
-    if (dtype < 0 || dtype >= HORO_DTYPE_COUNT) {
+    if (dtype < 0 || (dtype >= HORO_DTYPE_COUNT && !hr_dtype_is_integer(dtype))) {
         return 0;
     }
     switch (reduce_op) {
@@ -145,6 +145,9 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
     case HORO_MIN:
     case HORO_MAX:
     case HORO_PRODUCT: return 1;
+    case HORO_BAND:
+    case HORO_BOR:
+    case HORO_BXOR: return hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
     default: return 0;
     }
 }

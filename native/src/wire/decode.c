@@ -138,8 +138,7 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     require(reader, request->name.bytes > 0);
     request->tensor_count = read_count(reader);
     const int reduce = request->reduce_op;
-    require(reader, reduce == HORO_AVERAGE || reduce == HORO_SUM || reduce == HORO_ADASUM || reduce == HORO_MIN ||
-                        reduce == HORO_MAX || reduce == HORO_PRODUCT);
+    require(reader, reduce >= HORO_AVERAGE && reduce <= HORO_BXOR);
     require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_ON_GPU) && request->root_rank >= 0 &&
                         is_canonical(request));
     request->tensors = reader->at;

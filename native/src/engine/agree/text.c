@@ -20,6 +20,9 @@ static const char *reduce_name(int reduce_op) {
     case HORO_MIN: return "Min";
     case HORO_MAX: return "Max";
     case HORO_PRODUCT: return "Product";
+    case HORO_BAND: return "BAND";
+    case HORO_BOR: return "BOR";
+    case HORO_BXOR: return "BXOR";
     default: return "unknown";
     }
 }
