@@ -64,8 +64,10 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
 
 def free_slots(state: DriverState) -> list[Slot]:
     """The slots that are to have a worker and have none, also those that have to wait for some time, best first."""
-    used = {worker.slot for worker in state.workers.values()}
     filling = [each for each in state.workers.values() if stays(state, each) or each.standing is Standing.ENDING]
+    if len(filling) >= _wanted(state):
+        return []
+    used = {worker.slot for worker in state.workers.values()}
     open_slots = [
         Slot(host.name, number)
         for host in state.hosts.values()
@@ -80,7 +82,7 @@ def free_slots(state: DriverState) -> list[Slot]:
         return latest < 0 or kept < latest, free_time_s(state, slot) > state.now_s, -kept
 
     best = sorted((slot for slot in open_slots if slot not in used), key=worth)
-    return best[: max(0, _wanted(state) - len(filling))]
+    return best[: _wanted(state) - len(filling)]
 
 
 def free_time_s(state: DriverState, slot: Slot) -> float:

@@ -121,6 +121,7 @@ class Simulation:
             self.machines.add(self.random.randint(1, self.limits.max_size) if count > 1 else self.limits.max_size)
         self.machines.is_calm = not self.faults
         self.state, actions = begin(self.limits, self.machines.found(), 0.0, seed=seed)
+        self.due_s = deadline_s(self.state)
         self.do(actions)
         for _ in range(self.faults):
             fault = self.fault if count == 1 else self.random.choice([self.fault, self.fault_of_host])
@@ -140,7 +141,7 @@ class Simulation:
             AssertionError: a promise is broken.
         """
         while self.finish is None:
-            due_s = deadline_s(self.state)
+            due_s = self.due_s
             if due_s is not None and (not self.queue or due_s <= self.queue[0][0]):
                 self.now_s = due_s
                 self.tell(Tick())
@@ -162,6 +163,7 @@ class Simulation:
         """An event comes to the driver."""
         self.has_trained |= isinstance(event, Committed)
         self.state, actions = step(self.state, event, self.now_s)
+        self.due_s = deadline_s(self.state)
         self.do(actions)
 
     def note(self, process: Process, event: ElasticEvent) -> None:

@@ -254,9 +254,7 @@ WHOLE_LOSS = (
     [('reduction="sum"', ()), ("def gather(features)", ()), ("def gather(features)", WHOLE_LOSS)],
     ids=["sum", "contrastive", "contrastive, the whole loss on each rank"],
 )
-def test_a_recipe_takes_the_steps_of_one_process(
-    three: RankPool, words: str, changes: tuple[tuple[str, str], ...]
-) -> None:
+def test_a_recipe_steps_as_one_process_does(three: RankPool, words: str, changes: tuple[tuple[str, str], ...]) -> None:
     text = block_with(words, "recipes.md").code
     for old, new in changes:
         assert old in text

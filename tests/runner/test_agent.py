@@ -253,9 +253,7 @@ def python_that(tmp_path: Path, code: str) -> str:
         ("import os; os.kill(os.getpid(), 11)", 70, "the agent ended with code 139"),
     ],
 )
-def test_an_agent_that_is_not_as_it_should_be_is_explained(
-    hororun: Hororun, tmp_path: Path, code: str, exit_code: int, fact: str
-) -> None:
+def test_a_wrong_agent_is_explained(hororun: Hororun, tmp_path: Path, code: str, exit_code: int, fact: str) -> None:
     done = hororun.run("-np", "2", "--remote-python", python_that(tmp_path, code), "true", where="localhost:1,one:1")
     assert done.returncode == exit_code
     assert fact in done.stderr
@@ -413,9 +411,7 @@ def test_every_host_gets_its_part_where_no_slots_are_said(hororun: Hororun, wher
     ],
     ids=str,
 )
-def test_without_a_number_there_is_a_rank_for_each_slot_or_gpu(
-    hororun: Hororun, where: str | None, ranks: list[str]
-) -> None:
+def test_without_a_number_each_slot_or_gpu_has_a_rank(hororun: Hororun, where: str | None, ranks: list[str]) -> None:
     if where is None:
         hororun.remote_shell = ""  # which is for remote hosts
     done = hororun.run(*SHOW, where=where, environment={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
