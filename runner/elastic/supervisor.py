@@ -260,7 +260,7 @@ class ElasticSupervisor(HostsSupervisor):
         if self._finish.reason:
             values["exit"]["reasons"].append(self._finish.reason)
         if not self._came:
-            return {**values, "generations": []}
+            return {**values, "generations": [], "stood_still_s": 0.0, "steps_lost": None}
         history = self._state.history
         steps = [each.steps_lost for each in history if each.steps_lost is not None]
         return {

@@ -72,15 +72,33 @@ def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path
     assert report["ranks"] == []
 
 
+def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    hororun.run("-H", "localhost:1", "-np", "2", "--min-np", "1", "--json-report", str(file), "--", "true")
+    report = read(file)
+    assert report["exit"]["code"] == 2
+    assert (report["generations"], report["stood_still_s"], report["steps_lost"]) == ([], 0.0, None)
+
+
 @pytest.mark.parametrize(
-    ("name", "words"), [(".", "is a folder"), ("no/report", "there is no folder"), ("link", "is a symbolic link")]
+    ("name", "words"),
+    [
+        (".", "is a folder"),
+        ("new/", "is a folder"),
+        ("no/report", "there is no folder"),
+        ("file/report", "there is no folder"),
+        ("link", "is a symbolic link"),
+        (256 * "n", "File name too long"),
+        (250 * "n", "File name too long"),  # that of the file beside it
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_job(
     hororun: Hororun, tmp_path: Path, name: str, words: str
 ) -> None:
     (tmp_path / "link").symlink_to("elsewhere")
-    path = tmp_path / name
-    done = hororun.run("-np", "1", "--json-report", str(path), "--", "touch", "ran", cwd=tmp_path)
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/{name}"
+    done = hororun.run("-np", "1", "--json-report", path, "--", "touch", "ran", cwd=tmp_path)
     assert done.returncode == 2
     assert f"hororun: --json-report {path}: {words}" in done.stderr
     assert not (tmp_path / "ran").exists()
@@ -95,4 +113,6 @@ def test_a_report_that_cannot_be_written_is_a_sentence_and_leaves_the_one_before
     file.mkdir()
     write_report(str(file), {"a": 2}, said.append)
     assert said == [f"--json-report {file}: Is a directory"]
+    write_report(f"{tmp_path}/other/report", {"a": 3}, said.append)
+    assert said[1:] == [f"--json-report {tmp_path}/other/report: Not a directory"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "report.json"]
