@@ -4,7 +4,7 @@
 /* ---- Operations ---- */
 
 const char *hr_op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {
+    static const char *const names[HORO_ANY_OP_COUNT] = {
         [HORO_ALLREDUCE] = "allreduce",
         [HORO_ALLGATHER] = "allgather",
         [HORO_BROADCAST] = "broadcast",
@@ -14,8 +14,10 @@ const char *hr_op_name(int op) {
         [HORO_REDUCESCATTER] = "reducescatter",
         [HORO_ALLTOALL] = "alltoall",
         [HORO_JOIN] = "join",
+        [HORO_SEND] = "send",
+        [HORO_RECEIVE] = "receive",
     };
-    return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
+    return op >= 0 && op < HORO_ANY_OP_COUNT && names[op] != NULL ? names[op] : "unknown operation";
 }
 
 int hr_op_reduces(int op) {
@@ -40,6 +42,10 @@ int hr_op_is_last(int op) {
 
 int hr_op_is_of_members(int op) {
     return hr_op_is_of_teams(op) || hr_op_is_last(op);
+}
+
+int hr_op_is_of_pairs(int op) {
+    return op == HORO_SEND || op == HORO_RECEIVE;
 }
 
 int hr_op_moves_data(int op) {

@@ -36,6 +36,9 @@ int hr_op_is_of_teams(int op);
 /* Whether it changes who takes part, in one of these ways. */
 int hr_op_is_of_members(int op);
 
+/* Whether it is between two ranks alone, outside all agreement. */
+int hr_op_is_of_pairs(int op);
+
 /* Whether it moves data. */
 int hr_op_moves_data(int op);
 
