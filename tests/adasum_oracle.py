@@ -1,14 +1,10 @@
 """What Adasum gives, in float64: the formula of its paper, pair by pair."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["adasum", "tolerance"]
 
 Vector = npt.NDArray[np.float64]
 

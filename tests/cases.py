@@ -1,13 +1,9 @@
 """Which cases of a test that has many a run takes; `HORO_ALL_CASES=1` takes all."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
-
-__all__ = ["some_of"]
 
 CASES = 12
 """A test with no more cases than these runs whole."""

@@ -1,7 +1,5 @@
 """Around every run: a folder for what its processes leave behind, and what makes the tests run that were skipped."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

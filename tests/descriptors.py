@@ -1,12 +1,8 @@
 """The descriptors of this process, to see whether a test leaves any open."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["open_descriptors"]
 
 
 def open_descriptors() -> set[tuple[str, str]]:

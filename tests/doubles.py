@@ -1,7 +1,5 @@
 """Doubles of libraries for GPUs: small shared libraries in place of the CUDA driver and NCCL, compiled by the tests."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -10,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from skips import no_compiler
-
-__all__ = ["CUDA", "NCCL", "build_double"]
 
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
 _CORE = Path(__file__).resolve().parent.parent / "native" / "src"  # the kernels, which a double runs on the host

@@ -1,7 +1,5 @@
 """Whole groups of ranks in one process, connected without any bootstrap: for tests with ranks as threads."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence
@@ -12,9 +10,7 @@ from slow_links import Relays
 from horo.bootstrap.auth.handshake import Purpose
 from horo.bootstrap.host.grouping import Grouping, control_peers, data_peers, group_ranks
 from horo.core.context import arena_bytes, create_memory, create_wake
-from horo.core.setup import Setup, close_all, close_setup
-
-__all__ = ["close_setup", "make_setups", "make_team_links"]
+from horo.core.setup import Setup, close_all, close_setup  # noqa: F401  (the last one for those who make setups)
 
 
 def make_setups(

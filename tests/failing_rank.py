@@ -20,8 +20,6 @@ from horo.bootstrap import job as bootstrap
 from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HorovodInternalError
 
-__all__ = ["find_wrong"]
-
 CODES = {"raise": 1, "late": 1, "wrapped": 1, "exit": 7, "vanish": 9, "kill": 137, "fault": 139}
 """How the rank fails, and what hororun exits with then."""
 EXCEPTIONS = {

@@ -4,8 +4,6 @@ Each function runs on every rank of a job. Those that take a ``Device`` also run
 methods); those that take a ``torch.device`` are about what torch does there, which a double does not have.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,24 +12,6 @@ import torch
 from torch import nn
 
 import horo.torch as hvd
-
-__all__ = [
-    "ON_A_TORCH_DEVICE",
-    "Device",
-    "RealGpu",
-    "adasum_and_compression",
-    "autocast_and_a_scaler",
-    "buffers_and_objects",
-    "clipped_and_accumulated",
-    "large_reductions",
-    "moves",
-    "not_contiguous",
-    "optimizer_state",
-    "reductions",
-    "sparse",
-    "synced_batches",
-    "trains_as_one_process",
-]
 
 
 class Device(Protocol):
@@ -58,9 +38,6 @@ class RealGpu:
 
 def _put_of(gpu: Device, on_gpu: Sequence[int]) -> Any:
     return gpu.put if hvd.rank() in on_gpu else torch.Tensor.clone
-
-
-# ---- all functions; two ranks, some of them on GPUs ------------------------------------------------------------------
 
 
 def reductions(gpu: Device, on_gpu: Sequence[int]) -> None:
@@ -115,9 +92,6 @@ def moves(gpu: Device, on_gpu: Sequence[int]) -> None:
     named = {"a": put(torch.full((2, 2), float(r))), "b": torch.full((3,), r), "c": put(torch.tensor(r))}
     hvd.broadcast_parameters(named, root_rank=1)
     assert [gpu.read(one).sum().item() for one in named.values()] == [4, 3, 1]
-
-
-# ---- what torch does on a device; any number of ranks ----------------------------------------------------------------
 
 
 def _drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -203,12 +177,6 @@ def clipped_and_accumulated(device: torch.device) -> None:
     _close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-9)
 
 
-def _scaler(device: torch.device, enabled: bool) -> Any:
-    if hasattr(torch.amp, "GradScaler"):
-        return torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=enabled)
-    return torch.cuda.amp.GradScaler(init_scale=1024.0, enabled=enabled)  # torch before 2.3
-
-
 def autocast_and_a_scaler(device: torch.device) -> None:
     """bfloat16 without a scaler, and float16 with one, which on GPUs sees an overflow on one rank and skips on all."""
     size, rank = hvd.size(), hvd.rank()
@@ -217,7 +185,9 @@ def autocast_and_a_scaler(device: torch.device) -> None:
         mine = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer: Any = hvd.DistributedOptimizer(mine, named_parameters=model.named_parameters())
         enabled = dtype == torch.float16 and device.type == "cuda"  # on CPUs few layers compute in float16
-        scaler = _scaler(device, enabled)
+        scaling = {"init_scale": 1024.0, "enabled": enabled}
+        is_old = not hasattr(torch.amp, "GradScaler")  # torch before 2.3
+        scaler = torch.cuda.amp.GradScaler(**scaling) if is_old else torch.amp.GradScaler(device.type, **scaling)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for step in range(3):
             whole = _drawn(4 * size, 3, 6, 6, seed=step, device=device, dtype=torch.float32)
@@ -400,13 +370,6 @@ def buffers_and_objects(device: torch.device) -> None:
 
 
 ON_A_TORCH_DEVICE = (
-    trains_as_one_process,
-    clipped_and_accumulated,
-    autocast_and_a_scaler,
-    not_contiguous,
-    sparse,
-    synced_batches,
-    optimizer_state,
-    adasum_and_compression,
-    buffers_and_objects,
-)
+    trains_as_one_process, clipped_and_accumulated, autocast_and_a_scaler, not_contiguous, sparse,
+    synced_batches, optimizer_state, adasum_and_compression, buffers_and_objects,
+)  # fmt: skip

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gpu", "GpuTensor", "Stream", "load"]
-
 _NOT_READY = 600
 _DEADLINE_S = 60.0
 

@@ -1,14 +1,10 @@
 """Signal handlers that end a call of this process by an exception, once the call is where the test wants it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-__all__ = ["interrupt"]
 
 
 def interrupt(

@@ -6,8 +6,6 @@ a credential of MUNGE, and reads what it can of all processes. With ``munge`` it
 Writes what it has found to REPORT as JSON, holds its connections and waits for its end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import encodings.idna  # noqa: F401 - for connect(): Python's own folder may be closed to other users
 import json

@@ -1,7 +1,5 @@
 """Real jobs: hororun as a process, with a mark by which everything it has started can be found."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -13,22 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-__all__ = [
-    "DEADLINE_S",
-    "IMPORT_TORCH_SILENTLY",
-    "TORCH_S",
-    "Flags",
-    "Hororun",
-    "Launched",
-    "as_users_start",
-    "kill_all",
-    "make_remote_shell",
-    "marked_processes",
-    "parent_of",
-    "run_python",
-    "wait_until",
-]
 
 DEADLINE_S = 30.0
 TORCH_S = 90.0

@@ -1,7 +1,5 @@
 """Ranks that really bootstrap, as threads of one process around one store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +13,6 @@ from horo.bootstrap.launchers.variables import read_launch
 from horo.bootstrap.running_rank import Connection
 from horo.bootstrap.store.server import StoreServer
 from horo.config.table import read_config
-
-__all__ = ["SECRET", "environments", "join_all", "run_threads", "serving"]
 
 SECRET = bytes(range(32))
 

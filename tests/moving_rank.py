@@ -5,8 +5,6 @@
 It needs no torch. VICTIM is killed while it is in the middle of a call, after some of them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,15 +1,11 @@
 """Where the MPIs of ``make test-mpi`` are, and how each starts ranks on several hosts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-
-__all__ = ["MPIS", "Mpi", "why_no_mpi"]
 
 _BUILT = Path(__file__).parents[1] / "build" / "mpi"
 # Slots are what -H says, not the cores of the machine that plays all hosts; mpirun refuses root unless told twice.

@@ -4,8 +4,6 @@ Needs root, ``ip`` and ``sshd``; ``why_not`` says what is missing. Names are uni
 addresses exist only inside the namespaces, and all of it is removed at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -16,8 +14,6 @@ from pathlib import Path
 
 from jobs import DEADLINE_S, Hororun, Launched, parent_of, wait_until
 from skips import apt_install
-
-__all__ = ["Cluster", "ClusterHost", "make_cluster", "why_not"]
 
 _SSHD = "/usr/sbin/sshd"
 _PROGRAMS = {

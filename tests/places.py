@@ -1,15 +1,11 @@
 """Where ranks are: what ``rank_program.py`` has written, and what it must have."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from namespaces import Cluster
-
-__all__ = ["LOSE", "PLACE", "PROGRAM", "expected", "written"]
 
 PROGRAM = [str(Path(__file__).with_name("rank_program.py")), "place"]
 LOSE = [sys.executable, PROGRAM[0], "lose"]

@@ -21,8 +21,6 @@ from horo.bootstrap.running_rank import RunningRank
 from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
 from horo.errors import HoroError, HorovodInternalError
 
-__all__ = ["Rank", "main"]
-
 
 class Rank:
     """The commands."""

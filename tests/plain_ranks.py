@@ -20,8 +20,6 @@ from jobs import marked_processes, wait_until
 
 from horo.bootstrap.store.server import StoreServer
 
-__all__ = ["ANSWER_S", "PlainRanks"]
-
 ANSWER_S = 20.0
 """Far below HORO_PEER_TIMEOUT and HORO_START_TIMEOUT: what comes by those only comes too late."""
 _SECRET = "5a" * 32

@@ -24,8 +24,6 @@ from rank_worker import STACKS_END, serve
 
 from horo.bootstrap.store.server import StoreServer
 
-__all__ = ["RankError", "RankPool", "on", "on_own", "one_of"]
-
 # Ranks are forked from a process that has imported torch once and nothing else has happened in. torch._dynamo is what
 # the first optimizer of a process imports, as long as all of torch again, and compile_fx what the first torch.compile
 # does; horo is there before, as in scripts. The last one is what init() imports.

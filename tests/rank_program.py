@@ -7,8 +7,6 @@
 N is the rank. The numbers that are added are its own plus one.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

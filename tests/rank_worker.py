@@ -14,8 +14,6 @@ import torch
 
 import horo.torch as hvd
 
-__all__ = ["STACKS_END", "serve"]
-
 STACKS_END = "in serve\n"
 """How a worker's stacks end."""
 

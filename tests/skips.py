@@ -1,14 +1,10 @@
 """What makes skipped tests run: a reason to skip names the command, like `make test-mpi`, in backticks."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-
-__all__ = ["apt_install", "no_compiler", "ways_to_run"]
 
 _COMMAND = re.compile(r"`([^`]+)`")
 _APT = "apt install "

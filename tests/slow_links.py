@@ -1,7 +1,5 @@
 """Slow links between ranks: a thread that passes bytes on late or in small pieces."""
 
-from __future__ import annotations
-
 import math
 import os
 import select
@@ -14,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from horo.bootstrap.auth.handshake import Purpose
-
-__all__ = ["Relay", "Relays"]
 
 _READ_BYTES = 1 << 16
 _QUEUE_BYTES = 1 << 20

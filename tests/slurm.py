@@ -4,8 +4,6 @@ The network namespaces keep Slurm's ports apart from every other run's, and ``/r
 believes that each host has ``CPUS`` cores, whatever the machine has.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess
@@ -16,8 +14,6 @@ from pathlib import Path
 from jobs import DEADLINE_S, TORCH_S, Launched, wait_until
 from namespaces import Cluster, ClusterHost
 from skips import apt_install
-
-__all__ = ["CPUS", "BatchJob", "Slurm", "make_slurm", "why_no_slurm"]
 
 CPUS = 4
 """Of each host."""

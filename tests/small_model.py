@@ -1,7 +1,5 @@
 """A small model, its loss on each rank, and what averaging its gradients must give."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,22 +8,6 @@ import torch
 
 import horo.torch as hvd
 from horo.torch.optimizer import Distributed
-
-__all__ = [
-    "FailingSgd",
-    "assert_close",
-    "backward_averages",
-    "gradients_of",
-    "made",
-    "make_batch",
-    "make_loss",
-    "make_model",
-    "mean_gradients",
-    "needs_cpu_scaler",
-    "sgd",
-    "take_step",
-    "train",
-]
 
 needs_cpu_scaler = pytest.mark.skipif(
     not hasattr(torch.amp, "GradScaler"),

@@ -3,8 +3,6 @@
 hororun -np 2 python tests/smoke.py
 """
 
-from __future__ import annotations
-
 import torch
 
 import horo

@@ -4,8 +4,6 @@ What a viewer would pass over in silence is an error here: members that are unkn
 end without a beginning, a beginning without an end, times that fall, a row without a name, two rows of one name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from horo.timeline.recording import finish
-
-__all__ = ["check_events", "look_at", "names_of_rows", "parse_timeline", "rows_of"]
 
 _NUMBER = (int, float)
 _ANY = {"ph": str, "pid": int, "tid": int}

@@ -1,7 +1,5 @@
 """How a typed script uses ``horo.torch``; ``make types`` checks it, nothing runs it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

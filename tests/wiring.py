@@ -1,7 +1,5 @@
 """Checks that the descriptors of a whole group of setups really join the ranks they should."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -10,8 +8,6 @@ from collections.abc import Sequence
 from horo.bootstrap.host.grouping import Grouping
 from horo.core.context import arena_bytes
 from horo.core.setup import Setup, setup_descriptors
-
-__all__ = ["check_links", "check_wiring"]
 
 POWERS = {1 << bit for bit in range(20)}
 

@@ -37,7 +37,7 @@ from horo.bootstrap.startup_report import describe_gradients, describe_job, desc
 from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.protocol import Store, prefixed
 from horo.bootstrap.store.served import ServedStore
-from horo.bootstrap.store.signed import signed
+from horo.bootstrap.store.signed import OpenStore, signed
 from horo.bootstrap.timeline_file import begin_timeline
 from horo.bootstrap.tuned_values import check_log, first_values, search_of, slot_bytes, sockets_to_open
 from horo.config.ignored import misspelt, passed_over
@@ -139,7 +139,13 @@ def _say_start(launch: Launch, connection: Connection, seconds: float, threads: 
     log.debug(describe_rank(setup, connection.place, os.getpid(), connection.cores, seconds))
 
 
-def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) -> Connection:
+def connect(
+    launch: Launch,
+    config: Config,
+    epoch: int,
+    leftovers: list[str],
+    torch_store: tuple[OpenStore, str | None] | None = None,
+) -> Connection:
     """Does all steps of ``start`` before the context exists.
 
     Args:
@@ -148,11 +154,12 @@ def connect(launch: Launch, config: Config, epoch: int, leftovers: list[str]) ->
         epoch: number of this start of the job, equal on all ranks.
         leftovers: keys of this rank from its earlier starts, deleted once all ranks are in this one; keys of this start
             that stay in the store are appended.
+        torch_store: the store, in place of the launcher's, and the address of this machine from which it is reached.
     """
     if launch.size == 1:
         return _alone(launch, config)
     open_rendezvous = partial(_open_rendezvous, launch, config, epoch, leftovers)
-    store, secret, address = _open_store(launch, config, epoch, open_rendezvous)
+    store, secret, address = _open_store(launch, config, epoch, open_rendezvous, torch_store)
     try:
         with open_rendezvous(store=store) as rendezvous:
             if isinstance(store, ServedStore):
@@ -185,11 +192,17 @@ def _forget(store: Store, leftovers: list[str]) -> None:
 
 
 def _open_store(
-    launch: Launch, config: Config, epoch: int, open_rendezvous: Callable[..., AbstractContextManager[Rendezvous]]
+    launch: Launch,
+    config: Config,
+    epoch: int,
+    open_rendezvous: Callable[..., AbstractContextManager[Rendezvous]],
+    torch_store: tuple[OpenStore, str | None] | None,
 ) -> tuple[Store, bytes, str | None]:
     """The store, the secret of this start, and the address from which the store is reached."""
     if launch.torch_master is not None:
-        store, address = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
+        torch_store = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
+    if torch_store is not None:
+        store, address = torch_store
         with open_rendezvous(store=signed(store, launch.secret), part="nonces/") as rendezvous:
             secret = derive_start_secret(rendezvous, launch.secret)
         return signed(store, secret), secret, address

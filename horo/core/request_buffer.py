@@ -55,6 +55,9 @@ OPS: dict[str, int] = {
     "barrier": lib.HORO_BARRIER,
     "reducescatter": lib.HORO_REDUCESCATTER,
     "alltoall": lib.HORO_ALLTOALL,
+    "reduce": lib.HORO_REDUCE,
+    "gather": lib.HORO_GATHER,
+    "scatter": lib.HORO_SCATTER,
     "send": lib.HORO_SEND,
     "receive": lib.HORO_RECEIVE,
 }
@@ -71,6 +74,9 @@ REDUCE_OPS: dict[str, int] = {
     "min": lib.HORO_MIN,
     "max": lib.HORO_MAX,
     "product": lib.HORO_PRODUCT,
+    "band": lib.HORO_BAND,
+    "bor": lib.HORO_BOR,
+    "bxor": lib.HORO_BXOR,
 }
 
 

@@ -65,6 +65,22 @@ class StateStanding:
         return Commit(self.generation, self.commit.number + 1)
 
 
+class _HostMessages(queue.Queue[tuple[float, int]]):
+    """Changes of the hosts. Programs for Horovod wait until there is one.
+
+    A change for which the driver has asked is not among the items: the next commit finds it.
+    """
+
+    def __init__(self, standing: StateStanding) -> None:
+        super().__init__()
+        self._standing = standing
+
+    def empty(self) -> bool:
+        """Whether there has been no change since the last look, neither by ``on_hosts_updated`` nor by the driver."""
+        membership = self._standing.membership
+        return super().empty() and (membership is None or membership.change() is None)
+
+
 class State:
     """The base of all states: a subclass has ``save``, ``restore`` and ``sync``.
 
@@ -77,7 +93,7 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._standing = StateStanding()
-        self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
+        self._host_messages = _HostMessages(self._standing)
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
 
@@ -90,7 +106,7 @@ class State:
 
     def on_reset(self) -> None:
         """Called when the ranks of the job have changed: calls ``reset()``, then the registered functions."""
-        self._host_messages = queue.Queue()
+        self._host_messages = _HostMessages(self._standing)
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -164,7 +180,7 @@ class State:
     def _changes(self) -> HostUpdateResult:
         """The changes that this rank has learnt of."""
         found = HostUpdateResult.no_update
-        while not self._host_messages.empty():
+        while self._host_messages.qsize():
             timestamp, update = self._host_messages.get()
             self._last_updated_timestamp = max(timestamp, self._last_updated_timestamp)
             found |= update

@@ -48,8 +48,8 @@ enum horo_status {
 enum horo_dtype {
     HORO_UINT8 = 0, HORO_INT8 = 1, HORO_INT16 = 2, HORO_INT32 = 3, HORO_INT64 = 4, HORO_FLOAT16 = 5, HORO_BFLOAT16 = 6,
     HORO_FLOAT32 = 7, HORO_FLOAT64 = 8, HORO_BOOL = 9,
-    HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with */
-    /* The dtypes below are moved; of complex numbers there are SUM, AVERAGE and PRODUCT. */
+    HORO_DTYPE_COUNT = 10, /* of those above, whose values are calculated with, as those of unsigned integers are */
+    /* The other dtypes below are moved; of complex numbers there are SUM, AVERAGE and PRODUCT. */
     HORO_UINT16 = 10, HORO_UINT32 = 11, HORO_UINT64 = 12, HORO_COMPLEX32 = 13, HORO_COMPLEX64 = 14,
     HORO_COMPLEX128 = 15, HORO_FLOAT8_E4M3FN = 16, HORO_FLOAT8_E5M2 = 17, HORO_FLOAT8_E4M3FNUZ = 18,
     HORO_FLOAT8_E5M2FNUZ = 19, HORO_FLOAT8_E8M0FNU = 20, HORO_FLOAT4_E2M1FN_X2 = 21, HORO_BITS8 = 22, HORO_BITS16 = 23,
@@ -65,7 +65,8 @@ enum horo_op {
     HORO_ADD_TEAM = 4, HORO_REMOVE_TEAM = 5, /* horo_add_team and horo_remove_team only */
     HORO_REDUCESCATTER = 6, HORO_ALLTOALL = 7,
     HORO_JOIN = 8, /* horo_join only */
-    HORO_OP_COUNT = 9, /* of those above, which members agree on */
+    HORO_REDUCE = 9, HORO_GATHER = 10, HORO_SCATTER = 11,
+    HORO_OP_COUNT = 12, /* of those above, which members agree on */
     HORO_SEND = 12, HORO_RECEIVE = 13, /* horo_pairs.h */
     HORO_ANY_OP_COUNT = 14,
 };
@@ -78,6 +79,7 @@ enum horo_reduce_op {
     HORO_MIN = 3,
     HORO_MAX = 4,
     HORO_PRODUCT = 5,
+    HORO_BAND = 6, HORO_BOR = 7, HORO_BXOR = 8, /* of integers bit by bit, and of bool; never scaled */
 };
 
 enum horo_log_level {
@@ -117,7 +119,9 @@ typedef struct {
      * have equally many. Allgather, alltoall: horo allocates the result, unless HORO_SUBMIT_INTO says that it goes
      * here, all of output_bytes; the input of an allgather may be this rank's place in it, else they do not overlap. If
      * the result has other than output_bytes, the request fails on this rank alone, with HORO_ERR_USAGE, when all have
-     * done their part; nothing is written to that output.
+     * done their part; nothing is written to that output. Reduce and gather: the root's alone, and so is the input of a
+     * scatter; others have NULL. The shape of a gather or scatter is that of one member's block; the root has those of
+     * all, in their order, one behind the other, and its own block may be its place among them.
      */
     void *output;
     const int64_t *shape; /* ndim extents, copied by horo_submit */
@@ -139,8 +143,8 @@ typedef struct {
 typedef struct {
     const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
     int32_t op;        /* enum horo_op */
-    int32_t reduce_op; /* allreduce and reducescatter only, else 0 */
-    int32_t root_rank; /* broadcast only, else 0: of the job, in every team */
+    int32_t reduce_op; /* of a reduction: allreduce, reducescatter, reduce; else 0 */
+    int32_t root_rank; /* broadcast, reduce, gather, scatter; else 0: of the job, in every team */
     int32_t flags;     /* enum horo_submit_flags */
     double prescale;   /* of a reduction: multiplied in before it, 1.0 for none */
     double postscale;  /* of a reduction: multiplied in after it (AVERAGE divides by size as well) */

@@ -220,7 +220,7 @@ def _elastic(given: argparse.Namespace, size: int, start_timeout_s: float) -> El
 
 def _fits_any_number(given: argparse.Namespace, where: _Where, environment: Mapping[str, str]) -> bool:
     """Whether this host, for which nobody has asked, takes as many ranks as are asked for: Horovod's default."""
-    is_here = given.hosts is None and given.hostfile is None and not where.source
+    is_here = given.hosts is None and given.hostfile is None and not given.host_discovery_script and not where.source
     return is_here and (given.horovod or is_switched_on(environment))
 
 

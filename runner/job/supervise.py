@@ -202,10 +202,9 @@ class Supervisor:
             self._remotes[index] = remote
         if not self._remotes:
             return
-        self._starting = True
+        self._starting, remotes = True, self._remotes.values()
         over: list[bool] = []
         timer = self._loop.call_later(self._job.start_timeout_s, lambda: over.append(True))
-        remotes = self._remotes.values()
         self._loop.run_until(
             lambda: self._stopping or bool(over) or all(each.host_info or each.error for each in remotes)
         )
@@ -493,8 +492,7 @@ class Supervisor:
             self._console.say(f"{signal_name(self._signal)}: {what}")
             return 128 + self._signal
         if cause is None:
-            remark = side_by_side(self._job.command, self._endings, self._store)
-            if remark:
+            if remark := side_by_side(self._job.command, self._endings, self._store):
                 self._console.say(remark)
             return 0
         self._console.say_lines(report(cause, self._endings, self.process_word))

@@ -4,11 +4,7 @@ A text is short, and stands in its file once, so that it survives when code arou
 the mistake is made anew where the code has gone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["BREAKS", "Break"]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ tests fail, or do not come to an end. The exit code is 1 if a break slips throug
 not compile. With ccache a core is compiled in seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import filecmp
 import os

@@ -1,7 +1,5 @@
 """Two hosts or more, for tests that need a network between ranks. Skipped, with the reason, where none can be made."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Two hosts: training is that of one process, a lost host is detected, stopped ranks go on, an idle job is silent."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Elastic jobs whose hosts a script discovers, on two hosts, over real ssh."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jobs import Hororun, Launched

@@ -1,7 +1,5 @@
 """Elastic jobs on two hosts, over real ssh: what dies or cannot be reached is replaced or done without."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

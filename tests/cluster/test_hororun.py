@@ -1,7 +1,5 @@
 """hororun on two hosts, over real ssh."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Another user of a rank's host does what he can while a job starts by a real sshd, and by a real Slurm with MUNGE."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

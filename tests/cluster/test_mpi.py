@@ -1,7 +1,5 @@
 """horo started by others on two hosts: mpirun of Open MPI, mpiexec of MPICH, over ssh, and torchrun."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """horo under a real Slurm of two hosts; the scripts in ``examples/batch`` do what they say, as they are."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

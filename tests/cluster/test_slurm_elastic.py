@@ -1,7 +1,5 @@
 """An elastic job under a real Slurm that loses a host of it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

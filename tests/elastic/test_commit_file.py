@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from elastic_training import EPOCHS, SAMPLES, Plan, train
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from seats import Seats
 from test_commits import DATA_BYTES, SECRET, number_of, write
 
 import horo.torch as hvd
 from horo.elastic import commits
+from horo.elastic.commit_file import _DATA_AT as DATA_AT
 from horo.elastic.commit_file import CommitFile
 from horo.elastic.commits import Commit, CommitMemory, Found
 from horo.errors import ResourceError, UsageError
@@ -50,11 +55,11 @@ def test_a_later_job_finds_the_latest_commit_as_one_of_its_first_generation(tmp_
 def test_what_a_killed_process_has_left_beside_the_file_disturbs_nobody(tmp_path: Path) -> None:
     file = CommitFile(str(tmp_path))
     file.write(found(7))
-    (tmp_path / "commit.new.host.7").write_bytes(b"horocmf1")
+    (tmp_path / "commit.new.host.7").write_bytes(b"horocmf2")
     assert number_of(file.read()) == 7
     assert file.write(found(8))
     assert number_of(file.read()) == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit", "lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit", "commit.before", "lock"]
 
 
 @pytest.mark.parametrize("name", ["commit", "."])
@@ -65,13 +70,119 @@ def test_a_place_where_others_may_write_is_refused(tmp_path: Path, name: str) ->
         CommitFile(str(tmp_path)).read()
 
 
-@pytest.mark.parametrize("size", [0, 40, DATA_BYTES])
-def test_a_file_that_is_cut_is_refused(tmp_path: Path, size: int) -> None:
+def flip(path: Path, place: int, value: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ value]))
+
+
+def refused(file: CommitFile, words: str) -> None:
+    with pytest.raises(UsageError, match=rf"{re.escape(str(file))} {words}; remove it, or name another --elastic-dir"):
+        file.read()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "is damaged in its first bytes"),
+        (40, "is damaged in its first bytes"),
+        (DATA_AT, r"is damaged: it has 65536 bytes instead of \d+"),
+        (DATA_AT + DATA_BYTES, r"is damaged: it has \d+ bytes instead of \d+"),
+        (DATA_AT + DATA_BYTES + 100, r"is damaged: it has \d+ bytes instead of \d+"),
+    ],
+)
+def test_a_file_of_another_length_is_refused(tmp_path: Path, size: int, words: str) -> None:
     file = CommitFile(str(tmp_path))
     file.write(found(7))
     os.truncate(tmp_path / "commit", size)
-    with pytest.raises(UsageError, match="is no file of commits"):
+    refused(file, words)
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [(b"horocmf1", "is a file of commits of another version of horo"), (b"PK\3\4", "is no file of commits")],
+)
+def test_a_file_of_another_version_or_program_is_refused(tmp_path: Path, begin: bytes, words: str) -> None:
+    file = CommitFile(str(tmp_path))
+    (tmp_path / "commit").write_bytes(begin + bytes(DATA_AT))
+    (tmp_path / "commit").chmod(0o600)
+    refused(file, words)
+
+
+@settings(max_examples=60)
+@given(place=st.integers(0, DATA_AT + DATA_BYTES + len(b"objects 7") - 1), value=st.integers(1, 255))
+@example(place=0, value=1)
+@example(place=DATA_AT, value=128)
+@example(place=DATA_AT + DATA_BYTES + len(b"objects 7") - 1, value=1)
+def test_a_changed_byte_anywhere_is_found(place: int, value: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = CommitFile(folder)
+        file.write(found(7))
+        flip(Path(folder, "commit"), place, value)
+        refused(file, "is .*")
+
+
+def test_the_commit_before_a_damaged_one_is_read_and_later_ones_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    file.write(found(10))
+    flip(tmp_path / "commit", DATA_AT)
+    assert number_of(file.read()) == 7
+    (line,) = caplog.messages
+    assert line.startswith(f"{file} is damaged: its data do not fit their checksum; commit 7 in commit.before is read")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["commit.before", "commit.damaged", "lock"]
+    assert number_of(file.read()) == 7  # another rank, or a job that has ended before its first commit
+    assert file.write(found(8))
+    assert number_of(file.read()) == 8
+    os.truncate(tmp_path / "commit", 100)
+    assert number_of(file.read()) == 7
+
+
+def test_two_damaged_files_are_refused_and_stay(tmp_path: Path) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    file.write(found(8))
+    flip(tmp_path / "commit", DATA_AT)
+    flip(tmp_path / "commit.before", DATA_AT)
+    refused(file, "is damaged: its data do not fit their checksum")
+    (tmp_path / "commit").unlink()
+    with pytest.raises(UsageError, match=r"commit\.before is damaged"):
         file.read()
+
+
+def test_a_damaged_file_is_not_kept_as_the_commit_before(tmp_path: Path) -> None:
+    file = CommitFile(str(tmp_path))
+    file.write(found(7))
+    file.write(found(8))
+    flip(tmp_path / "commit", 20)
+    file.write(found(9))
+    flip(tmp_path / "commit", DATA_AT)
+    assert number_of(file.read()) == 7
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_between_two_renames_leaves_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    file, replace, done = CommitFile(str(tmp_path)), Path.replace, []
+    file.write(found(7))
+
+    def killed(path: Path, target: Path) -> None:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(replace(path, target))
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "replace", killed)
+        file.write(found(8))
+    assert number_of(file.read()) == 7
+    assert not file.write(found(7))
+    assert file.write(found(8))
+    assert number_of(file.read()) == 8
 
 
 def test_a_file_that_cannot_be_written_is_an_error_in_words(tmp_path: Path) -> None:

@@ -496,6 +496,23 @@ def test_the_state_with_the_most_training_is_that_of_all(
     assert state._standing.is_synced
 
 
+def test_a_program_may_wait_for_a_change_as_with_horovod() -> None:
+    fake, state = Fake(), Sent()
+    seen = []
+
+    def train() -> None:
+        seen.append(state._host_messages.empty())
+        if len(seen) == 1:
+            fake.asked = Change(added=True)
+            seen.append(state._host_messages.empty())
+            state.commit()
+
+    looped(fake, state, train)
+    assert seen == [True, False, True]
+    state.on_hosts_updated(1, HostUpdateResult.added)
+    assert not state._host_messages.empty()
+
+
 def test_an_interrupt_has_horovods_flag() -> None:
     state = Sent()
     state.check_host_updates()

@@ -1,7 +1,5 @@
 """Modules of the benchmarks can be imported by the tests of this folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

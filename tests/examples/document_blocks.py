@@ -5,8 +5,6 @@ is tested: ``script=NAME`` is a whole script with a test of its own; ``fragment`
 blocks run, see ``document_rank.py``.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Each block gets a namespace of its own with what a training script has at that p
 directory. The error of a block ends the rank with a traceback that names the page and the line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Starts example scripts as a user would: alone, under hororun or under torchrun; or in ranks that are forked."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """Benchmarks that start many ranks, or need a GPU, as far as they run here; and what reads traces of calls."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks check what they measure, end in order or with a sentence, and compute by the formulas of their README."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

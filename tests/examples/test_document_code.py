@@ -1,7 +1,5 @@
 """The pages: what they tell a reader to type works, and their recipes keep their promises."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Scripts for batch systems are complete (what Slurm can run is run in tests/cluster); wrong arguments are named."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import runpy

@@ -1,7 +1,5 @@
 """The examples train on any number of ranks, and print the lines that a page that shows them has."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -3,8 +3,6 @@
 `replay` needs the compiler that builds the core, with its sanitizers; `libfuzzer` needs clang.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ One file per sample message (valid-*), and mutants of each (mutant-*): cut, with
 enlarged. What libFuzzer has found is kept beside them as found-* and is left alone.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fuzz corpus: every input that ever mattered is replayed under AddressSanitizer and UBSan, leaks included."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ Mutants of valid bytes, the same in every run: handshakes and advertisements bef
 requests of the store, peer info and agents' frames after it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -3,13 +3,12 @@
 Ranks of one machine share the GPUs that it has: one is enough for all tests but those that say how many they need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, one_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,33 +19,17 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="session")
-def shared2(device: torch.device) -> Iterator[RankPool]:
-    """Two ranks, on one GPU where there is one, whose tensors are staged."""
-    pool = RankPool(2, environment={"HORO_OVERLAP": "always"})
-    yield pool
-    pool.close()
+def _pool(size: int, **environment: str) -> Any:
+    """A fixture: ranks on one GPU where there is one."""
 
+    @pytest.fixture(scope="session")
+    def pool(device: torch.device) -> Iterator[RankPool]:
+        with RankPool(size, environment=environment) as ranks:
+            yield ranks
 
-@pytest.fixture(scope="session")
-def shared4(device: torch.device) -> Iterator[RankPool]:
-    """Four ranks, on one GPU where there is one, whose tensors are staged."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def nccl1(device: torch.device) -> Iterator[RankPool]:
-    """One rank, whose tensors NCCL takes."""
-    pool = RankPool(1, environment={"HORO_GPU_OPERATIONS": "nccl", "HORO_LOG_LEVEL": "info"})
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(params=["staged-2", "staged-4", "nccl-1"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks and four that share a GPU, then one of NCCL."""
-    names = {"staged-2": "shared2", "staged-4": "shared4", "nccl-1": "nccl1"}
-    pool: RankPool = request.getfixturevalue(names[request.param])
     return pool
+
+
+shared2, shared4 = _pool(2, HORO_OVERLAP="always"), _pool(4)
+nccl1 = _pool(1, HORO_GPU_OPERATIONS="nccl", HORO_LOG_LEVEL="info")
+ranks = one_of("shared2", "shared4", "nccl1")

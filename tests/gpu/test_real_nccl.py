@@ -1,7 +1,5 @@
 """Collectives by NCCL on the devices of this machine, a rank on each; with one, NCCL's own ways of a single rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -95,11 +93,8 @@ def test_a_rank_that_is_killed_while_kernels_wait_for_it_frees_the_gpus_of_other
             hvd.allreduce_(x, op=hvd.Sum)
         return str(caught.value), time.monotonic() - begin
 
-    pool = RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"})
-    try:
+    with RankPool(2, environment={"HORO_GPU_OPERATIONS": "nccl"}) as pool:
         said, took = pool.run_each(check, [()] * 2, lost=[1])[0]
-    finally:
-        pool.close()
     assert said.startswith("rank 1 (")
     assert took < 15.0
 
@@ -123,8 +118,5 @@ def test_process_sets_that_overlap_take_turns(device: torch.device) -> None:
                 hvd.synchronize(handle)
             assert all(x.eq(2).all() for x in xs), step
 
-    pool = RankPool(3, environment={"HORO_GPU_OPERATIONS": "nccl"})
-    try:
+    with RankPool(3, environment={"HORO_GPU_OPERATIONS": "nccl"}) as pool:
         pool.run(check, deadline_s=120.0)
-    finally:
-        pool.close()

@@ -1,7 +1,5 @@
 """Whole programs on the GPUs of this machine: scripts, examples, benchmarks, libraries; and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,14 +24,8 @@ LIMIT_S = 300
 
 def hororun(words: Sequence[str], *, code: int = 0, **environment: str) -> str:
     """Runs a job; returns what it has written."""
-    done = subprocess.run(
-        [sys.executable, "-m", "horo.runner", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        env={**os.environ, **environment},
-    )
+    command, env = [sys.executable, "-m", "horo.runner", *words], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=env)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -108,11 +100,8 @@ def test_a_rank_that_is_killed_while_values_are_copied_is_lost_to_the_other_at_o
         (x + 1).sum().item()  # the GPU is of use, whatever was under way
         return str(caught.value), took
 
-    pool = RankPool(2)
-    try:
+    with RankPool(2) as pool:
         said, took = pool.run_each(check, [()] * 2, lost=[1])[0]
-    finally:
-        pool.close()
     assert said.startswith("rank 1 (")
     assert took < 10.0
 

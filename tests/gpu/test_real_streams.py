@@ -1,7 +1,5 @@
 """Streams of torch: what is behind what, whose memory may be used when, and what a graph that is captured allows."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """What ``horo.torch`` does with tensors on GPUs (tests/gpu_checks.py), and with their memory."""
 
-from __future__ import annotations
-
 import gpu_checks
 import pytest
 import torch
@@ -12,48 +10,28 @@ import horo.torch as hvd
 
 BY_NAME = {check.__name__: check for check in gpu_checks.ON_A_TORCH_DEVICE}
 DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("check", ["reductions", "moves", "large_reductions"])
 @on("shared2")
-def test_reductions(on_gpu: tuple[int, ...]) -> None:
-    gpu_checks.reductions(RealGpu(), on_gpu)
-
-
-@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-@on("shared2")
-def test_large_reductions(on_gpu: tuple[int, ...]) -> None:
-    gpu_checks.large_reductions(RealGpu(), on_gpu)
-
-
-@pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-@on("shared2")
-def test_moves(on_gpu: tuple[int, ...]) -> None:
-    gpu_checks.moves(RealGpu(), on_gpu)
+def test_all_functions_with_some_ranks_on_gpus(on_gpu: tuple[int, ...], check: str) -> None:
+    getattr(gpu_checks, check)(RealGpu(), on_gpu)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 @on("ranks", deadline_s=120.0)
 def test_what_torch_does(name: str) -> None:
-    on_device = BY_NAME[name]
-    on_device(RealGpu().device)
+    BY_NAME[name](RealGpu().device)
 
 
 @on("ranks", deadline_s=120.0)
 def test_all_dtypes_and_sizes() -> None:
-    dtypes = DTYPES
     gpu, n, r = RealGpu(), hvd.size(), hvd.rank()
-    for dtype in dtypes:
+    for dtype in DTYPES:
         for count in (0, 1, 7, 4097, 300_001):
             x = gpu.put(torch.full((count,), r + 1, dtype=dtype))
             assert torch.equal(hvd.allreduce(x, op=hvd.Sum), torch.full_like(x, n * (n + 1) // 2)), (dtype, count)

@@ -1,7 +1,5 @@
 """Fixtures of the tests that run under mpirun: `mpirun -np 4 python -m pytest --with-mpi tests/mpi`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

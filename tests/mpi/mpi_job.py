@@ -1,7 +1,5 @@
 """A job of horo whose ranks mpirun has started, started through mpi4py and built from the parts of the bootstrap."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Jobs that a real mpirun starts, for tests that watch them from outside."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

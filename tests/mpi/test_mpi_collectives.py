@@ -1,7 +1,5 @@
 """All collectives with data between hosts by MPI; expected values come from arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator

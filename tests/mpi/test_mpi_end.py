@@ -1,7 +1,5 @@
 """How a job under a real mpirun ends: every rank that goes takes the others with it, and is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The start of ranks under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the tests of single parts of the core share."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count

@@ -1,7 +1,5 @@
 """The program's side of the double of a GPU, for tests with ranks as threads."""
 
-from __future__ import annotations
-
 import ctypes
 import graphlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the kernels must give: the contract of kernel.h as numpy arithmetic, element by element and source by source."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +10,9 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 BFLOAT16 = "bfloat16"
-SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
+SUM, MIN, MAX, PRODUCT, BAND, BOR, BXOR = 1, 3, 4, 5, 6, 7, 8
 OPS = {"sum": SUM, "min": MIN, "max": MAX, "product": PRODUCT}
+BITS = (BAND, BOR, BXOR)
 
 
 @dataclass(frozen=True)
@@ -36,30 +35,23 @@ class Dtype:
         return self.name in {BFLOAT16, "float16"}
 
 
-DTYPES = {
-    name: Dtype(code, name, np.dtype(storage))
-    for code, (name, storage) in enumerate(
-        [
-            ("uint8", "u1"),
-            ("int8", "i1"),
-            ("int16", "i2"),
-            ("int32", "i4"),
-            ("int64", "i8"),
-            ("float16", "f2"),
-            (BFLOAT16, "u2"),
-            ("float32", "f4"),
-            ("float64", "f8"),
-            ("bool", "u1"),
-        ]
-    )
-}
+_STORAGE = {
+    "uint8": "u1", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8",
+    "float16": "f2", BFLOAT16: "u2", "float32": "f4", "float64": "f8", "bool": "u1",
+    "uint16": "u2", "uint32": "u4", "uint64": "u8",
+}  # fmt: skip
+DTYPES = {name: Dtype(code, name, np.dtype(storage)) for code, (name, storage) in enumerate(_STORAGE.items())}
 
 COMPLEX = {
     "complex32": Dtype(13, "complex32", np.dtype("u4")),  # numpy has none
     "complex64": Dtype(14, "complex64", np.dtype("c8")),
     "complex128": Dtype(15, "complex128", np.dtype("c16")),
 }
-CASES = [(dtype, op) for dtype in DTYPES.values() for op in OPS.values()] + [(d, PRODUCT) for d in COMPLEX.values()]
+CASES = [
+    *((dtype, op) for dtype in DTYPES.values() for op in OPS.values()),
+    *((dtype, op) for dtype in DTYPES.values() for op in BITS if not dtype.is_float),
+    *((dtype, PRODUCT) for dtype in COMPLEX.values()),
+]
 """What can be reduced how, without scales."""
 PARTS = {"complex32": DTYPES["float16"], "complex64": DTYPES["float32"], "complex128": DTYPES["float64"]}
 """Of complex numbers the dtype of their real and imaginary parts, which follow each other."""
@@ -67,8 +59,7 @@ PARTS = {"complex32": DTYPES["float16"], "complex64": DTYPES["float32"], "comple
 
 def widen_bfloat16(bits: Array) -> Array:
     """uint16 bits -> float32 of the same value."""
-    floats: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return floats
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow_bfloat16(values: Array) -> Array:
@@ -95,6 +86,8 @@ def compute_form(dtype: Dtype, values: Array) -> Array:
 
 def combine(dtype: Dtype, op: int, a: Array, b: Array) -> Array:
     """One step of a reduction, a being the earlier value."""
+    if op in BITS:
+        return {BAND: a & b, BOR: a | b, BXOR: a ^ b}[op]
     if dtype.name == "bool":
         return a | b if op in {SUM, MAX} else a & b
     if op == SUM:
@@ -109,11 +102,8 @@ def scale_integers(values: Array, scale: float) -> Array:
     """Integers times a double, truncated toward zero, saturating; NaN gives 0."""
     limits = np.iinfo(values.dtype)
     product = np.nan_to_num(values.astype(np.float64) * np.float64(scale), nan=0.0, posinf=np.inf, neginf=-np.inf)
-    result = [
-        limits.max if x >= float(limits.max) else limits.min if x <= float(limits.min) else int(x)
-        for x in product.tolist()
-    ]
-    return np.array(result, dtype=values.dtype)
+    low, high = int(limits.min), int(limits.max)
+    return np.array([high if x >= high else low if x <= low else int(x) for x in product.tolist()], dtype=values.dtype)
 
 
 def stored_form(dtype: Dtype, values: Array) -> Array:

@@ -1,7 +1,5 @@
 """Batches whose results are known, for ranks over any transport and backend: threads and processes alike."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

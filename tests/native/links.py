@@ -1,7 +1,5 @@
 """Ranks joined by a transport, for tests: every kind of link the core knows, and threads that play the ranks."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

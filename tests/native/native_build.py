@@ -4,8 +4,6 @@ The shims expose single parts (kernels, wire, transports) that the public header
 HORO_SANITIZE=address|thread chooses the flavour; each has a folder of its own below build/.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

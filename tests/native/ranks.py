@@ -36,17 +36,8 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
-NUMPY_OF_DTYPE = {
-    "uint8": np.uint8,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "float16": np.float16,
-    "float32": np.float32,
-    "float64": np.float64,
-    "bool": np.bool_,
-}
+_NAMES = "uint8 int8 int16 int32 int64 float16 float32 float64 bool uint16 uint32 uint64".split()
+NUMPY_OF_DTYPE = {name: np.dtype(name).type for name in _NAMES}
 NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),
     "complex64": np.complex64,
@@ -286,10 +277,7 @@ class Group:
         The rank's engine lives on in this process. If its streams ended one after the other, it could take the first
         end for the loss of that peer and say so on the next stream. So its descriptors are replaced by a socket that
         nobody reads before any stream ends. The engine is told of the end last, by when its host knows who died.
-
-        Args:
-            rank: Who dies.
-            team_sockets: Its sockets for teams that ``Rank.add_team`` has not made, as ``sockets_of`` names them.
+        ``team_sockets``: those for teams that ``Rank.add_team`` has not made, as ``sockets_of`` names them.
         """
         own = {end.fileno() for end in self._ends[rank]}
         with ExitStack() as opened:
@@ -385,12 +373,10 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
 
 
 def on_ranks(*given: str | Sequence[int], **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of what every rank of a group runs.
+    """Makes a test of what every rank of a group runs, with ``options`` of ``make_setups``.
 
-    Args:
-        given: layouts, with each of which the test runs; or names of its parameters that go to ``make_setups``, among
-            them ``hosts``. Neither: two ranks of one host.
-        options: of ``make_setups``.
+    ``given``: layouts, with each of which the test runs; or names of its parameters that go to ``make_setups``, among
+    them ``hosts``. Neither: two ranks of one host.
     """
     layouts = [each for each in given if not isinstance(each, str)]
     passed = [each for each in given if isinstance(each, str)]
@@ -418,14 +404,9 @@ def run_script(script: str, *words: object, **env: str) -> str:
     """What a program of its own, whose ranks are processes that it forks, writes."""
     folder = Path(__file__).resolve().parent
     path = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}", *map(str, words)],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}", *map(str, words)]
+    env = {**os.environ, **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -440,8 +421,7 @@ def _descriptors_of(sockets: Collection[str]) -> set[int]:
     found = set()
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # another thread has closed it
-            if str(entry.readlink()) in sockets:
-                found.add(int(entry.name))
+            found |= {int(entry.name)} if str(entry.readlink()) in sockets else set()
     return found
 
 

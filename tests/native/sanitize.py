@@ -6,8 +6,6 @@ The interpreter is not instrumented, so the sanitizer's library must be loaded b
 inside the core and in everything that the sanitizer intercepts (malloc, memcpy, pthread) is checked all the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
@@ -35,8 +33,8 @@ transport waits
 """
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
-adasum alltoall complex_products compression control cross device_libraries gather hostile_member kernel nccl_teams
-reducescatter refusal transport_tcp tuning wire
+adasum alltoall bits complex_products compression control cross device_libraries gather hostile_member kernel nccl_teams
+reducescatter refusal rooted transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""
@@ -57,14 +55,9 @@ def _library(sanitizer: str) -> str:
 
 
 def environment(sanitizer: str, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an interpreter that is to load the core built under `sanitizer`.
+    """`base` for an interpreter that is to load the core built under `sanitizer`; its own options win.
 
-    Args:
-        sanitizer: A key of SANITIZERS.
-        base: The environment to start from; options already in it win over the defaults here.
-
-    Raises:
-        FileNotFoundError: The compiler has no such library.
+    FileNotFoundError: the compiler has no such library.
     """
     preload = ":".join(filter(None, [_library(sanitizer), base.get("LD_PRELOAD")]))
     result = {**OPTIONS, **base, "HORO_SANITIZE": sanitizer, "LD_PRELOAD": preload}

@@ -1,7 +1,5 @@
 """Adasum: what all ranks get, against a float64 reference and the properties that its paper promises."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,9 +85,6 @@ def test_bfloat16(rank: Rank) -> None:
     check(oracle.widen_bfloat16(bits), [oracle.widen_bfloat16(i) for i in inputs], "bfloat16")
 
 
-# ---- The paper's properties ----
-
-
 @over_every_layout
 @on_ranks("host_of_rank")
 def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
@@ -120,9 +115,6 @@ def test_zero_vectors_change_nothing(rank: Rank) -> None:
     assert np.array_equal(combined(rank, array, "tiny"), mine + tiny)
 
 
-# ---- Options ----
-
-
 @over_every_layout
 @on_ranks("host_of_rank", segment_bytes=1 << 12)
 def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
@@ -142,9 +134,6 @@ def test_teams_combine_in_the_order_of_their_members() -> None:
         check(combined(rank, inputs[members.index(rank.rank)], team=team), inputs, "float64")
 
     run_in_teams(step)
-
-
-# ---- What is not a number, what is refused, what is lost ----
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

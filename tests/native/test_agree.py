@@ -1,7 +1,5 @@
 """What ranks agree on: which names are known by an id, how large a message gets, and what differs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 
@@ -110,9 +108,6 @@ def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> N
         assert rank.allreduce(np.ones(3)).tolist() == [size] * 3
 
     run_ranks(body, hosts)
-
-
-# ---- More names than the response cache holds, than a rank can show to others, than a ring takes at once ----
 
 
 @on_ranks([3], [1, 1], cache_capacity=5000)

@@ -1,7 +1,5 @@
 """All-to-all: each rank gets what every other has for it, in the order of the ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

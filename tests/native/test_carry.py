@@ -1,7 +1,5 @@
 """Small allreduces between hosts whose data travels with the agreement: no link moves a byte, and no bit differs."""
 
-from __future__ import annotations
-
 import threading
 from types import ModuleType
 from typing import Any
@@ -65,13 +63,8 @@ def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> No
             start.wait(20)
             array = np.full(5, rank.rank + step, np.float32)
             other = np.full(3000, step, np.float32)
-            handles = []
-            if rank.rank == busy and step % 2:
-                handles.append(rank.submit("allreduce", "other", [other], reduce_op=SUM))
-            handles.append(rank.submit("allreduce", "x", [array], reduce_op=SUM))
-            if rank.rank != busy and step % 2:
-                handles.append(rank.submit("allreduce", "other", [other], reduce_op=SUM))
-            rank.finish(*handles)
+            calls = [("other", other), ("x", array)][:: 1 if rank.rank == busy else -1] if step % 2 else [("x", array)]
+            rank.finish(*[rank.submit("allreduce", name, [value], reduce_op=SUM) for name, value in calls])
             assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
             assert (other == step * (rank.size if step % 2 else 1)).all()
 

@@ -1,7 +1,5 @@
 """Complex numbers: their products are known answers however they travel, and a number is never cut in two."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Allreduces that travel as 16-bit floats: what comes out, to the bit, and what crosses the links."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import kernel_oracle as oracle
@@ -61,9 +59,6 @@ def same_bits(results: list[Array], expected: Array | None = None) -> bool:
     return all(result.tobytes() == wanted.tobytes() for result in results)
 
 
-# ---- One host: each contribution rounded, the sum in float32, the result rounded ----
-
-
 @by_half
 @by_wide
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -80,9 +75,6 @@ def test_one_host_rounds_contributions_and_result_and_nothing_between(
             contributions = [narrowed(half, values, prescale) for values in inputs]
             total = oracle.reduce(half, OPS[op], contributions, postscale / (ranks if op == "average" else 1))
             assert same_bits(results, widened(half, total, wide_name)), count
-
-
-# ---- Several hosts ----
 
 
 @by_half
@@ -118,9 +110,6 @@ def test_an_average_of_float16_that_fits_does_not_overflow_on_the_way(rank: Rank
     np.testing.assert_allclose(small, np.full(count, 1e5), rtol=2**-6)
 
 
-# ---- Memory, groups, fusion ----
-
-
 @by_half
 @on_ranks([1], [2], [1, 2])
 def test_in_place_and_at_any_address_gives_the_same_bits(rank: Rank, half_name: str) -> None:
@@ -142,9 +131,6 @@ def test_a_name_may_change_how_it_travels(rank: Rank) -> None:
     for wire in ("bfloat16", None, None, "float16", "bfloat16", "bfloat16"):
         result = rank.allreduce(np.full(9, fine, np.float32), wires=[wire])
         assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
-
-
-# ---- What it saves ----
 
 
 @by_half

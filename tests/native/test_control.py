@@ -1,13 +1,12 @@
 """Control messages and batches at once: neither may wait for the other."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import native_build
@@ -29,17 +28,6 @@ SUM = context.REDUCE_OPS["sum"]
 
 def reduction(name: str, array: np.ndarray) -> RequestBuffer:
     return RequestBuffer.of(context.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM)
-
-
-# ---- A record that moves no data, directly followed by one that does ----
-
-
-def immediate(kind: str, rank: int) -> RequestBuffer:
-    """What is over as soon as all agree: nothing to reduce, nothing at all, or a mismatch."""
-    if kind == "barrier":
-        return RequestBuffer.of(context.OPS["barrier"], "now")
-    count = rank + 1 if kind == "mismatch" else 0
-    return reduction("now", np.zeros(count, np.float32))
 
 
 def await_all(rank: Rank, handles: Sequence[int], timeout_s: float, gone: threading.Event) -> None:
@@ -64,7 +52,10 @@ def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(kind: str
 
     def body(rank: Rank) -> None:
         array = np.ones(64, np.float32)
-        first, second = immediate(kind, rank.rank), reduction("then", array)
+        count = rank.rank + 1 if kind == "mismatch" else 0
+        first, second = reduction("now", np.zeros(count, np.float32)), reduction("then", array)
+        if kind == "barrier":
+            first = RequestBuffer.of(context.OPS["barrier"], "now")
         chance = random.Random(rank.rank)
         for step in range(ROUNDS):
             array[:] = step % 7
@@ -74,10 +65,7 @@ def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(kind: str
                 time.sleep(0)
             handles = [rank.context.submit(first), rank.context.submit(second)]
             await_all(rank, handles, 30, gone)
-            if kind == "mismatch":
-                with pytest.raises(MismatchError, match="'now'"):
-                    rank.context.wait(handles[0])
-            else:
+            with pytest.raises(MismatchError, match="'now'") if kind == "mismatch" else nullcontext():
                 rank.context.wait(handles[0])
             rank.context.wait(handles[1])
             assert (array == rank.size * (step % 7)).all(), step
@@ -86,9 +74,6 @@ def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(kind: str
 
     with Group(hosts, spin_us=1000, stall_warning_ms=0) as group:
         group.run(body, 100)
-
-
-# ---- More announcements than a link takes at once ----
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -119,9 +104,6 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(hosts: list[int], late: 
         group.run(body, 100)
 
 
-# ---- A death that only those can see who have nothing to say in the batch ----
-
-
 def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
     """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told."""
     arrays = [np.ones(10_000_000, np.float32) for _ in range(3)]
@@ -141,25 +123,16 @@ def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts() -> None:
         assert all(isinstance(group.contexts[rank].health(), PeerLostError) for rank in (0, 1))
 
 
-# ---- Announcements that wait while a batch lasts longer than the peer timeout ----
-
-
-def connect(room_bytes: int) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection that takes in little before it is read."""
+def narrow(setups: list[Setup]) -> list[Setup]:
+    """The control link between two hosts of one rank is a TCP connection that takes in little before it is read."""
+    close_all([setup.control_fds[1 - setup.rank] for setup in setups])
     with socket.socket() as listener, socket.socket() as dialed:
         for end in (listener, dialed):  # before they are connected, so that the window is right from the start
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         dialed.connect(listener.getsockname())
-        return listener.accept()[0], dialed.dup()
-
-
-def narrow(setups: list[Setup]) -> list[Setup]:
-    """Control links with little room between two hosts of one rank."""
-    close_all([setup.control_fds[1 - setup.rank] for setup in setups])
-    ends = connect(1 << 14)
-    made = [[-1, ends[0].detach()], [ends[1].detach(), -1]]
+        made = [[-1, listener.accept()[0].detach()], [dialed.dup().detach(), -1]]
     return [replace(setup, control_fds=fds) for setup, fds in zip(setups, made, strict=True)]
 
 

@@ -1,7 +1,5 @@
 """Cores: waits beside programs that compute, ranks that share one, and stores past the cache that cores share."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """A GPU that fails is noticed, and told, also where its program does not wait for what was on its way to the host."""
 
-from __future__ import annotations
-
 import re
 import threading
 from typing import Any

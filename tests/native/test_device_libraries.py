@@ -1,7 +1,5 @@
 """Libraries for GPUs are found where they are, and of each that is of no use the reason is told."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pinned memory: how it is let go of, and results that one thread takes while another one releases their request."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 
@@ -30,9 +28,6 @@ def test_pinned_memory_is_used_again(gpu: Gpu) -> None:
         own.close()
 
     run_ranks(body, (1,))
-
-
-# ---- A rank that leaves while a kernel of the program's hangs ----
 
 
 def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:

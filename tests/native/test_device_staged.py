@@ -2,8 +2,6 @@
 touch: one that does ends the process.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

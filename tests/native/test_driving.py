@@ -1,7 +1,5 @@
 """The background thread of a rank that other hosts need leaves the driving to callers, and serves when none come."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A rank whose program ends with an error ends the group; what the others read, and hear after the end."""
 
-from __future__ import annotations
-
 import re
 import socket
 
@@ -204,21 +202,15 @@ def test_a_batch_that_moves_slowly_is_finished_by_ranks_that_leave() -> None:
             group.leave(1)
         return float(array.min())
 
-    relay = Relay(
-        data_chunk_bytes=1 << 15, chunk_pause_s=0.025
-    )  # 1.3 MB/s: 4 MiB take more than the two seconds of grace
+    relay = Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.025)  # 1.3 MB/s: 4 MiB take more than the grace of 2 s
     with Group([1, 1], relay=relay, segment_bytes=4 * MIB, stall_warning_ms=0) as group:
         assert group.run(body) == [2, 2]
 
 
 def test_links_are_silent_again_after_an_operation_that_took_long() -> None:
     def is_probed(rank: int) -> bool:
-        return any(
-            link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for link in group._ends[rank] if is_tcp(link)
-        )
-
-    def is_tcp(link: socket.socket) -> bool:
-        return link.family != socket.AF_UNIX
+        links = [link for link in group._ends[rank] if link.family != socket.AF_UNIX]
+        return any(link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for link in links)
 
     def body(rank: Rank) -> None:
         if rank.rank == 0:

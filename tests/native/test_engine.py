@@ -1,10 +1,7 @@
 """The whole core with ranks as threads: collectives, agreement, and what happens when ranks disagree or vanish."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -18,14 +15,10 @@ from horo.errors import GroupError, MismatchError, PeerLostError, UnsupportedErr
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1, 1]]
 
 
-# ---- Collectives ----
-
-
 @pytest.mark.parametrize("spin_us", [0, 50])
 @on_ranks(*LAYOUTS, "spin_us")
 def test_allreduce_sums_any_size_over_any_layout(rank: Rank) -> None:
-    counts = [0, 1, 7, 1024, 1025, 40_000, 200_003]
-    for count in counts:
+    for count in (0, 1, 7, 1024, 1025, 40_000, 200_003):
         base = np.resize(np.arange(1000, dtype=np.float64), count)
         result = rank.allreduce(base * (rank.rank + 1), f"x{count}")
         assert np.array_equal(base * rank.size * (rank.size + 1) / 2, result)
@@ -86,9 +79,6 @@ def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
 
     with Group(hosts, segment_bytes=1 << 20) as group:
         group.run(body, timeout_s=240)
-
-
-# ---- Agreement ----
 
 
 def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) -> None:
@@ -168,9 +158,6 @@ def test_nothing_happens_while_idle() -> None:
         assert after == before
 
 
-# ---- Ranks that disagree ----
-
-
 def call_of(*arrays: np.ndarray, op: str = "allreduce", **options: object) -> dict:
     return {"op": op, "arrays": arrays, **options}
 
@@ -188,11 +175,7 @@ MISMATCHES = [
     (call_of(THREE), call_of(THREE, transient=True), ["a name that the caller gave", "an automatic name"]),
     (call_of(THREE, op="broadcast"), call_of(THREE, op="broadcast", root_rank=1), ["root rank 0", "root rank 1"]),
     (call_of(THREE), call_of(THREE, op="broadcast"), ["sent allreduce", "sent broadcast"]),
-    (
-        call_of(np.ones((3, 4)), op="allgather"),
-        call_of(np.ones((9, 5)), op="allgather"),
-        ["float64 [*, 4]", "float64 [*, 5]"],
-    ),
+    (*(call_of(np.ones(shape), op="allgather") for shape in ((3, 4), (9, 5))), ["float64 [*, 4]", "float64 [*, 5]"]),
     (call_of(THREE, FOUR), call_of(THREE), ["2 tensors", "1 tensor"]),
     (call_of(THREE, FOUR), call_of(THREE, THREE), ["tensor 1 of the group", "float64 [4]", "float64 [3]"]),
 ]
@@ -264,9 +247,6 @@ def test_a_name_may_be_in_flight_once(rank: Rank) -> None:
         rank.allreduce(np.ones(3), "twice")
 
 
-# ---- Ranks that leave, die or stall ----
-
-
 def test_a_shutdown_fails_the_own_pending_requests() -> None:
     with Group([2]) as group:
         rank = Rank(group.contexts[0])
@@ -296,18 +276,6 @@ def test_a_rank_that_dies_is_named_on_every_other_rank(hosts: list[int], victim:
         group.run(body)
 
 
-def expect_death(group: Group, rank: Rank, victim: int, act: Callable[[Rank], None]) -> None:
-    """Acts until the victim's death ends that, as its group and the error of those on other hosts must say."""
-    with pytest.raises(GroupError) as caught:
-        while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
-            act(rank)
-    group.await_kill(victim)
-    group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
-    if rank.rank != victim:
-        assert isinstance(caught.value, PeerLostError)
-        assert f"rank {victim} (host" in str(caught.value)
-
-
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)
 def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(hosts: list[int], victim: int) -> None:
     """The first segment has come and thousands are due, so that two are under way when the links break."""
@@ -327,6 +295,16 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
             data[rank.rank][:] = -1  # its own again: nothing may still arrive here
             raise
 
+    def expect_death(rank: Rank) -> None:
+        with pytest.raises(GroupError) as caught:
+            while True:  # where the victim is scheduled so late that all has come, the next operation meets its death
+                reduce_and_die(rank)
+        group.await_kill(victim)
+        group.kill(rank.rank)  # a script that ends; so those hear of it that have no link to the victim
+        if rank.rank != victim:
+            assert isinstance(caught.value, PeerLostError)
+            assert f"rank {victim} (host" in str(caught.value)
+
     with Group(hosts, segment_bytes=1 << 12) as group:
-        group.run(lambda rank: expect_death(group, rank, victim, reduce_and_die))
+        group.run(expect_death)
         assert all((array == -1).all() for array in data)

@@ -1,7 +1,5 @@
 """What ranks note of their work: in which order, under which threads, and when they show it."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,9 +1,7 @@
 """Allgathers: what each rank gives travels with its announcement, so that nothing but the rows moves afterwards."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -59,19 +57,17 @@ def test_only_the_rows_themselves_travel_on_links_for_data(rank: Rank, rows: int
 def test_an_allgather_takes_one_message_up_and_one_down(rank: Rank) -> None:
     """As a barrier does."""
 
-    def sent_by(call: str) -> int:
+    def sent_by(call: Callable[[], object]) -> int:
         before = counters(rank)["messages_sent"]
         for _ in range(10):
-            if call == "barrier":
-                rank.barrier()
-            else:
-                rank.allgather(np.zeros((rank.rank, 2)), "g")
+            call()
         return counters(rank)["messages_sent"] - before
 
-    sent_by("barrier")
-    sent_by("allgather")
+    calls = rank.barrier, lambda: rank.allgather(np.zeros((rank.rank, 2)), "g")
+    for call in calls:
+        sent_by(call)
     rank.barrier("apart")
-    assert sent_by("barrier") == sent_by("allgather") == 10
+    assert [sent_by(call) for call in calls] == [10, 10]
 
 
 @over_every_layout
@@ -138,9 +134,6 @@ def test_teams_gather_each_in_the_order_of_its_members() -> None:
     run_in_teams(lambda rank, members, team, step: check_group(rank, step, 3, members, team=team))
 
 
-# ---- Into memory of the caller ----
-
-
 def whole(size: int, step: int, index: int) -> np.ndarray:
     return np.concatenate([part(r, step, index) for r in range(size)])
 
@@ -177,15 +170,11 @@ def test_the_input_may_be_its_own_place_in_the_result(rank: Rank, rows: int) -> 
         output = np.full((rank.size * rows, 2), -1, np.int64)
         mine = output[rank.rank * rows : (rank.rank + 1) * rows]
         mine[:] = rank.rank + step
-        run_into(rank, "g", mine, output)
+        request = context.RequestBuffer.of(
+            context.OPS["allgather"], "g", describe([mine], [output]), sync=True, into=True
+        )
+        rank.context.run(request)
         assert (output[:, 1] == np.repeat(np.arange(rank.size), rows) + step).all()
-
-
-def run_into(rank: Rank, name: str, mine: np.ndarray, output: np.ndarray) -> None:
-    """Submits, waits and releases in one call."""
-    (tensor,) = describe([mine], [output])
-    request = context.RequestBuffer.of(context.OPS["allgather"], name, [tensor], sync=True, into=True)
-    rank.context.run(request)
 
 
 @pytest.mark.parametrize("more", [-1, 1, 5000])
@@ -199,10 +188,8 @@ def test_an_output_of_another_length_fails_on_its_rank_alone(rank: Rank, more: i
         outputs = [room(rank, step, 0), room(rank, step, 1, more=more if odd else 0), room(rank, step, 2)]
         handle = rank.submit("allgather", "g", inputs, outputs=outputs, into=True)
         if odd:
-            bytes_of = whole(rank.size, step, 1).nbytes, outputs[1].nbytes
-            said = "allgather 'g': the result of tensor 1 of the group has {} bytes, but its output has {}$".format(
-                *bytes_of
-            )
+            wanted, there = whole(rank.size, step, 1).nbytes, outputs[1].nbytes
+            said = f"allgather 'g': the result of tensor 1 of the group has {wanted} bytes, but its output has {there}$"
             with pytest.raises(UsageError, match=said):
                 rank.context.wait(handle)
             with pytest.raises(UsageError):

@@ -3,8 +3,6 @@
 Whatever the leader makes of them, also under AddressSanitizer: it goes on, or the job ends with an error.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

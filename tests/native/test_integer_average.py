@@ -1,12 +1,10 @@
 """The average of integers is the quotient of integers, truncated toward zero, wherever the ranks are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, on_ranks, run_ranks
 
-INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 LAYOUTS = [[1], [3], [7], [49], [1, 1, 1], [4, 3], [17, 16, 16]]
 SIZES = [5, 5000]
 """Elements: in one phase, and shared out among the ranks."""
@@ -19,14 +17,11 @@ def held(dtype: str, rank: int) -> list[int]:
     return [value if limits.min <= value <= limits.max else value % 100 for value in values]
 
 
-def wrapped(dtype: str, value: int) -> int:
-    """As the dtype holds it: modulo 2^bits."""
-    limits = np.iinfo(dtype)
-    return (value - limits.min) % (1 << limits.bits) + limits.min
-
-
 def average(dtype: str, ranks: int, place: int) -> int:
-    total = wrapped(dtype, sum(held(dtype, rank)[place] for rank in range(ranks)))
+    """Of a sum as the dtype holds it: modulo 2^bits."""
+    limits = np.iinfo(dtype)
+    total = sum(held(dtype, rank)[place] for rank in range(ranks))
+    total = (total - limits.min) % (1 << limits.bits) + limits.min
     return abs(total) // ranks * (1 if total >= 0 else -1)
 
 

@@ -1,7 +1,5 @@
 """Ranks that join: what the others do without them, what nobody can do for them, and who joined last."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading
@@ -47,9 +45,6 @@ def end_join(rank: Rank, handle: int | None) -> int:
     return join(rank) if handle is None else finish_join(rank, handle)
 
 
-# ---- What the others do ----
-
-
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("cache", [0, 2, 64])
 def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], cache: int) -> None:
@@ -89,19 +84,15 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
     end_join(rank, handle)
 
 
-# ---- What nobody can do for another rank ----
-
-
 @pytest.mark.parametrize("cache_capacity", [0, 64])
 @on_ranks(*SEVERAL, "cache_capacity")
 def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(rank: Rank) -> None:
     rows, array, part = np.zeros((rank.size, 2)), np.zeros(rank.size), np.zeros((1, 2))
     tensor = context.Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["float64"], splits=(1,) * rank.size)
     alltoall = context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor])
+    scatter = partial(rank.submit, "reducescatter")
     calls = {
-        "^reducescatter 'rs': rank 0 has joined": partial(
-            rank.submit, "reducescatter", "rs", [rows], outputs=[part], reduce_op=SUM
-        ),
+        "^reducescatter 'rs': rank 0 has joined": partial(scatter, "rs", [rows], outputs=[part], reduce_op=SUM),
         "^broadcast 'b': its root, rank 0, has joined": partial(rank.submit, "broadcast", "b", [array], root_rank=0),
         "^alltoall 'a': rank 0 has joined": partial(rank.context.submit, alltoall),
     }
@@ -174,9 +165,6 @@ def test_a_rank_that_adds_a_team_cannot_join() -> None:
         group.run(join)
 
 
-# ---- Ends ----
-
-
 @pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize(("end", "error"), [(Group.kill, PeerLostError), (Group.leave, AbortedError)])
 def test_a_rank_that_is_gone_ends_the_wait_of_those_that_have_joined(
@@ -246,12 +234,6 @@ def test_ranks_that_wait_for_one_another_while_one_has_joined_are_a_deadlock(hos
         assert "'y'" in text
 
 
-def reports_of(name: str, text: str) -> list[str]:
-    """The reports of stalls that tell who has submitted it, without what is written after them."""
-    reports = [each.partition("\nhoro [")[0] for each in text.split("waiting for")[1:]]
-    return [report for report in reports if f"'{name}'" in report]
-
-
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
 def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
@@ -265,8 +247,9 @@ def test_a_report_of_a_stall_tells_who_has_joined(hosts: list[int]) -> None:
     with recorded_stderr() as written:
         run_ranks(body, hosts, stall_warning_ms=300)
         text = written()
-    reports = reports_of("late", text)  # before it is submitted, rank 0 counts as joined
-    named = [report for report in reports if "rank 0" in report and "no answer from rank 0" not in report]
+    reports = [each.partition("\nhoro [")[0] for each in text.split("waiting for")[1:]]
+    named = [each for each in reports if "'late'" in each]  # before it is submitted, rank 0 counts as joined
+    named = [each for each in named if "rank 0" in each and "no answer from rank 0" not in each]
     assert all("rank 0 (host0) has joined" in report for report in named), text
     assert named or hosts != [3], text
 
@@ -289,11 +272,7 @@ def work(rank: Rank, how: str, team: int) -> None:
         pause(0.02)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "how"),
-    [([3], "nothing"), ([2, 1], "in the world"), ([1, 2], "in a team")],
-    ids=str,
-)
+@pytest.mark.parametrize(("hosts", "how"), [([3], "nothing"), ([2, 1], "in the world"), ([1, 2], "in a team")], ids=str)
 @on_ranks("hosts", stall_warning_ms=WARNING_MS, stall_shutdown_ms=SHUTDOWN_MS)
 def test_a_join_waits_as_long_as_the_others_need(rank: Rank, how: str) -> None:
     """A team in which nothing happens is joined, too; or only a team works, which the joined rank does not see."""

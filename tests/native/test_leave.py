@@ -1,7 +1,5 @@
 """Ranks that shut horo down while others work: who waits for them is told, what all have agreed on is finished."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

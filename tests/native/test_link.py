@@ -1,12 +1,9 @@
 """Links between hosts: which there are, all messages, bytes that no leader sends, several sockets per peer."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -23,7 +20,6 @@ from ranks import Group, Rank, on_ranks
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
 from horo.core.context import Context
-from horo.core.setup import Setup
 from horo.errors import HoroError, InternalError, PeerLostError, UsageError
 
 FRAME_MAX = 64 << 20
@@ -153,10 +149,6 @@ def test_a_missing_connection_is_named_at_creation(channel: str, rank: int, host
     with pytest.raises(UsageError) as error:
         Context(setups[rank])
     assert told in str(error.value)
-    close_all_setups(setups)
-
-
-def close_all_setups(setups: Sequence[Setup]) -> None:
     for setup in setups:
         close_setup(setup)
 
@@ -169,7 +161,8 @@ def test_a_leader_without_any_connection_for_agreement_is_refused_by_name() -> N
     setups[2] = replace(setups[2], control_fds=[])
     with pytest.raises(HoroError, match=r"host 2 has no connection for agreement to host 0 \(host0\)"):
         Context(setups[2])
-    close_all_setups(setups)
+    for setup in setups:
+        close_setup(setup)
 
 
 def test_what_the_rule_does_not_ask_for_is_not_missed() -> None:

@@ -1,7 +1,5 @@
 """Messages of the core reach Python's logging, and stderr where Python does not come."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -144,21 +142,6 @@ def wait_in_vain(rank: Rank, until: Callable[[], bool]) -> None:
         rank.barrier("late")
 
 
-def lose_rank_0(then: Callable[[], object]) -> None:
-    """Rank 0 of two dies; ``then`` is called when the call of the other one has failed."""
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            group.kill(0)
-            return
-        with pytest.raises(PeerLostError):
-            rank.barrier("never")
-        then()
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
-
-
 def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callable[..., Kept]) -> None:
     handler = kept()
 
@@ -174,10 +157,17 @@ def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callab
 
 def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., Kept]) -> None:
     handler = kept()
-    seen: list[list[str]] = []
 
-    lose_rank_0(lambda: seen.append(handler.named("horo.engine")))
-    assert any(text.startswith("ERROR the last events on this rank") for text in seen[0])
+    def body(rank: Rank) -> None:
+        if rank.rank == 0:
+            group.kill(0)
+            return
+        with pytest.raises(PeerLostError):
+            rank.barrier("never")
+        assert any(text.startswith("ERROR the last events on this rank") for text in handler.named("horo.engine"))
+
+    with recorded_stderr(), Group((2,)) as group:
+        group.run(body)
 
 
 def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) -> None:

@@ -1,7 +1,5 @@
 """Hosts of more ranks than fit into small arrays."""
 
-from __future__ import annotations
-
 import resource
 import threading
 from collections.abc import Iterator

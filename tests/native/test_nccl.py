@@ -1,7 +1,5 @@
 """Collectives by NCCL on tensors of GPUs. Doubles of the CUDA driver and of NCCL stand for both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """NCCL connects all ranks or none; it fails, or a rank is gone, in each phase; and how ranks leave with it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,21 +11,11 @@ from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait
 from test_nccl_teams import add_teams, begin, teams_of
 
 from horo.bootstrap.nccl import choose_device
-from horo.errors import (
-    AbortedError,
-    GroupError,
-    HoroError,
-    MismatchError,
-    PeerLostError,
-    ResourceError,
-    UsageError,
-)
+from horo.errors import AbortedError, GroupError, HoroError, MismatchError, PeerLostError, ResourceError, UsageError
 
 ONES = np.ones(5, np.float32)
 HOSTS = [(2,), (1, 1), (3,)]
 ALL_HOSTS = [(3,), (2, 1), (1, 1, 1)]
-
-# ---- Connecting ----
 
 
 def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type[HoroError], match: str) -> None:
@@ -159,8 +147,6 @@ def test_the_gpu_of_a_rank() -> None:
         choose_device(1, 0, 1)
 
 
-# ---- Failures ----
-
 RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
 """Who tells that what runs has failed: a look, or a call that comes just then."""
 FUNCTIONS = {
@@ -269,9 +255,6 @@ def test_a_rank_dies(
     with recorded_stderr(), Group(hosts) as group:
         group.run(body)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 9)
-
-
-# ---- Leaving ----
 
 
 @pytest.mark.parametrize("is_told_behind", [False, True], ids=["together", "behind another"])

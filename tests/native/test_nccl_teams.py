@@ -1,7 +1,5 @@
 """NCCL in process sets that overlap: launches of all of them come in one order on all ranks, and communicators go."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Sequence
@@ -80,9 +78,6 @@ def test_launches_of_all_teams_come_in_one_order(gpu: Gpu, nccl: Nccl, hosts: li
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
 
 
-# ---- Their end ----
-
-
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
     """Its kernels are still to run; nobody waits for that, and a set of the same number has one of its own."""
@@ -110,8 +105,6 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
     run_ranks(body, hosts)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
 
-
-# ---- Thousands of calls while a GPU stands still ----
 
 CALLS = 900
 """The program's own stream has room for as many marks; NCCL's has not for what they take."""

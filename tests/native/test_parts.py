@@ -1,7 +1,5 @@
 """Small parts of the core, each by itself."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading
@@ -34,6 +32,13 @@ def test_a_child_is_told_from_its_parent(native: ModuleType, by_pid: bool) -> No
 
 def _wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- A thread of a GPU's driver may look at a request until its staging has been let go of ----
+
+
+def test_a_request_outlives_what_it_carries(native: ModuleType) -> None:
+    assert native.lib.shim_request_outlives_cargo() == 1
 
 
 # ---- The memory and the wake-up descriptors that ranks of a host share ----

@@ -1,7 +1,5 @@
 """Kernels with pages of 16 or 64 KiB, as on servers with aarch64: a library in front of the C library has them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

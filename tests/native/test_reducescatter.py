@@ -1,7 +1,5 @@
 """Reduce-scatters: each rank gets its rows of what an allreduce would give all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +30,8 @@ def scatter(
     number, size = place or (rank.rank, rank.size)
     outputs = [np.full_like(array[rows_of(len(array), size, number)], 99) for array in arrays]
     kept = [array.copy() for array in arrays]
-    rank.finish(
-        rank.submit("reducescatter", name, arrays, outputs=outputs, reduce_op=context.REDUCE_OPS[op], **options)
-    )
+    options["reduce_op"] = context.REDUCE_OPS[op]
+    rank.finish(rank.submit("reducescatter", name, arrays, outputs=outputs, **options))
     for before, array in zip(kept, arrays, strict=True):
         assert np.array_equal(before, array)
     return outputs

@@ -1,7 +1,5 @@
 """A call that is refused on one rank: it fails on all that make it, with the reason."""
 
-from __future__ import annotations
-
 import re
 import threading
 

@@ -1,7 +1,5 @@
 """Requests of impossible sizes are refused, the largest travels; and tensors without elements."""
 
-from __future__ import annotations
-
 import native_build
 import numpy as np
 import pytest
@@ -47,8 +45,7 @@ def test_the_largest_request_is_agreed_on(hosts: list[int]) -> None:
     requests = [request_of(REQUEST_MAX, array) for array in arrays]
 
     def body(rank: Rank) -> None:
-        handle = rank.context.submit(requests[rank.rank])
-        rank.finish(handle)
+        rank.finish(rank.context.submit(requests[rank.rank]))
 
     run_ranks(body, hosts)
     assert [array.tolist() for array in arrays] == [[11.0] * 3] * 2
@@ -112,7 +109,6 @@ def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(
 ) -> None:
     """One row of an allgather must fit even where there is none: another rank may have some."""
     with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
-        rank.context.submit(
-            context.RequestBuffer.of(context.OPS[op], "x", [context.Tensor(64, 64, shape, context.DTYPES["float32"])])
-        )
+        tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])
+        rank.context.submit(context.RequestBuffer.of(context.OPS[op], "x", [tensor]))
     rank.barrier()

@@ -1,7 +1,5 @@
 """Sanitizer runs: a run under a sanitizer proves first that it would see a fault."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is said of ranks that have not submitted what others wait for, and the end of a job because of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -99,22 +97,16 @@ def test_a_stall_ends_the_job_if_so_configured(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "lines"),
+    ("hosts", "zero", "one"),
     [
-        ([2], ["rank 0 (host0) has submitted 'x' and not 'y'", "rank 1 (host0) has submitted 'y' and not 'x'"]),
-        ([3], ["ranks 0, 2 (host0) have submitted 'x' and not 'y'", "rank 1 (host0) has submitted 'y' and not 'x'"]),
-        (
-            [1, 1],
-            [
-                "rank 0 (host0) has submitted 'x' and not 'y'",
-                "the ranks led by rank 1 (host1) have all submitted 'y' and not 'x'",
-            ],
-        ),
+        ([2], "rank 0 (host0) has submitted", "rank 1 (host0) has submitted"),
+        ([3], "ranks 0, 2 (host0) have submitted", "rank 1 (host0) has submitted"),
+        ([1, 1], "rank 0 (host0) has submitted", "the ranks led by rank 1 (host1) have all submitted"),
     ],
     ids=str,
 )
-def test_a_stall_report_says_of_each_rank_what_it_has_submitted(hosts: list[int], lines: list[str]) -> None:
-    seen = threading.Event()
+def test_a_stall_report_says_of_each_rank_what_it_has_submitted(hosts: list[int], zero: str, one: str) -> None:
+    seen, lines = threading.Event(), (f"{zero} 'x' and not 'y'", f"{one} 'y' and not 'x'")
 
     def reported() -> bool:
         shown = [each.strip() for each in written().splitlines()]

@@ -4,8 +4,6 @@ All collectives, dtypes, reductions, forms, factors, and what they travel as, co
 and ranks that disagree, leave or die.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

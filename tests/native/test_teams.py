@@ -1,7 +1,5 @@
 """Sets of ranks that do collectives among themselves, beside each other and beside all ranks, and how they end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
 
 def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
     """Calls ``step(rank, members, team, number)`` four times on each member of teams that overlap, over three hosts."""
-    host_of_rank = [0, 1, 2, 0, 1, 2, 0]
 
     def body(rank: Rank) -> None:
         for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
@@ -35,7 +32,7 @@ def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
             for number in range(4 if rank.rank in members else 0):
                 step(rank, members, team, number)
 
-    run_ranks(body, host_of_rank=host_of_rank)
+    run_ranks(body, host_of_rank=[0, 1, 2, 0, 1, 2, 0])
 
 
 def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
@@ -52,9 +49,6 @@ def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
     assert rows == [i + step % 2 for i in range(size)]
     assert gathered[:, 0].tolist() == [member for i, member in enumerate(ranks) for _ in range(i + step % 2)]
     rank.barrier(team=team)
-
-
-# ---- What they do ----
 
 
 @on_ranks([2], [1, 1])
@@ -89,9 +83,6 @@ def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
         assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
         assert {event.team for event in events} == {team}
     assert "add_process_set" in {event.op for event in rank.context.events()}
-
-
-# ---- Adding and removing ----
 
 
 @on_ranks([3], [1, 2], segment_bytes=4096)
@@ -152,10 +143,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize(("ranks", "text"), BAD.values(), ids=BAD)
 @on_ranks([2])
-def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank, what: str) -> None:
-    ranks, text = BAD[what]
+def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank, ranks: list[int], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         rank.context.add_team(ranks)
     assert rank.context.add_team([0, 1]) == 1
@@ -186,9 +176,6 @@ def test_a_missing_link_is_named(rank: Rank) -> None:
         rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
     with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
         rank.context.add_team([0, 1])
-
-
-# ---- Ends ----
 
 
 @pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
@@ -304,10 +291,7 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone() -> N
 
 FORK = """
 import os
-from ranks import Group
-from ranks import Links
-
-from horo.errors import PeerLostError
+from ranks import Group, Links
 from horo.core.context import ffi, lib
 
 group = Group([1, 1])
@@ -328,10 +312,7 @@ os._exit(0)
 
 
 def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() -> None:
-    world = 2  # a control and a data link
-    node = 3  # the arena, the eventfd and that of the thread
-    team = 2
-    assert int(run_script(FORK)) == world + node + team
+    assert int(run_script(FORK)) == 7  # two links of the world, two of the team; the arena, its and a thread's eventfd
 
 
 @on_ranks([3])

@@ -1,11 +1,11 @@
 """A timeline of the core: a whole array of Chrome's trace events at every end, with Horovod's names."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,13 +48,8 @@ def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, le
 
 
 def test_names_are_whole_and_escaped_and_automatic_ones_share_a_row(tmp_path: Path) -> None:
-    names = [
-        'quote"back\\slash\nline\ttab\x01',
-        "gr\u00f6\u00dfe \U0001f600",
-        "n" * 1000,
-        "a" * 40 + ".w",
-        "b" * 40 + ".w",
-    ]
+    names = ['quote"back\\slash\nline\ttab\x01', "gr\u00f6\u00dfe \U0001f600", "n" * 1000]
+    names += ["a" * 40 + ".w", "b" * 40 + ".w"]
 
     def body(rank: Rank) -> None:
         for name in [*names, *(f"allreduce.noname.{number}" for number in range(50))]:
@@ -138,25 +133,65 @@ def test_a_start_with_the_same_file_goes_on_and_with_another_one_there(tmp_path:
     assert rows_of(parse_timeline(second)).keys() == {"c"}
 
 
-def test_more_than_the_ring_holds_is_said_to_be_lost(native: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "t"
-    recording = Recording({"ops": {0: "allreduce"}, "statuses": {}})
-    count = 300_000 if native_build.FLAVOUR else 1_000_000  # each two records, of which the ring holds 65,536
+@dataclass
+class Recorded:
+    """A recorder of the core with a timeline, and its file."""
+
+    lib: Any
+    recorder: Any
+    path: Path
+    recording: Recording
+
+    def stop(self) -> list[dict[str, Any]]:
+        self.lib.shim_recorder_stop_timeline(self.recorder)
+        self.recording.finish()
+        return parse_timeline(self.path, is_ended=False)
+
+
+@pytest.fixture
+def timeline(native: ModuleType, tmp_path: Path) -> Iterator[Recorded]:
     recorder = native.lib.shim_recorder_create()
-    try:
-        recording.start(
-            str(path),
-            {"rank": 0},
-            lambda rows: check(native.lib.shim_recorder_write_timeline(recorder, rows, count), None),
-        )
-        recording.finish()
-    finally:
-        native.lib.shim_recorder_destroy(recorder)
-    events = parse_timeline(path)
-    lost = sum(event["args"]["count"] for event in events if event.get("name") == "EVENTS_LOST")
+    made = Recorded(native.lib, recorder, tmp_path / "t", Recording({"ops": {0: "allreduce"}, "statuses": {}}))
+    made.recording.start(
+        str(made.path),
+        {"rank": 0},
+        lambda rows: check(native.lib.shim_recorder_start_timeline(recorder, rows), None),
+    )
+    yield made
+    native.lib.shim_recorder_destroy(recorder)
+
+
+def lost_in(events: list[dict[str, Any]]) -> list[int]:
+    """Of each gap, how many events are missing there."""
+    return [event["args"]["count"] for event in events if event.get("name") == "EVENTS_LOST"]
+
+
+def test_more_than_the_ring_holds_is_said_to_be_lost(timeline: Recorded) -> None:
+    count = 300_000 if native_build.FLAVOUR else 1_000_000  # each two records, of which the ring holds 65,536
+    timeline.lib.shim_recorder_add_requests(timeline.recorder, count)
+    events = timeline.stop()
+    lost = lost_in(events)
     ended = sum(event["ph"] == "E" and "args" in event for event in events)
-    assert lost > 0
-    assert 0 < ended <= (2 * count - lost + 1) // 2 + sum(event.get("name") == "EVENTS_LOST" for event in events)
+    assert sum(lost) > 0
+    assert 0 < ended <= (2 * count - sum(lost) + 1) // 2 + len(lost)
+
+
+def test_an_event_that_is_being_written_when_the_timeline_stops_is_in_it(timeline: Recorded) -> None:
+    place = timeline.lib.shim_recorder_claim(timeline.recorder)
+    timeline.lib.shim_recorder_add_requests(timeline.recorder, 1)
+    with ThreadPoolExecutor() as pool:
+        stopped = pool.submit(timeline.stop)
+        wait_for(lambda: timeline.lib.shim_recorder_is_stopping(timeline.recorder) != 0)
+        timeline.lib.shim_recorder_publish(timeline.recorder, place)
+        events = stopped.result(timeout=60)
+    assert rows_of(events).keys() == {"held", "x"}
+    assert lost_in(events) == []
+
+
+def test_an_event_that_is_never_written_does_not_hold_up_the_end(timeline: Recorded) -> None:
+    timeline.lib.shim_recorder_add_requests(timeline.recorder, 1)
+    timeline.lib.shim_recorder_claim(timeline.recorder)
+    assert lost_in(timeline.stop()) == [1]
 
 
 def test_a_full_disk_ends_the_timeline_with_a_warning_and_nothing_else(

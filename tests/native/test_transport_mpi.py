@@ -1,7 +1,5 @@
 """What the transport over MPI does when MPI fails, keeps what it got, or is gone; and what a setup must have."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -151,14 +149,7 @@ def test_an_mpi_that_must_not_be_called_is_not_called_at_the_end(mpi: FakeMpi, h
         assert io.failed
 
 
-CALLS = MpiCalls(
-    handle_bytes=8,
-    status_bytes=24,
-    size=2,
-    communicator=1,
-    byte=1,
-    functions=[1] * len(MPI_FUNCTIONS),
-)
+CALLS = MpiCalls(handle_bytes=8, status_bytes=24, size=2, communicator=1, byte=1, functions=[1] * len(MPI_FUNCTIONS))
 
 
 @pytest.mark.parametrize(
@@ -171,10 +162,7 @@ CALLS = MpiCalls(
         (MpiUse(CALLS, message_bytes=0), "1 to 1073741824 bytes, not 0"),
         (MpiUse(replace(CALLS, functions=[1, 1, 0, *[1] * 3])), "the address of MPI_Test is missing"),
         (MpiUse(CALLS), "no ranks of other hosts are given"),
-        (
-            MpiUse(CALLS, rank_of_host=[-1, 2]),
-            "for host 1 is to go to rank 2 of an MPI communicator of 2",
-        ),
+        (MpiUse(CALLS, rank_of_host=[-1, 2]), "for host 1 is to go to rank 2 of an MPI communicator of 2"),
         (MpiUse(CALLS, rank_of_host=[-1, -1]), "no rank of host 1 is given"),
     ],
 )

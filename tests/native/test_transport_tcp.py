@@ -1,7 +1,5 @@
 """What only stream sockets promise: few system calls, options, reasons, and descriptors that stay the caller's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -11,19 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from links import (
-    CLOSED,
-    CONTROL,
-    DATA,
-    NONE,
-    SILENT,
-    TCP_KINDS,
-    Join,
-    Rank,
-    create_tcp,
-    joining,
-    socket_pair,
-)
+from links import CLOSED, CONTROL, DATA, NONE, SILENT, TCP_KINDS, Join, Rank, create_tcp, joining, socket_pair
 
 PEER_LOST = -40
 MIB = 1 << 20
@@ -165,9 +151,6 @@ def test_a_bad_descriptor_is_named_and_all_stay_with_the_caller(
 def test_impossible_arguments_are_refused(native: ModuleType, hosts: int, timeout_ms: int) -> None:
     with pytest.raises(ValueError, match=f"not {hosts}, {timeout_ms} and 1"):
         create_tcp(native, [-1] * hosts, timeout_ms)
-
-
-# Several sockets per peer.
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ Rank 0 proposes other values all the time here, so every operation has other seg
 batches than the one before. What ranks get must be right, and equal to the bit, whatever they have run with.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

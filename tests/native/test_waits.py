@@ -1,7 +1,5 @@
 """One call for submit, wait and release; and several threads, or requests, that are waited for at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,9 +49,7 @@ def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
     def body(rank: Rank) -> None:
         for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
             mine = np.full((rows if rank.rank == 0 else 3, 2), 10 * turn + rank.rank, np.int32)
-            wanted = np.concatenate(
-                [np.full((rows, 2), 10 * turn)] + [np.full((3, 2), 10 * turn + r) for r in range(1, rank.size)]
-            )
+            wanted = np.concatenate([np.full((3 if r else rows, 2), 10 * turn + r) for r in range(rank.size)])
             output = np.full((3 * rank.size, 2), -1, np.int32)
             (tensor,) = describe([mine], [output])
             buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
@@ -155,19 +151,13 @@ class Waiters:
         """Waits until all have returned."""
         wait_for(lambda: len(self.outcomes) == len(self._threads))
 
-    def end(self) -> None:
+    def __enter__(self) -> "Waiters":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(60)
-
-
-@contextmanager
-def waiters_of(rank: Rank) -> Iterator[Waiters]:
-    waiters = Waiters(rank)
-    try:
-        yield waiters
-    finally:
-        waiters.end()
 
 
 @contextmanager
@@ -193,7 +183,7 @@ def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str
             assert may_go_on.wait(60)
             rank.allreduce(array, "b")
             return
-        with holding(may_go_on), holding(may_reduce), waiters_of(rank) as waiters:
+        with holding(may_go_on), holding(may_reduce), Waiters(rank) as waiters:
             handle = rank.submit("allreduce", "a", [array], reduce_op=SUM)
             for _ in range(WAITERS):
                 if way == "wait_any":
@@ -225,7 +215,7 @@ def test_each_waiter_gets_the_sentence_of_the_error(hosts: list[int]) -> None:
             with pytest.raises(MismatchError):
                 rank.allreduce(np.ones(5), "x")
             return
-        with holding(may_reduce), waiters_of(rank) as waiters:
+        with holding(may_reduce), Waiters(rank) as waiters:
             handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
             for call in [rank.context.wait, rank.context.finish] * (WAITERS // 2):
                 waiters.start(lambda call=call: call(handle))
@@ -266,14 +256,11 @@ def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], mon
         if rank.rank == 1:
             assert waits.wait(60)
             return
-        with holding(waits), waiters_of(rank) as waiters:
+        with holding(waits), Waiters(rank) as waiters:
             handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
-            for number in range(WAITERS):
-                waiters.start(
-                    (lambda: rank.context.wait_any([handle, handle]))
-                    if number == 0
-                    else (lambda: rank.context.wait(handle))
-                )
+            waiters.start(lambda: rank.context.wait_any([handle, handle]))
+            for _ in range(WAITERS - 1):
+                waiters.start(lambda: rank.context.wait(handle))
             rank.context.destroy()
             waiters.await_all()
             ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
@@ -292,7 +279,6 @@ def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
     has_ended = threading.Event()
 
     def body(rank: Rank) -> None:
-        order = [first, *(number for number in range(3) if number != first)]
         if rank.rank == 0:
             handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
             rank.context.wait_any(handles)
@@ -300,9 +286,9 @@ def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
             has_ended.set()
             rank.finish(*handles)
             return
-        rank.allreduce(np.ones(9), f"x{order[0]}")
+        rank.allreduce(np.ones(9), f"x{first}")
         assert has_ended.wait(60)
-        for number in order[1:]:
+        for number in {0, 1, 2} - {first}:
             rank.allreduce(np.ones(9), f"x{number}")
 
     run_ranks(body, hosts)

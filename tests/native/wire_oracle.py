@@ -1,7 +1,5 @@
 """The wire format a second time, from the table in wire.h: what the core must write and read."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +7,24 @@ from dataclasses import dataclass
 (
     IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, QUERY, JOINED, TUNE,
 ) = range(1, 17)  # fmt: skip
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN = range(9)
+(
+    ALLREDUCE,
+    ALLGATHER,
+    BROADCAST,
+    BARRIER,
+    ADD_TEAM,
+    REMOVE_TEAM,
+    REDUCESCATTER,
+    ALLTOALL,
+    JOIN,
+    REDUCE,
+    GATHER,
+    SCATTER,
+) = range(12)
 TELL_ROWS = (ALLGATHER, ALLTOALL)
-REDUCTIONS = (ALLREDUCE, REDUCESCATTER)
-MOVE_DATA = (ALLREDUCE, ALLGATHER, BROADCAST, REDUCESCATTER, ALLTOALL)
+REDUCTIONS = (ALLREDUCE, REDUCESCATTER, REDUCE)
+ROOTED = (BROADCAST, REDUCE, GATHER, SCATTER)
+MOVE_DATA = (ALLREDUCE, ALLGATHER, REDUCESCATTER, ALLTOALL, *ROOTED)
 REDUCE_OPS = (0, 1, 2, 3, 4, 5)
 ADASUM = 2
 TRANSIENT, BY_NCCL = 2, 256
@@ -71,7 +83,7 @@ def request(value: Request) -> bytes:
         value.op,
         value.reduce_op if reduces else 0,
         value.transient | (value.on_gpu and value.op in MOVE_DATA) << 1,
-        value.root_rank if value.op == BROADCAST else 0,
+        value.root_rank if value.op in ROOTED else 0,
         value.prescale if reduces else 1.0,
         value.postscale if reduces else 1.0,
     )
@@ -96,12 +108,10 @@ def rows(values: Sequence[int]) -> bytes:
 
 
 def rows_message(number: int, values: Sequence[int]) -> bytes:
-    """ROWS."""
     return struct.pack("<BI", ROWS, number) + rows(values)
 
 
 def ids_message(ids: Sequence[int]) -> bytes:
-    """IDS."""
     return struct.pack(f"<BI{len(ids)}I", IDS, len(ids), *ids)
 
 
@@ -116,22 +126,18 @@ def lost_message(rank: int, status: int, reason: int, by: int = 0) -> bytes:
 
 
 def data_message(kind: int, number: int, data: bytes) -> bytes:
-    """DATA or RESULT."""
     return struct.pack("<BII", kind, number, len(data)) + data
 
 
 def done_message(rank: int) -> bytes:
-    """DONE."""
     return struct.pack("<Bi", DONE, rank)
 
 
 def joined_message(rank: int, at: int = 0) -> bytes:
-    """JOINED."""
     return struct.pack("<BiQ", JOINED, rank, at)
 
 
 def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
-    """ENDED."""
     return struct.pack("<Bii", ENDED, rank, status) + str16(text)
 
 
@@ -147,27 +153,22 @@ def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes
 
 
 def ask_message(rank: int) -> bytes:
-    """ASK."""
     return struct.pack("<Bi", ASK, rank)
 
 
 def query_message(question: int) -> bytes:
-    """QUERY."""
     return struct.pack("<BI", QUERY, question)
 
 
 def tune_message(values: Sequence[int], final: int = 0) -> bytes:
-    """TUNE."""
     return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
 
 
 def leave_message(rank: int, text: bytes = b"", status: int = -43) -> bytes:
-    """LEAVE."""
     return struct.pack("<Bii", LEAVE, rank, status) + str16(text)
 
 
 def fail_message(status: int, name: bytes, text: bytes) -> bytes:
-    """FAIL."""
     return struct.pack("<Bi", FAIL, status) + str16(name) + str16(text)
 
 
@@ -191,6 +192,8 @@ def samples() -> dict[str, bytes]:
         "barrier": Request("barrier.0", op=BARRIER),
         "reducescatter": Request("s", op=REDUCESCATTER, reduce_op=3, postscale=2.0, tensors=(Tensor(7, (5, 2), 6),)),
         "alltoall": Request("x", op=ALLTOALL, tensors=(Tensor(1, (7, 2)),)),
+        "reduce": Request("r", op=REDUCE, reduce_op=1, root_rank=1, tensors=(Tensor(7, (5,), 6),)),
+        "scatter": Request("q", op=SCATTER, root_rank=2, tensors=(Tensor(20, (3,)),)),
         "join": Request("join.noname", op=JOIN, transient=True),
         "add-team": team_request(ADD_TEAM, [0, 2, 5]),
         "remove-team": team_request(REMOVE_TEAM, [3]),

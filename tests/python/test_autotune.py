@@ -1,7 +1,5 @@
 """Autotuning without a job: its search on surfaces whose best point is known, its samples, its log."""
 
-from __future__ import annotations
-
 import csv
 import math
 import random

@@ -42,17 +42,11 @@ class Comm:
     def Get_size(self) -> int:
         return self._size
 
-    def Is_inter(self) -> bool:
-        return False
-
     def Get_attr(self, key: Any) -> Any:
         return self._attributes.get(key)
 
     def Set_attr(self, key: Any, value: Any) -> None:
         self._attributes[key] = value
-
-    def Ibarrier(self) -> Any:
-        return SimpleNamespace(Test=lambda: True)
 
     def Dup(self) -> Comm:
         return Comm(self._rank, self._size)
@@ -60,9 +54,8 @@ class Comm:
     def Set_errhandler(self, handler: Any) -> None:
         self.handler = handler
 
-    @staticmethod
-    def Create_keyval() -> object:
-        return object()
+    Create_keyval, Is_inter = staticmethod(object), staticmethod(lambda: False)
+    Ibarrier = staticmethod(lambda: SimpleNamespace(Test=lambda: True))
 
 
 class FakeMpi(ModuleType):
@@ -78,21 +71,12 @@ class FakeMpi(ModuleType):
         super().__init__("mpi4py.MPI")
         self.COMM_WORLD = Comm(rank, size)
         self.finalized, self.initialized = False, True
+        self.Is_finalized, self.Is_initialized = lambda: self.finalized, lambda: self.initialized
 
     def __hash__(self) -> int:
         return id(self)
 
-    def Is_finalized(self) -> bool:
-        return self.finalized
-
-    def Is_initialized(self) -> bool:
-        return self.initialized
-
-    def Query_thread(self) -> int:
-        return 3
-
-    def Get_library_version(self) -> str:
-        return "Fake  MPI 1.0\nmore"
+    Query_thread, Get_library_version = staticmethod(lambda: 3), staticmethod(lambda: "Fake  MPI 1.0\nmore")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> FakeMpi:

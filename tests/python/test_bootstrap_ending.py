@@ -1,7 +1,5 @@
 """Last words of a rank: the exception that ends it, and the lines of its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource
@@ -265,24 +263,17 @@ def test_the_level_of_the_program_stays(monkeypatch: pytest.MonkeyPatch, own: in
     assert log.level == own + 1
 
 
-@pytest.mark.parametrize(
-    ("level", "shown"),
-    [
-        ("trace", ["debug", "info", "warning", "error"]),
-        ("debug", ["debug", "info", "warning", "error"]),
-        ("info", ["info", "warning", "error"]),
-        ("warning", ["warning", "error"]),
-        ("error", ["error"]),
-        ("off", []),
-        ("fatal", []),
-    ],
-)
+KINDS = ["debug", "info", "warning", "error"]
+SHOWN = [("trace", KINDS), *((kind, KINDS[place:]) for place, kind in enumerate(KINDS)), ("off", []), ("fatal", [])]
+
+
+@pytest.mark.parametrize(("level", "shown"), SHOWN)
 def test_each_level_shows_itself_and_what_is_worse_with_the_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: list[str]
 ) -> None:
     log = bare_logging(monkeypatch)
     prepare_log(level, 3)
-    for name in ("debug", "info", "warning", "error"):
+    for name in KINDS:
         getattr(log, name)("%s", "text")
     assert capsys.readouterr().err == "".join(f"horo [3] {name}: text\n" for name in shown)
 

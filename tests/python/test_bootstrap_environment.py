@@ -1,7 +1,5 @@
 """Which launcher: complete environments are understood, half ones are errors."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """Hosts and places of ranks: grouping, identities, addresses, and what carries the data between hosts."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os
@@ -133,9 +131,8 @@ def test_other_version_is_named_even_if_it_encodes_everything_else_differently()
     strange = b'{"horo": "9.0", "core": "9.0+abi7", "host": "h2", "shape": "unknown"}'
     with pytest.raises(MismatchError) as caught:
         check_agreement([PEER_INFO.encode(), PEER_INFO.encode(), strange], name)
-    assert "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)" in str(
-        caught.value
-    )
+    said = "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)"
+    assert said in str(caught.value)
 
 
 def test_a_default_that_another_setting_gives_is_compared_and_names_that() -> None:
@@ -193,42 +190,28 @@ def test_places_under_any_placement_and_any_order_of_local_ranks(data: st.DataOb
 
 def test_identities_differ_by_every_part() -> None:
     base = Identity("boot", 1, 0, "")
-    others = [
-        Identity(*parts) for parts in (("other", 1, 0, ""), ("boot", 2, 0, ""), ("boot", 1, 5, ""), ("boot", 1, 0, "x"))
-    ]
+    parts = ("other", 1, 0, ""), ("boot", 2, 0, ""), ("boot", 1, 5, ""), ("boot", 1, 0, "x")
+    others = [Identity(*each) for each in parts]
     assert group_ranks([base, *others, base]).host_of_rank == (0, 1, 2, 3, 4, 0)
 
 
 AVAILABLE = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.7.3"], "ib0": ["10.1.4.3", "fd00:7::3"], "down0": []}
 
 
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"10.1.4.9": "10.1.4.3", "192.168.7.9": "192.168.7.3"}
-    monkeypatch.setattr(interfaces, "route_source", table.get)
+def test_peers_connect_on_loopback_or_where_routes_lead_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "route_source", {"10.1.4.9": "10.1.4.3", "192.168.7.9": "192.168.7.3"}.get)
 
+    def met(store: str | None, others: list[str | None], same_machine: bool = False) -> list[str]:
+        return listen_addresses(store, others, same_machine=same_machine, wanted=None)
 
-@pytest.mark.usefixtures("routes")
-def test_peers_on_one_machine_connect_on_loopback() -> None:
-    assert listen_addresses("127.0.0.1", [], same_machine=True, wanted=None) == ["127.0.0.1"]
-    assert listen_addresses("192.168.7.3", [], same_machine=True, wanted=None) == ["127.0.0.1"]
-    assert listen_addresses(None, [], same_machine=True, wanted=None) == ["127.0.0.1"]
-
-
-@pytest.mark.usefixtures("routes")
-def test_peers_elsewhere_are_met_where_routes_lead_to_them() -> None:
-    beside_store = listen_addresses("127.0.0.1", ["10.1.4.9", "10.1.4.9"], same_machine=False, wanted=None)
-    assert beside_store == ["10.1.4.3"]
-    away_from_store = listen_addresses("192.168.7.3", ["127.0.0.1"], same_machine=False, wanted=None)
-    assert away_from_store == ["192.168.7.3"]
-    both = listen_addresses("192.168.7.3", ["10.1.4.9", "192.168.7.9", None], same_machine=True, wanted=None)
+    for store in ("127.0.0.1", "192.168.7.3", None):
+        assert met(store, [], True) == ["127.0.0.1"]
+    assert met("127.0.0.1", ["10.1.4.9", "10.1.4.9"]) == ["10.1.4.3"]  # beside the store
+    assert met("192.168.7.3", ["127.0.0.1"]) == ["192.168.7.3"]  # away from it
+    both = met("192.168.7.3", ["10.1.4.9", "192.168.7.9", None], True)
     assert both == ["192.168.7.3", "10.1.4.3", "127.0.0.1"]
-
-
-@pytest.mark.usefixtures("routes")
-def test_no_way_to_the_others_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(ResourceError, match="HORO_NETWORK_INTERFACES"):
-        listen_addresses("127.0.0.1", ["127.0.0.1", "203.0.113.9", None], same_machine=False, wanted=None)
+        met("127.0.0.1", ["127.0.0.1", "203.0.113.9", None])
 
 
 def test_names_and_networks_choose_what_this_machine_has() -> None:
@@ -236,6 +219,8 @@ def test_names_and_networks_choose_what_this_machine_has() -> None:
     assert select_addresses(" eth0 , eth9,10.1.0.0/16,", AVAILABLE) == ["192.168.7.3", "10.1.4.3"]
     assert select_addresses("fd00:7::/64", AVAILABLE) == ["fd00:7::3"]
     assert select_addresses("192.168.7.3", AVAILABLE) == ["192.168.7.3"]
+    # That of the user decides alone.
+    assert listen_addresses("10.9.9.9", ["10.9.9.8"], same_machine=True, wanted="lo") == interface_addresses()["lo"]
 
 
 @pytest.mark.parametrize("wanted", ["eth9", "172.16.0.0/12", "down0", ","])
@@ -260,10 +245,6 @@ def test_interfaces_have_the_addresses_that_psutil_finds() -> None:
     }
     assert {name: sorted(addresses) for name, addresses in interface_addresses().items()} == found
     assert "127.0.0.1" in found["lo"]
-
-
-def test_choice_by_the_user_decides_alone() -> None:
-    assert listen_addresses("10.9.9.9", ["10.9.9.8"], same_machine=True, wanted="lo") == interface_addresses()["lo"]
 
 
 def test_route_to_loopback_starts_at_loopback() -> None:

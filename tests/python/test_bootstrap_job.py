@@ -1,7 +1,5 @@
 """Starting a job: every rank ends with the right descriptors, or with an error that names who is at fault."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -135,9 +133,6 @@ def test_segments_are_small_where_they_stay_in_one_host(
     close_connections(connections)
 
 
-# --- sharing memory can fail
-
-
 def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,9 +209,6 @@ def test_descriptors_cut_short_are_an_error_without_a_leak() -> None:
         arena_module.receive_descriptors(far, 300)
     far.close()
     assert open_descriptors() <= before
-
-
-# --- ranks that do not come, differ or fail
 
 
 def told(results: Sequence[Connection | BaseException]) -> list[HoroError]:
@@ -356,9 +348,6 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
         close_connections(whole(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])))  # type: ignore[misc]
         sizes.append(len(server._values))
     assert sizes == [5, 5, 5, 5]  # "ready" of each rank, the word of rank 0 that all are, and a counter
-
-
-# --- with contexts
 
 
 def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The store of ranks that srun has started: real processes in Slurm's environment, with MUNGE, a file or a secret."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -96,18 +94,12 @@ def step(rank: int, nodes: Sequence[int], job: str = JOB) -> dict[str, str]:
     """What srun says to process ``rank`` of a step whose processes are on these nodes."""
     counts = [nodes.count(node) for node in sorted(set(nodes))]
     return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(len(nodes)),
-        "SLURM_NTASKS": "64",
-        "SLURM_LOCALID": str(nodes[:rank].count(nodes[rank])),
-        "SLURM_NODEID": str(nodes[rank]),
-        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts)),
+        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(len(nodes)),
+        "SLURM_NTASKS": "64", "SLURM_LOCALID": str(nodes[:rank].count(nodes[rank])), "SLURM_NODEID": str(nodes[rank]),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts)), "HORO_HOST_ID": str(nodes[rank]),
         "SLURM_STEP_NODELIST": "localhost" if len(counts) == 1 else f"localhost,h[2-{len(counts)}]",
-        "HORO_HOST_ID": str(nodes[rank]),
         "HORO_START_TIMEOUT": "30",
-    }
+    }  # fmt: skip
 
 
 def run_ranks(
@@ -117,16 +109,9 @@ def run_ranks(
     script = folder / "rank.py"
     script.write_text(textwrap.dedent(RANK), encoding="utf-8")
     base = {"PATH": str(path)} if path is not None else {"PATH": os.environ["PATH"]}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**base, "HOME": str(folder), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
-    ]
+    words, pipes = [sys.executable, str(script)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    base["HOME"] = str(folder)
+    processes = [subprocess.Popen(words, env={**base, **environ}, **pipes) for environ in environs]
     ended = []
     try:
         for process in processes:
@@ -151,25 +136,18 @@ def check_all_started(ended: Sequence[tuple[int, str, str]], nodes: Sequence[int
         )
 
 
-def test_ranks_start_with_a_credential_and_nobody_listens_afterwards(fake_munge: Path, tmp_path: Path) -> None:
-    nodes = [0, 0, 0]
-    check_all_started(run_ranks(tmp_path, [step(rank, nodes) for rank in range(3)], fake_munge), nodes)
-    assert not (tmp_path / ".horo").exists()
-
-
-def test_ranks_start_with_a_secret_file_that_is_deleted_afterwards(bare_path: Path, tmp_path: Path) -> None:
-    nodes = [0, 0, 0]
-    environs = [{**step(rank, nodes), "TEST_STARTS": "3"} for rank in range(3)]
-    check_all_started(run_ranks(tmp_path, environs, bare_path), nodes)
-    assert list((tmp_path / ".horo").iterdir()) == []
-    assert (tmp_path / ".horo").stat().st_mode & 0o777 == 0o700
-
-
-def test_ranks_start_with_a_secret_and_need_neither_munge_nor_file(bare_path: Path, tmp_path: Path) -> None:
-    nodes = [0, 0]
-    environs = [{**step(rank, nodes), "HORO_SECRET": SECRET.hex(), "TEST_STARTS": "2"} for rank in range(2)]
-    check_all_started(run_ranks(tmp_path, environs, bare_path), nodes)
-    assert not (tmp_path / ".horo").exists()
+@pytest.mark.parametrize("way", ["credential", "file", "secret"])
+def test_ranks_start_and_nobody_listens_afterwards(way: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """With MUNGE; with a file, which is deleted then; with a secret, which needs neither."""
+    nodes = [0, 0] if way == "secret" else [0, 0, 0]
+    more = {"secret": {"HORO_SECRET": SECRET.hex(), "TEST_STARTS": "2"}, "file": {"TEST_STARTS": "3"}}.get(way, {})
+    path = request.getfixturevalue("fake_munge" if way == "credential" else "bare_path")
+    check_all_started(run_ranks(tmp_path, [step(rank, nodes) | more for rank in range(len(nodes))], path), nodes)
+    if way == "file":
+        assert list((tmp_path / ".horo").iterdir()) == []
+        assert (tmp_path / ".horo").stat().st_mode & 0o777 == 0o700
+    else:
+        assert not (tmp_path / ".horo").exists()
 
 
 def test_a_damaged_home_is_said_with_the_way_out(bare_path: Path, tmp_path: Path) -> None:
@@ -181,8 +159,8 @@ def test_a_damaged_home_is_said_with_the_way_out(bare_path: Path, tmp_path: Path
 
 
 def test_rank_0_that_never_comes_is_named_with_where_it_was_looked_for(bare_path: Path, tmp_path: Path) -> None:
-    environs = [{**step(1, [0, 0]), "HORO_START_TIMEOUT": "0.3"}, {**step(1, [0, 0]), "HORO_START_TIMEOUT": "0.3"}]
-    environs[1]["HORO_SECRET"] = SECRET.hex()
+    short = step(1, [0, 0]) | {"HORO_START_TIMEOUT": "0.3"}
+    environs = [short, short | {"HORO_SECRET": SECRET.hex()}]
     for code, _, errors in run_ranks(tmp_path, environs, bare_path):
         assert code == 1
         assert f"rank 1 did not find rank 0 of Slurm's step {JOB}.0.0 on localhost (ports " in errors

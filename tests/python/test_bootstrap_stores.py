@@ -1,7 +1,5 @@
 """Stores that rank 0 or torch serves, and what many ranks that start together read, say and listen on."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Links of a team: the right ones on every member, or an error on every rank of the job that says who is at fault."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -184,9 +182,6 @@ def test_a_connection_of_one_team_does_not_pass_for_one_of_another(tight: None) 
     listening.abort()
 
 
-# --- failures
-
-
 def test_a_member_with_another_secret_is_an_error_on_all_ranks(tight: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Links.wait
 
@@ -286,15 +281,18 @@ def test_news_of_a_loss_ends_the_wait_for_connections(tight: None) -> None:
     assert "rank 0 (h0): rank 1 (h1) is lost" in str(errors[1])
 
 
-def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
-    known, board = directories([0, 1, 2]), Board(3)
-    teams = [(1, [0, 1]), (1, [0, 1]), (1, [0, 2])]
+def speak(hosts: list[int], teams: list[tuple[int, list[int]]]) -> list[Outcome]:
+    """What each rank got that makes its team: the number and the members."""
+    known, board = directories(hosts), Board(len(hosts))
 
     def maker(rank: int) -> Callable[[], TeamLinks | None]:
-        number, members = teams[rank]
-        return lambda: connect_team(known[rank], number, members, lambda mine: board.exchange(rank, mine))
+        return lambda: connect_team(known[rank], *teams[rank], lambda mine: board.exchange(rank, mine))
 
-    for error in failures(run_threads([maker(rank) for rank in range(3)])):
+    return run_threads([maker(rank) for rank in range(len(hosts))])
+
+
+def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
+    for error in failures(speak([0, 1, 2], [(1, [0, 1]), (1, [0, 1]), (1, [0, 2])])):
         assert isinstance(error, MismatchError)
         told = "rank 0 (h0) adds the process set of the ranks 0, 1, rank 2 (h2) adds the process set of the ranks 0, 2"
         assert told in str(error)
@@ -313,26 +311,18 @@ def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
     ],
 )
 def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: list[int], told: str) -> None:
-    known, board = directories([0, 1]), Board(2)
-
-    def maker(rank: int) -> Callable[[], TeamLinks | None]:
-        return lambda: connect_team(known[rank], number, members, lambda mine: board.exchange(rank, mine))
-
-    for error in failures(run_threads([maker(0), maker(1)])):
+    for error in failures(speak([0, 1], [(number, members)] * 2)):
         assert isinstance(error, UsageError)
         assert told in str(error)
-
-
-# --- from a job that has really started
-
-
-def wanted(ranks: Sequence[int]) -> list[float]:
-    return [float(sum(rank + 1 for rank in ranks))] * 2
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd", "abbb"])
 def test_teams_are_added_used_and_removed_without_a_trace(tmp_path: Path, hosts: str) -> None:
     sets = [[0, 1], [1, 2], [2, 3], [0, 3], [1, 2, 3]]
+
+    def wanted(ranks: Sequence[int]) -> list[float]:
+        return [float(sum(rank + 1 for rank in ranks))] * 2
+
     with PlainRanks(tmp_path, hosts) as ranks:
         ranks.all("start")
         ranks.all("allreduce", "warm", 10)

@@ -1,7 +1,5 @@
 """Settings: the environment and its bad values, arguments, options and files, which of them counts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import fields
@@ -22,7 +20,6 @@ from horo.config.table import (
     LOG_LEVELS,
     Config,
     LaunchVariables,
-    TorchrunVariables,
     Variable,
     read_config,
     read_variables,
@@ -32,16 +29,6 @@ from horo.core.setup import KNOBS
 from horo.errors import NotInitializedError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_empty_environment_gives_the_defaults() -> None:
-    config = read_config({})
-    assert config == Config()
-    assert config.fusion_threshold == 134217728
-    assert config.cache_capacity == 4096
-    assert (config.cycle_time_ms, config.spin_us, config.segment_bytes) == (0.0, 1000, None)
-    assert (config.start_timeout_s, config.peer_timeout_s) == (60.0, 30.0)
-    assert (config.stall_check_disable, config.stall_check_time_s, config.stall_shutdown_time_s) == (False, 60.0, 600.0)
 
 
 def test_horovod_names_are_accepted_and_horo_names_win() -> None:
@@ -132,13 +119,6 @@ def test_log_levels_are_those_of_the_core() -> None:
         assert f"HORO_LOG_{level.upper()} = {number}," in header
 
 
-def test_launch_variables_read_both_families() -> None:
-    launch = read_variables(LaunchVariables, {"HOROVOD_RANK": "3", "HORO_SIZE": "8", "HOROVOD_HOSTNAME": "h1"})
-    assert (launch.rank, launch.size, launch.hostname, launch.store) == (3, 8, "h1", None)
-    torch = read_variables(TorchrunVariables, {"RANK": "3", "MASTER_PORT": "29500", "HORO_RANK": "9"})
-    assert (torch.rank, torch.master_port, torch.world_size) == (3, 29500, None)
-
-
 @given(st.sampled_from(sorted(name for v in variables_of(Config).values() for name in v.names)), st.text(max_size=20))
 def test_any_text_is_a_value_in_range_or_a_usage_error(name: str, text: str) -> None:
     try:
@@ -159,6 +139,7 @@ def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
             assert variable.meaning.endswith(".")
             names += variable.names
     assert len(names) == len(set(names))
+    assert read_config({}) == Config()
     assert all(each.default == getattr(Config(), name) for name, each in variables_of(Config).items())
     assert {item.name for item in fields(Config)} - variables_of(Config).keys() == {"sources"}
 

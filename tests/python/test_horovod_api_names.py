@@ -1,7 +1,5 @@
 """All names of Horovod are there; others are errors that say so."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

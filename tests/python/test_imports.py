@@ -1,7 +1,5 @@
 """What a process finds: libraries for GPUs, by doubles of them; parts that are missing, named in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -29,14 +27,18 @@ def import_with(preparation: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_missing_torch_is_named() -> None:
-    line = import_with("sys.modules['torch'] = None")
-    assert line == "ImportError: horo.torch needs torch, which is not installed: pip install torch"
+TORCHES = [
+    ("None", "torch, which is not installed: pip install torch"),
+    (
+        "types.SimpleNamespace(__version__='1.13.1+cu117')",
+        "torch 2.1 or newer; 1.13.1+cu117 is installed: pip install -U torch",
+    ),
+]
 
 
-def test_old_torch_is_named() -> None:
-    line = import_with("sys.modules['torch'] = types.SimpleNamespace(__version__='1.13.1+cu117')")
-    assert line == "ImportError: horo.torch needs torch 2.1 or newer; 1.13.1+cu117 is installed: pip install -U torch"
+@pytest.mark.parametrize(("torch", "said"), TORCHES, ids=["missing", "old"])
+def test_missing_and_old_torch_are_named(torch: str, said: str) -> None:
+    assert import_with(f"sys.modules['torch'] = {torch}") == f"ImportError: horo.torch needs {said}"
 
 
 @pytest.mark.parametrize("version", ["2.1.0", "2.13.0+cpu", "2.1.0a0+git123", "3.0"])

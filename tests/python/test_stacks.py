@@ -1,7 +1,5 @@
 """Stacks of threads, at which a report looks; and signal handlers that call horo in the midst of a call of horo."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The store: its promises to clients, and that connections without the secret cannot change it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
@@ -249,9 +247,6 @@ def test_address_that_cannot_be_bound_is_named() -> None:
         StoreServer(["127.0.0.1"], b"abc")
 
 
-# --- refusals
-
-
 def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, refusals: list[str]) -> None:
     with pytest.raises(PeerLostError, match="does not know the job's secret"):
         client_of(server, bytes(32), timeout_s=0.05)
@@ -359,9 +354,6 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
     log.refuse("10.0.0.7", "noise", 121.0)
     assert told[-1] == "refused a connection from 10.0.0.7: noise (2982 more refused since the last report)"
     assert len(log._last) <= RefusalLog._ADDRESSES_MAX
-
-
-# --- pure parts
 
 
 def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:

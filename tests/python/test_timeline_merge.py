@@ -1,7 +1,5 @@
 """Timelines: what a rank has left behind becomes a file, and those of several ranks one, whatever their clocks say."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

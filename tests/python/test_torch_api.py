@@ -1,7 +1,5 @@
 """The surface of ``horo.torch`` and what one process can check of it alone."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

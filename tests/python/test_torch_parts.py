@@ -1,7 +1,5 @@
 """Parts of ``horo.torch`` alone; undocumented names of torch, which one module has, and each may be missing."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Fixtures: jobs of real rank processes, started once per test session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

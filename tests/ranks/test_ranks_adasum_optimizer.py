@@ -1,7 +1,5 @@
 """``DistributedOptimizer(op=hvd.Adasum)``: each rank steps by itself, and Adasum combines the steps."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools
@@ -252,9 +250,6 @@ def test_the_step_of_a_base_class_is_a_part_of_that_of_its_subclass() -> None:
     _assert_is(model, [value - 0.145 for value in start])
 
 
-# ---- Steps that raise ----
-
-
 @on("ranks2")
 def test_a_step_whose_optimizer_raises_is_done_when_it_is_called_again() -> None:
     model = make_model()
@@ -360,9 +355,6 @@ def test_a_later_job_goes_on_with_the_same_optimizer() -> None:
     hvd.init()
     _step(model, optimizer, 1)
     _assert_is(model)
-
-
-# ---- Forms of allreduce ----
 
 
 DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 52}

@@ -1,7 +1,5 @@
 """Gradients of the collectives: of real numbers by finite differences, of products of complex ones by torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Autotuning in jobs of real processes: its variables, its log, and a training in the midst of it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients are averaged when ``backward()`` returns: what it costs, who waits for whom, and what goes wrong how."""
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings
@@ -331,9 +329,6 @@ def test_a_hook_that_steps_inside_backward_is_refused(ranks2_in_backward: RankPo
 
     ranks2_in_backward.run(check, "step")
     ranks2_in_backward.run(check, "zero_grad")
-
-
-# ---- Sums: what was summed over the ranks is not summed again ----
 
 
 @on("ranks2_in_backward")

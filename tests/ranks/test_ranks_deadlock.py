@@ -1,7 +1,5 @@
 """Real ranks that wait for one another end at once and say why; ranks that are late or stopped are waited for."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

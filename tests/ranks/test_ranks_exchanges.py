@@ -1,7 +1,5 @@
 """``alltoall``, ``reducescatter`` and ``sparse_allreduce_async``: known answers, gradients, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What the first reduction of an optimizer checks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -223,9 +221,6 @@ def test_a_job_of_one_rank_trains_as_plain_torch() -> None:
             its.step()
             its.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
-
-
-# ---- Gradients ----
 
 
 def _warnings_of(train: Callable[[], None]) -> list[str]:

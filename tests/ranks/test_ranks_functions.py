@@ -1,7 +1,5 @@
 """Parameters, optimizer state and objects from one rank to all."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import OrderedDict

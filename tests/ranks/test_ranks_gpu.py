@@ -1,7 +1,5 @@
 """Tensors on GPUs in all functions of ``horo.torch``. A double stands for the GPU: see ``gpu_double``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

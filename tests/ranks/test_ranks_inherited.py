@@ -1,7 +1,5 @@
 """Processes that a rank starts: an inherited place is refused; and jobs of torchrun, which names who failed first."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

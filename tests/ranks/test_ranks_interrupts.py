@@ -1,7 +1,5 @@
 """Signal handlers that raise while a request goes into the core: its memory stays, and so does the way out."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """``join``: ranks with different numbers of batches train together, and what the others can do without the joined."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time
@@ -68,9 +66,6 @@ def compare(model: torch.nn.Module, loss: Callable[..., torch.Tensor], **options
         warnings.simplefilter("error")
         for found, right in zip(together(model, loss, **options), wanted, strict=True):
             assert_close(found, right)
-
-
-# ---- Training ----
 
 
 @on("ranks2_in_each_order")
@@ -187,9 +182,6 @@ def test_an_optimizer_over_a_process_set() -> None:
     hvd.remove_process_set(even)
 
 
-# ---- Single operations ----
-
-
 @on("ranks4")
 def test_the_last_rank_is_told_and_unnamed_operations_meet_again() -> None:
     """Ranks that joined early have counted fewer of them."""
@@ -260,9 +252,6 @@ def test_what_no_rank_can_do_for_another_is_an_error_and_the_job_goes_on() -> No
     hvd.remove_process_set(again)
 
 
-# ---- Waiting ----
-
-
 def await_file(path: Path, meanwhile: Callable[[], Any]) -> None:
     """Until another rank, which cannot communicate, has made it."""
     end = time.monotonic() + 50
@@ -305,9 +294,6 @@ def test_another_job_begins_without_those_who_had_joined() -> None:
     hvd.init()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
     assert hvd.join() in {0, 1}
-
-
-# ---- The end of a join ----
 
 
 class _StopError(Exception):

@@ -1,7 +1,5 @@
 """An optimizer lives longer than a job: ``shutdown()``, ``init()``, more or fewer ranks; names meet across ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -162,9 +160,6 @@ def test_an_optimizer_more_on_one_rank_shifts_no_names() -> None:
     for step in range(1, 3):
         train(model, optimizer, step)
         train(second, optimizer2, step)
-
-
-# ---- Copies ----
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

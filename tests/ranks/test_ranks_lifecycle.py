@@ -1,7 +1,5 @@
 """Beginning and end of a job: many of them, forks in between, and ranks that die."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -282,9 +280,6 @@ def test_a_grandchild_keeps_its_own_files() -> None:
     with os.fdopen(reader) as stream:
         assert stream.read() == "[]"
     hvd.barrier()
-
-
-# ---- The end of a rank ----
 
 
 @pytest.mark.parametrize("end", ["script", "shutdown"])

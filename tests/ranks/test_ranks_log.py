@@ -1,7 +1,5 @@
 """A job in which nothing happens: what ``HORO_LOG_LEVEL`` shows, what is kept, and that nothing wakes."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """A rank that dies or is stopped: every other rank names it, whatever it does; nothing hangs."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Metrics over all ranks, a rate that warms up; and what ``help()`` shows of functions, with examples that run."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

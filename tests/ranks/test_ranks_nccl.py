@@ -1,7 +1,5 @@
 """Tensors on GPUs by NCCL, in processes. Doubles stand for the CUDA driver and for NCCL: see ``gpu_double``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

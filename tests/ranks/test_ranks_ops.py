@@ -1,7 +1,5 @@
 """Collectives between real processes: known answers for every operation, form and dtype that torch has."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from pathlib import Path
@@ -374,9 +372,6 @@ def test_complex_gradients_are_those_of_one_process() -> None:
     (alone.abs().pow(2).sum() * 2.5).backward()  # the mean of 1 and 4
     plain.step()
     torch.testing.assert_close(parameter.detach(), alone.detach())
-
-
-# ---- torch's default device is not that of the tensors ----
 
 
 @on("ranks2")

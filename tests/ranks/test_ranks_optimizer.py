@@ -1,7 +1,5 @@
 """``DistributedOptimizer``, rule by rule, whenever gradients are due; and Horovod's order of calls."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """When gradients are reduced, while backward runs or after it, by hooks of several threads; and the profiler."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -58,9 +56,6 @@ def test_ranks_may_differ_in_when_they_reduce(kinds: tuple[str, str]) -> None:
     job.overlap = before
     values = [parameter.tolist() for parameter in model.parameters()]
     assert hvd.allgather_object(values) == [values] * 2
-
-
-# ---- The profiler ----
 
 
 def _profiled(call: Any) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """Training loops as they are written for one process: on ranks with a share of the batch each, they do the same."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

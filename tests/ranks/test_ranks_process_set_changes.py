@@ -1,7 +1,5 @@
 """Process sets that come and go: what was begun in one, copies, threads, and calls that an exception has left."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -29,9 +27,6 @@ class _LeftError(Exception):
 def leave(call: Callable[[], Any]) -> None:
     """Does a call that waits for other ranks, and leaves the wait by an exception of a signal handler."""
     interrupt(call, _LeftError, lambda: bool(_runtime.current().active_calls), 0.01)
-
-
-# ---- What was begun in a set that is gone ----
 
 
 @on("three")
@@ -63,9 +58,6 @@ def test_a_backward_after_the_removal_of_its_set_is_refused() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 
 
-# ---- Copies ----
-
-
 @on("three")
 def test_a_copy_is_the_set_itself_and_a_pickled_one_is_not_registered() -> None:
     members = hvd.add_process_set([0, 1])
@@ -83,9 +75,6 @@ def test_a_copy_is_the_set_itself_and_a_pickled_one_is_not_registered() -> None:
     assert (again.process_set_id, members.process_set_id) == (1, None)
     assert not hvd.remove_process_set(members)
     assert hvd.remove_process_set(again)
-
-
-# ---- Threads ----
 
 
 @on("three")
@@ -116,9 +105,6 @@ def test_changes_in_another_order_are_told_to_all() -> None:
     second = hvd.add_process_set([1, 2])
     assert hvd.remove_process_set(first)
     assert hvd.remove_process_set(second)
-
-
-# ---- Calls that an exception has left ----
 
 
 @on("three")
@@ -196,9 +182,6 @@ def test_a_job_ends_though_an_exception_has_left_a_change(ranks_per_host: int) -
         pool.run(_leave_and_start_again)
 
 
-# ---- What is told ----
-
-
 def test_a_thread_that_waits_for_its_turn_counts_as_waiting() -> None:
     """Rank 0 adds in one thread and then in another, rank 1 waits for something else: nobody can go on."""
 
@@ -225,9 +208,6 @@ def test_a_thread_that_waits_for_its_turn_counts_as_waiting() -> None:
 def _swallow(ranks: list[int]) -> None:
     with pytest.raises((DeadlockError, AbortedError)):
         hvd.add_process_set(ranks)
-
-
-# ---- Communicators ----
 
 
 class Communicator:

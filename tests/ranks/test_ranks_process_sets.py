@@ -1,7 +1,5 @@
 """Process sets: some ranks among themselves, several sets at once, optimizers over them; on one host and several."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that disagree, and calls that one rank refuses: all get a sentence with the ranks, and the job goes on."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -1,7 +1,5 @@
 """Operations called again: the request that is kept from the last call must fit the tensors of this one."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
@@ -244,9 +242,6 @@ def test_what_horo_does_for_itself_has_no_public_handle() -> None:
             with pytest.raises(ValueError, match=f"Handle {number} was not created"):
                 ask(number)
     optimizer.step()
-
-
-# ---- Threads that synchronize one handle ----
 
 
 def _synchronize_in_threads(handle: int, count: int) -> list[Any]:

@@ -1,7 +1,5 @@
 """Gradients that are views of one storage: each is averaged once, as if it had memory of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

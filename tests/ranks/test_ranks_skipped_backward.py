@@ -1,7 +1,5 @@
 """Ranks that skip ``backward()`` or use other parameters than others: right, or an error; none parts in silence."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

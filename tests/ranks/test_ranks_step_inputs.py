@@ -1,7 +1,5 @@
 """The inputs of a step besides gradients, loss scale and learning rate: they stay equal, or ranks get an error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``hvd.SyncBatchNorm`` between real processes: equal to one process that has the batches of all ranks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines of real jobs: who writes which file, when, and what happens to it when things go wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Mistakes and unusual uses of a distributed optimizer, and torch.compile: they work, or a message names what to do."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Unauthenticated connections to every port of a job, during the start and later, change nothing but the log."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

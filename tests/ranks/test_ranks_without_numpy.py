@@ -1,7 +1,5 @@
 """Ranks without numpy, or whose Python lacks names of ``os`` and ``fcntl`` that an old libc does not have."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures for real jobs."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,14 +1,10 @@
 """Command lines that are right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from horo.runner.cli import parse
 from horo.runner.config import Job
-
-__all__ = ["parsed"]
 
 
 def parsed(words: str | Sequence[str], **options: Any) -> Job:

@@ -1,7 +1,5 @@
 """The agent, spoken to directly, and its messages; hosts that a job names, and those that it cannot use."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What ranks run, and what users mean otherwise: input, a launcher in a launcher, names of variables."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

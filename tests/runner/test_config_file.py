@@ -1,7 +1,5 @@
 """``--config-file``: a YAML file stands for options."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

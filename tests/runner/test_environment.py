@@ -1,7 +1,5 @@
 """Which CPUs and GPUs ranks of a host are bound to; their variables, and the addresses of the hosts."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -86,14 +84,11 @@ def test_what_belongs_to_one_host_is_not_forwarded() -> None:
     assert sorted(forwarded(environment)) == ["HOROVOD_CYCLE_TIME", "NCCL_DEBUG", "PATH", "PYTHONPATH"]
 
 
-def test_exports_take_values_given_or_present() -> None:
+def test_exports_take_values_given_or_present_and_a_wrong_one_is_named() -> None:
     assert parse_exports(["A=1=2", "B=", "C"], {"C": "here"}) == {"A": "1=2", "B": "", "C": "here"}
-
-
-@pytest.mark.parametrize("item", ["=1", "", "MISSING"])
-def test_a_wrong_export_is_named(item: str) -> None:
-    with pytest.raises(ValueError, match=item or "''"):
-        parse_exports([item], {})
+    for item in ("=1", "", "MISSING"):
+        with pytest.raises(ValueError, match=item or "''"):
+            parse_exports([item], {})
 
 
 @pytest.mark.parametrize(
@@ -184,13 +179,11 @@ def test_addresses_that_lead_to_a_host(info: dict[str, object], addresses: HostA
     assert find_addresses("h", info, []) == addresses
 
 
-def test_interfaces_that_the_user_names_are_used() -> None:
-    assert "127.0.0.1" in find_addresses("h", host_info(connection="192.0.2.7 5 192.0.2.8 22"), ["lo"]).launcher
+def test_interfaces_that_the_user_names_are_used_and_a_host_without_any_address_is_named() -> None:
+    info = host_info(connection="192.0.2.7 5 192.0.2.8 22")
+    assert "127.0.0.1" in find_addresses("h", info, ["lo"]).launcher
     with pytest.raises(JobError, match="none0"):
-        find_addresses("h", host_info(connection="192.0.2.7 5 192.0.2.8 22"), ["none0"])
-
-
-def test_a_host_without_any_address_is_named() -> None:
+        find_addresses("h", info, ["none0"])
     with pytest.raises(JobError, match=r"h\.invalid"):
         find_addresses("h.invalid", host_info(), [])
 
@@ -216,27 +209,20 @@ SHOW = [
 HERE = sorted(os.sched_getaffinity(0))
 
 
-def test_cores_are_shared_out_whole_and_side_by_side() -> None:
+def test_cores_and_nodes_are_shared_out_whole_and_side_by_side() -> None:
     assert bind("core", [4, 5], ALL, MACHINE) == {4: NODES[0], 5: NODES[1]}
     assert bind("core", range(8), ALL, MACHINE) == dict(enumerate(CORES))
     assert [len(cpus) for cpus in bind("core", range(3), ALL, MACHINE).values()] == [4, 6, 6]
-
-
-def test_only_cpus_that_this_process_may_use_are_given() -> None:
+    assert bind("numa", range(4), ALL, MACHINE) == {0: NODES[0], 1: NODES[0], 2: NODES[1], 3: NODES[1]}
+    assert bind("numa", [0], ALL, MACHINE) == {0: NODES[0] | NODES[1]}
+    # Of those that this process may use.
     assert bind("core", [0, 1], {1, 2, 9}, MACHINE) == {0: {1, 9}, 1: {2}}
     assert bind("numa", [0, 1], {1, 2, 5}, MACHINE) == {0: {1, 2}, 1: {5}}
     assert bind("numa", [0, 1], {1, 2}, MACHINE) == {0: {1, 2}, 1: {1, 2}}
-
-
-def test_numa_nodes_go_to_ranks_in_order() -> None:
-    assert bind("numa", range(4), ALL, MACHINE) == {0: NODES[0], 1: NODES[0], 2: NODES[1], 3: NODES[1]}
-    assert bind("numa", [0], ALL, MACHINE) == {0: NODES[0] | NODES[1]}
-
-
-def test_a_machine_that_does_not_tell_its_nodes_cannot_be_bound_to_them() -> None:
+    # Of a machine that does not tell its nodes.
+    assert bind("core", [0, 1], [0, 1, 2], Topology((), ())) == {0: {0}, 1: {1, 2}}
     with pytest.raises(BindingError, match="no NUMA node"):
         bind("numa", [0], ALL, Topology((), ()))
-    assert bind("core", [0, 1], [0, 1, 2], Topology((), ())) == {0: {0}, 1: {1, 2}}
 
 
 @given(st.sets(st.sampled_from(ALL), min_size=1), st.integers(1, 40), st.sampled_from(["core", "numa"]))

@@ -1,7 +1,5 @@
 """Jobs in which a rank fails: what it leaves of its end, who is blamed, and what the others see."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -170,9 +168,7 @@ def test_an_end_in_order_is_a_shutdown(hororun: Hororun, tmp_path: Path, last: s
 
 
 def test_the_exception_is_pythons_own_to_the_script(hororun: Hororun, tmp_path: Path) -> None:
-    script = (
-        HEAD
-        + """
+    script = """
 import pickle, traceback
 try:
     try:
@@ -188,8 +184,7 @@ except SystemExit as error:
     error.code = 0
     raise
 """
-    )
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(HEAD + script)
     done = hororun.run("-np", "1", "--no-prefix", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,7 +1,5 @@
 """Scripts in the shape of Horovod's examples for PyTorch run as they are: digits, in plain and in mixed precision."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every variable and option that Horovod documents works, or says in one line that it does nothing here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

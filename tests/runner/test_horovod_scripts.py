@@ -1,7 +1,5 @@
 """Scripts that import horovod run with horo: hororun --horovod, horovodrun, python -m horo.horovod."""
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

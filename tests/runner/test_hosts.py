@@ -1,7 +1,5 @@
 """The hosts of a job: as batch systems have them, as users write them; which rank runs where, by which launcher."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -33,16 +31,14 @@ def written(host: HostSpec) -> str:
     return f"{user}{name}{slots}{port}"
 
 
-def written_line(host: HostSpec) -> str:
-    words = [written(HostSpec(host.name, host.user))]
-    words += [f"slots={host.slots}"] * (host.slots is not None) + [f"port={host.port}"] * (host.port is not None)
-    return " ".join(words) + "   # a comment"
-
-
 @given(hosts)
 def test_what_is_written_is_read(many: list[HostSpec]) -> None:
     assert parse_hosts(",".join(map(written, many))) == tuple(many)
-    assert parse_host_file("# hosts\n\n" + "\n".join(map(written_line, many)) + "\n", "f") == tuple(many)
+    lines = ["# hosts", ""]
+    for host in many:
+        slots, port = f" slots={host.slots}" * (host.slots is not None), f" port={host.port}" * (host.port is not None)
+        lines.append(f"{written(HostSpec(host.name, host.user))}{slots}{port}   # a comment")
+    assert parse_host_file("\n".join(lines) + "\n", "f") == tuple(many)
 
 
 @given(st.text())
@@ -330,14 +326,6 @@ PBS = Allocation("PBS", HOSTS, "PBS job 1")
 LOCAL = (HostSpec("localhost"),)
 
 
-def anything(name: str) -> str:
-    return f"/bin/{name}"
-
-
-def nothing(_name: str) -> None:
-    return None
-
-
 ME, PORT = (HostSpec("a", user="me"),), (HostSpec("a", port=22),)
 CHOSEN = [
     ("auto", LOCAL, None, True, "ssh"),
@@ -368,7 +356,7 @@ CHOSEN = [
 def test_a_launcher_is_chosen_or_refused(
     asked: str, hosts: tuple[HostSpec, ...], allocation: Allocation | None, there: bool, result: str
 ) -> None:
-    which = anything if there else nothing
+    which = (lambda name: f"/bin/{name}") if there else (lambda _: None)
     if " " in result:
         with pytest.raises(JobError, match=result):
             choose_launcher(asked, hosts, allocation, which)

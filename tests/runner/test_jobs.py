@@ -1,7 +1,5 @@
 """Whole jobs: what ranks are told, how they run, how they end. Here and through agents."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The loop's clock, and what goes by it; processes that SIGKILL does not end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Jobs of mpirun and jsrun: their commands, real ones of Open MPI and MPICH where these are there, and stand-ins."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,6 +1,6 @@
 """Every option in every kind of job: it has an effect there, or is refused by its name."""
 
-from __future__ import annotations
+import re
 
 import pytest
 from jobs import Hororun
@@ -27,7 +27,19 @@ JOBS = {*OWN, "by-mpirun", "by-jsrun"}
 BY_SSH = {"two-hosts", "by-mpirun", "check-hosts"}
 REMOTE = {"two-hosts", "by-slurm", "check-hosts"}
 NOT_BY_JSRUN = JOBS - {"by-jsrun"}
-EFFECT: dict[str, tuple[str, set[str]]] = {
+_IN_ALL_JOBS = """
+--dry-run|--no-prefix|--output-filename out|--timeline-merge all.json --timeline-filename t-{{rank}}.json
+--grace-seconds 3|--config-file {yaml}|--no-keep-memory|--no-move-ranks|--no-single-copy|--fusion-threshold-mb 1
+--cycle-time-ms 1|--cache-capacity 1|--timeline-filename t.json|--timeline-mark-cycles --timeline-filename t.json
+--no-timeline-mark-cycles|--autotune|--no-autotune|--autotune-log-file log.csv --autotune
+--autotune-warmup-samples 1 --autotune|--autotune-steps-per-sample 2 --autotune
+--autotune-bayes-opt-max-samples 9 --autotune|--no-stall-check|--stall-check|--stall-check-warning-time-seconds 3
+--stall-check-shutdown-time-seconds 3|--log-level info|--deadlock-time-seconds 3|--peer-timeout 3
+--segment-bytes 8192|--spin-us 0|--overlap never|--gradients-ready step|--no-first-checks|--check-nan
+--gpu-operations nccl|--transport tcp|--sockets-per-peer 2
+"""
+EFFECT = {
+    **{each.split()[0][2:].replace("-", "_"): (each, JOBS) for each in re.split(r"[|\n]", _IN_ALL_JOBS.strip())},
     "num_proc": ("-np 2", JOBS),
     "hosts": ("-H a:1,b:1", JOBS | {"check-hosts"}),
     "hostfile": ("--hostfile {file}", JOBS | {"check-hosts"}),
@@ -46,20 +58,15 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "bind_to": ("--bind-to core", OWN),
     "bind_gpus": ("--bind-gpus", OWN),
     "horovod": ("--horovod", JOBS | {"check-build"}),
-    "dry_run": ("--dry-run", JOBS),
     "exports": ("-x A=1", JOBS),
     "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),
     "store_port": ("--store-port 5000", OWN),
     "port_range": ("--port-range 40000-40100", JOBS | {"check-hosts"}),
     "torch_env": ("--torch-env", OWN),
     "master_port": ("--master-port 5001", OWN),
-    "no_prefix": ("--no-prefix", JOBS),
     "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
     "prefix_host": ("--prefix-host", OWN),
-    "output_filename": ("--output-filename out", JOBS),
-    "timeline_merge": ("--timeline-merge all.json --timeline-filename t-{{rank}}.json", JOBS),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
-    "grace_seconds": ("--grace-seconds 3", JOBS),
     "failure_seconds": ("--failure-seconds 3", OWN),
     "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),
     "host_timeout": ("--host-timeout 3", REMOTE),
@@ -72,38 +79,6 @@ EFFECT: dict[str, tuple[str, set[str]]] = {
     "mpi_args": ("--mpi-args=-v", {"by-mpirun", "by-jsrun"}),
     "binding_args": ("--binding-args=-v", {"by-mpirun", "by-jsrun"}),
     "tcp": ("--tcp", {"by-mpirun", "by-jsrun"}),
-    "config_file": ("--config-file {yaml}", JOBS),
-    "no_keep_memory": ("--no-keep-memory", JOBS),
-    "no_move_ranks": ("--no-move-ranks", JOBS),
-    "no_single_copy": ("--no-single-copy", JOBS),
-    "fusion_threshold_mb": ("--fusion-threshold-mb 1", JOBS),
-    "cycle_time_ms": ("--cycle-time-ms 1", JOBS),
-    "cache_capacity": ("--cache-capacity 1", JOBS),
-    "timeline_filename": ("--timeline-filename t.json", JOBS),
-    "timeline_mark_cycles": ("--timeline-mark-cycles --timeline-filename t.json", JOBS),
-    "no_timeline_mark_cycles": ("--no-timeline-mark-cycles", JOBS),
-    "autotune": ("--autotune", JOBS),
-    "no_autotune": ("--no-autotune", JOBS),
-    "autotune_log_file": ("--autotune-log-file log.csv --autotune", JOBS),
-    "autotune_warmup_samples": ("--autotune-warmup-samples 1 --autotune", JOBS),
-    "autotune_steps_per_sample": ("--autotune-steps-per-sample 2 --autotune", JOBS),
-    "autotune_bayes_opt_max_samples": ("--autotune-bayes-opt-max-samples 9 --autotune", JOBS),
-    "no_stall_check": ("--no-stall-check", JOBS),
-    "stall_check": ("--stall-check", JOBS),
-    "stall_check_warning_time_seconds": ("--stall-check-warning-time-seconds 3", JOBS),
-    "stall_check_shutdown_time_seconds": ("--stall-check-shutdown-time-seconds 3", JOBS),
-    "log_level": ("--log-level info", JOBS),
-    "deadlock_time_seconds": ("--deadlock-time-seconds 3", JOBS),
-    "peer_timeout": ("--peer-timeout 3", JOBS),
-    "segment_bytes": ("--segment-bytes 8192", JOBS),
-    "spin_us": ("--spin-us 0", JOBS),
-    "overlap": ("--overlap never", JOBS),
-    "gradients_ready": ("--gradients-ready step", JOBS),
-    "no_first_checks": ("--no-first-checks", JOBS),
-    "check_nan": ("--check-nan", JOBS),
-    "gpu_operations": ("--gpu-operations nccl", JOBS),
-    "transport": ("--transport tcp", JOBS),
-    "sockets_per_peer": ("--sockets-per-peer 2", JOBS),
     "check_hosts": ("--check-hosts", {"check-hosts"}),
     "check_build": ("--check-build", {"check-build"}),
 }

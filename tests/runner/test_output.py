@@ -1,7 +1,5 @@
 """Lines, prefixes and the writer; and what hororun shows and keeps of what ranks write."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

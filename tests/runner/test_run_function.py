@@ -1,7 +1,5 @@
 """horo.run: a function is called in every rank; results, exceptions and interrupts come back."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -9,14 +7,13 @@ import sys
 import threading
 from pathlib import Path
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import pytest
 from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, run_python, wait_until
 
 import horo
-from horo.bootstrap.store.client import StoreClient
 from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
 from horo.runner.call.parent import check_outcomes
@@ -257,24 +254,20 @@ class Store:
             self.values.pop(key, None)
 
 
-def client(store: object) -> StoreClient:
-    return cast(StoreClient, store)
-
-
 @pytest.mark.parametrize("size", [0, 1, 5000, PIECE - 20, PIECE, 3 * PIECE + 7])
 def test_an_object_of_any_size_comes_back(size: int) -> None:
     store = Store()
     value = {"data": bytes(range(256)) * (size // 256) + b"x" * (size % 256), "more": [1, "two", None]}
-    put(client(store), "key", value)
+    put(store, "key", value)
     assert store.order[-1] == "key"  # a reader sees all or nothing
-    assert get(client(store), "key", 0.0) == value == get(client(store), "key", 0.0, once=True)
+    assert get(store, "key", 0.0) == value == get(store, "key", 0.0, once=True)
     assert list(store.values) == ["key"]
 
 
 def test_an_object_that_cannot_be_pickled_leaves_nothing() -> None:
     store = Store()
     with pytest.raises(TypeError, match="lock"):
-        put(client(store), "key", [bytes(2 * PIECE), threading.Lock()], Pickler)
+        put(store, "key", [bytes(2 * PIECE), threading.Lock()], Pickler)
     assert store.order != []
     assert store.values == {}
 

@@ -1,7 +1,5 @@
 """Ranks of one host that read each other's memory, as processes; with a double of the system call on one rank."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Signals to a job, the time between SIGTERM and SIGKILL, and jobs that are stopped for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty
@@ -249,16 +247,11 @@ def mpirun(tmp_path: Path) -> str:
     return str(path)
 
 
-def words_of(way: str, hororun: Hororun, mpirun: str) -> tuple[list[str], str]:
-    if way == "mpirun":
-        hororun.remote_shell = ""
-        return ["--mpi", "--mpirun", mpirun], "localhost:1"
-    return [], "localhost:1" if way == "direct" else "one:1"
-
-
 @pytest.mark.parametrize("way", ["direct", "agents", "mpirun"])
 def test_signals_that_are_blocked_where_hororun_starts(hororun: Hororun, mpirun: str, way: str, flags: Flags) -> None:
-    words, where = words_of(way, hororun, mpirun)
+    words, where = [], "one:1" if way == "agents" else "localhost:1"
+    if way == "mpirun":
+        words, hororun.remote_shell = ["--mpi", "--mpirun", mpirun], ""
     done = hororun.run("-np", "1", *words, "--", "sh", "-c", WHO, where=where, prefix=PREFIX)
     assert (done.returncode, done.stderr) == (0, "")
     blocked, ignored = (int(line.split()[-1], 16) for line in done.stdout.splitlines())
@@ -282,22 +275,17 @@ def shell(script: str, flags: Flags) -> list[str]:
     return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$HOROVOD_RANK; }}; {script}"]
 
 
-def grace_s(line: str) -> float:
-    job = parsed(line)
-    return job.grace_s
-
-
 @pytest.mark.parametrize("environment", BATCH, ids=["slurm", "lsf", "pbs"])
 @pytest.mark.parametrize("where", ["", "-H h1:2 "])
 def test_it_is_longer_in_batch_jobs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], where: str
 ) -> None:
-    assert grace_s("-np 2 -H h1:2 cmd") == 5
+    assert parsed("-np 2 -H h1:2 cmd").grace_s == 5
     (tmp_path / "nodes").write_text("h1\nh1\n")
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(file=tmp_path / "nodes"))
-    assert grace_s(f"-np 2 {where}cmd") == 25
-    assert grace_s(f"-np 2 {where}--grace-seconds 3 cmd") == 3
+    assert parsed(f"-np 2 {where}cmd").grace_s == 25
+    assert parsed(f"-np 2 {where}--grace-seconds 3 cmd").grace_s == 3
 
 
 def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, where: str, flags: Flags) -> None:

@@ -1,7 +1,5 @@
 """Agents on other hosts: the commands that start them, and whole jobs of Slurm with a stand-in for srun."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

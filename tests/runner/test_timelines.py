@@ -1,11 +1,10 @@
 """Timelines that hororun is asked for, as a user of Horovod asks for them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from jobs import Hororun
@@ -148,19 +147,10 @@ def test_a_merge_that_fails_or_is_interrupted_leaves_the_exit_code(
     assert run_and_merge(wanted, 1, run, said.append) == 5
     assert said == [f"--timeline-merge: {tmp_path}/t-0.json: is no timeline of a rank of horo"]
 
-    def broken(*_: object) -> None:
-        raise KeyError("ts")
-
-    monkeypatch.setattr("horo.runner.job.merge_timelines.merge", broken)
-    assert run_and_merge(wanted, 1, run, said.append) == 5
-    assert said.pop().startswith("--timeline-merge: failed (KeyError: 'ts'); later: python -m horo.timeline merge ")
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("horo.runner.job.merge_timelines.merge", interrupted)
-    assert run_and_merge(wanted, 1, run, said.append) == 5
-    assert said[1].startswith("--timeline-merge: interrupted; later: python -m horo.timeline merge ")
+    for error, told in ((KeyError("ts"), "failed (KeyError: 'ts')"), (KeyboardInterrupt(), "interrupted")):
+        monkeypatch.setattr("horo.runner.job.merge_timelines.merge", Mock(side_effect=error))
+        assert run_and_merge(wanted, 1, run, said.append) == 5
+        assert said.pop().startswith(f"--timeline-merge: {told}; later: python -m horo.timeline merge ")
 
 
 @pytest.mark.parametrize(

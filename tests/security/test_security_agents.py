@@ -1,7 +1,5 @@
 """Hostile words: what agents and ranks send is right or refused; none ends hororun, holds it up or changes its code."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

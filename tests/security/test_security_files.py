@@ -1,7 +1,5 @@
 """Files of others: what they plant is neither written to nor run where hororun is called; no ``repr`` has a secret."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import importlib

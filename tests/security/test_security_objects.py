@@ -1,7 +1,5 @@
 """Pickled objects that were changed between two ranks are not unpickled."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Those without the secret, between ranks, at ports and sockets, and a member that sends nonsense, change nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

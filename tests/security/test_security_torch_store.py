@@ -1,7 +1,5 @@
 """Stores that all can reach: torch's, and the ports of Slurm; who writes or squats there gains nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ objects that all stay, and those at the end of the interpreter, which visit all 
 thousands of such processes. What comes behind ``import torch`` is searched as ever.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from importlib.machinery import ModuleSpec

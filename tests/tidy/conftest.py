@@ -1,7 +1,5 @@
 """The option by which ``make wheel`` has its own archive and wheel looked over, so that none is built once more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

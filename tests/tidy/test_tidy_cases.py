@@ -1,7 +1,5 @@
 """The choice of cases of a test that has many."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

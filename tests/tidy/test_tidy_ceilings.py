@@ -1,7 +1,5 @@
 """Numbers that may only fall: wide headers, subjects outside their rooms, size; and that there are no circles."""
 
-from __future__ import annotations
-
 import pytest
 import tidy_ceilings
 import tidy_graph

@@ -1,7 +1,5 @@
 """What is installed: one abi3 extension that exports little and needs only libc, from a source archive that builds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Each rule finds a bad sample, so that it is known to find something, and is silent on a good one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

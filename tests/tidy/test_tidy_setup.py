@@ -1,7 +1,5 @@
 """`make` names what is missing before it changes anything; failed tests run again, which finds the flaky ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

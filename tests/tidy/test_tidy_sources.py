@@ -1,7 +1,5 @@
 """House rules, held over all sources and documents of the repository."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rules for the built extension, from the output of readelf (it comes with the compiler)."""
 
-from __future__ import annotations
-
 import re
 
 # cffi writes its own tables; __cpu_* is gcc's note of what the processor can do; the others belong to the C runtime.

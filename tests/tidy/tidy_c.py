@@ -4,8 +4,6 @@ The reader is a brace counter over text without comments, strings and preprocess
 clang-format-shaped C has every definition at depth 0.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 A number above its ceiling is a finding, and so is one below it, which names the new ceiling.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

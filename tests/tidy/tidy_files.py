@@ -1,7 +1,5 @@
 """The files of the repository that the tidy checks read, how a finding is written, and words of two checks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ calls, and from a file to a header that it includes. A template is read as a par
 through a pointer are no edges: a pointer is how a lower room reaches a higher one without knowing it.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import itertools

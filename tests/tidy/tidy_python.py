@@ -1,7 +1,5 @@
 """Rules for Python, on the syntax tree: each takes a path relative to the root and its text and returns findings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -58,6 +56,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.torch.functions": ("compat", "engine", "ops"),
     "horo.torch.nn": ("compat", "engine", "ops"),
     "horo.torch.optimizer": ("compat", "engine", "ops", "functions"),
+    "horo.torch.distributed": ("compat", "engine"),
     "horo.torch.elastic": ("compat", "engine", "ops", "functions", "optimizer"),
     "horo.runner.hosts": (),
     "horo.runner.loop": (),

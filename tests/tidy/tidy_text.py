@@ -1,7 +1,5 @@
 """Rules for text and documents: each takes a path and its text and returns findings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ subordinate clause. Regular expressions cannot know all of that, so these find t
 false alarms.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ from horo.bootstrap.net.interfaces import route_source
 from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
 from horo.errors import PeerLostError, ResourceError
 
-__all__ = ["TorchStore", "open_torch_store"]
+__all__ = ["TorchStore", "open_torch_store", "source_towards"]
 
 _LOOK_FIRST_S, _LOOK_LAST_S = 0.001, 0.25
 """Pause between two looks for a key. torch's own wait writes lines to stderr when its time is over."""
@@ -132,10 +132,11 @@ def open_torch_store(master: TorchMaster, rank: int, timeout_s: float) -> tuple[
                 "after the other: where that is slow, raise HORO_START_TIMEOUT or name the hosts in /etc/hosts.)"
             ) from error
         _opened[key] = TorchStore(store, where)
-    return _opened[key], _source_towards(master.address)
+    return _opened[key], source_towards(master.address)
 
 
-def _source_towards(host: str) -> str | None:
+def source_towards(host: str) -> str | None:
+    """The numeric address of this machine from which it reaches a host; None: unknown."""
     # MASTER_ADDR may be a name: torch has just resolved it, so this look-up adds no new dependency on a name server.
     with contextlib.suppress(OSError):
         for _, _, _, _, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):

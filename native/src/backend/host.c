@@ -49,7 +49,7 @@ static void end_parts(struct host_backend *host) {
 static hr_status begin_parts(struct host_backend *host) {
     struct parts *parts = &host->parts;
     const size_t size = (size_t)host->team->size;
-    const int exchanges = host->work.op == HORO_ALLTOALL;
+    const int exchanges = hr_op_exchanges(host->work.op);
     parts->by_rank = calloc(exchanges ? 2 * size : size, sizeof *parts->by_rank);
     parts->offsets = calloc(exchanges ? size * size : host->work.count, sizeof *parts->offsets);
     if (parts->by_rank == NULL || parts->offsets == NULL) {
@@ -117,7 +117,10 @@ static int take_kind(struct host_backend *host) {
     return least;
 }
 
-/* Of all operands of a kind, the rows that fall to rank r, of which mine have outputs; -1: all that there is. */
+/*
+ * Of all operands of a kind, the rows that fall to rank r, of which mine have outputs; -1: all that there is. Of a
+ * reduce all fall to the root.
+ */
 static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pieces, int kind, int r) {
     struct hr_fused fused = {.pieces = pieces};
     for (size_t i = 0; i < host->work.count; i++) {
@@ -127,7 +130,9 @@ static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pi
         }
         size_t begin = 0;
         size_t bytes = operand->bytes;
-        if (r >= 0 && bytes > 0) {
+        if (host->work.op == HORO_REDUCE) {
+            bytes = r < 0 || r == host->work.root_rank ? bytes : 0;
+        } else if (r >= 0 && bytes > 0) {
             hr_part(bytes / operand->row_bytes, (size_t)host->team->size, (size_t)r, &begin, &bytes);
             begin *= operand->row_bytes;
             bytes *= operand->row_bytes;
@@ -145,7 +150,8 @@ static int begin_scatter(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int reduce_op = hr_operation_of(work->reduce_op);
     const struct hr_scale postscale = postscale_of(host, by_rank[0].codec);
-    if (work->prescale == 1.0 && by_rank[0].codec->is_plain) {
+    /* the sum of a reduce may have taken the place of the root's input, which a second try would need */
+    if (work->prescale == 1.0 && by_rank[0].codec->is_plain && work->op != HORO_REDUCE) {
         const struct hr_sum sum = {reduce_op, postscale};
         const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
         if (begin_direct(host, &move)) {
@@ -197,9 +203,12 @@ static int begin_kind(struct host_backend *host) {
     return HR_MOVED;
 }
 
-/* ---- Moves: broadcast, allgather, alltoall ---- */
+/* ---- Moves: broadcast, allgather, alltoall, and gather and scatter, which are alltoalls with little to do ---- */
 
 static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
+    if (work->op != HORO_ALLTOALL) {
+        return work->root_rank == (work->op == HORO_GATHER ? d : s) ? work->operands[i].bytes : 0;
+    }
     const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
     return (size_t)work->splits[place] * work->operands[i].row_bytes;
 }
@@ -227,7 +236,7 @@ static void lay_out_splits(struct host_backend *host, struct hr_fused *to, struc
     }
     for (size_t i = 0; i < work->count; i++) {
         const char *input = work->operands[i].input;
-        char *output = work->results[i].data;
+        char *output = work->op == HORO_ALLTOALL ? work->results[i].data : work->operands[i].output;
         for (int r = 0; r < size; r++) {
             struct hr_piece *at = pieces + 2 * (size_t)r * work->count;
             const size_t sent = split_bytes(work, size, rank, i, r);
@@ -257,7 +266,7 @@ static hr_status lay_out_move(struct host_backend *host) {
     HR_TRY(begin_parts(host));
     struct hr_fused *by_rank = host->parts.by_rank;
     size_t *offsets = host->parts.offsets;
-    if (work->op == HORO_ALLTOALL) {
+    if (hr_op_exchanges(work->op)) {
         lay_out_splits(host, by_rank, by_rank + size, offsets);
         for (int pair = 0; pair < size * size; pair++) {
             host->moved_bytes += offsets[pair];
@@ -336,7 +345,7 @@ static hr_status reserve_pieces(struct host_backend *host, size_t count) {
 static hr_status host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
-    if (work->op == HORO_REDUCESCATTER && host->team->size == 1) {
+    if (hr_op_reduces(work->op) && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
     }
     if (is_adasum(host) && host->team->size == 1) {
@@ -347,18 +356,21 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     host->way = WAY_SLOTS;
     host->next_kind = 0;
     const int op = host->work.op;
-    const int is_by_rank = op == HORO_ALLGATHER || op == HORO_REDUCESCATTER || op == HORO_ALLTOALL;
     /* each vector needs a piece for each tensor */
-    const size_t vectors = is_by_rank ? (size_t)host->team->size * (op == HORO_ALLTOALL ? 2 : 1) : 1;
+    const size_t vectors = op == HORO_ALLREDUCE || op == HORO_BROADCAST ? 1
+                           : (size_t)host->team->size * (hr_op_exchanges(op) ? 2 : 1);
     HR_TRY(reserve_pieces(host, vectors * work->count));
     switch (op) {
     case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_REDUCESCATTER:
+    case HORO_REDUCE:
         HR_TRY(begin_parts(host));
         return begin_rows(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_BROADCAST:
     case HORO_ALLGATHER:
     case HORO_ALLTOALL:
+    case HORO_GATHER:
+    case HORO_SCATTER:
         HR_TRY(lay_out_move(host));
         return begin_move(host);
     default: return HORO_ERR_INTERNAL;
@@ -373,7 +385,10 @@ static struct hr_segments *segments_ahead(struct host_backend *host) {
     switch (host->work.op) {
     case HORO_ALLREDUCE: return &host->run.allreduce.segments;
     case HORO_BROADCAST: return &host->run.broadcast.segments;
-    case HORO_REDUCESCATTER: return &host->run.reducescatter.segments;
+    case HORO_REDUCESCATTER:
+    case HORO_REDUCE: return &host->run.reducescatter.segments;
+    case HORO_GATHER:
+    case HORO_SCATTER: return &host->run.alltoall.segments;
     default: return NULL;
     }
 }
@@ -405,7 +420,7 @@ static int host_progress(struct hr_backend *backend) {
     }
     /* the same operation, where its try has just ended, or its reads have failed */
     const int begins_again = host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
-    if (host->work.op == HORO_REDUCESCATTER) {
+    if (hr_op_reduces(host->work.op)) {
         return begins_again ? begin_scatter(host) : begin_rows(host);
     }
     if (begins_again) {

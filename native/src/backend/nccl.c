@@ -39,7 +39,8 @@ int hr_nccl_can(const horo_request *call) {
     if (call->op == HORO_BROADCAST) {
         return 1;
     }
-    int can = hr_op_reduces(call->op) && call->reduce_op != HORO_ADASUM && (sums || !is_scaled);
+    int can = hr_op_reduces(call->op) && call->op != HORO_REDUCE && call->reduce_op != HORO_ADASUM;
+    can = can && (sums || !is_scaled) && call->reduce_op < HORO_BAND;
     for (int i = 0; i < call->tensor_count && can; i++) {
         /* it has no complex numbers: their parts will do, except for a product */
         const int dtype = hr_dtype_worked_on(call->tensors[i].dtype, call->reduce_op);

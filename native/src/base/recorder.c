@@ -46,7 +46,7 @@ static struct hr_record *record_at(const struct hr_recorder *recorder, uint64_t 
  * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
  * being written. A fence would do the same, but ThreadSanitizer does not know fences.
  */
-static void write_at(const struct hr_recorder *recorder, uint64_t place, const struct hr_event *event) {
+static void write_at(struct hr_recorder *recorder, uint64_t place, const struct hr_event *event) {
     struct hr_record *record = record_at(recorder, place);
     const uint64_t writing = 2 * place + 1;
     uint64_t seen = atomic_load_explicit(&record->mark, memory_order_relaxed);
@@ -54,6 +54,9 @@ static void write_at(const struct hr_recorder *recorder, uint64_t place, const s
     if (seen % 2 != 0 || seen > writing ||
         !atomic_compare_exchange_strong_explicit(&record->mark, &seen, writing, memory_order_acquire,
                                                  memory_order_relaxed)) {
+        uint64_t last = atomic_load_explicit(&recorder->dropped, memory_order_relaxed);
+        while (last <= place && !atomic_compare_exchange_weak(&recorder->dropped, &last, place + 1)) {
+        }
         return;
     }
     uint64_t words[HR_RECORDER_NAME_WORDS];
@@ -144,17 +147,12 @@ int hr_recorder_look(const struct hr_recorder *recorder, struct hr_tick_sample n
            read_at(recorder, &records[place % HR_RECORDER_TRACED_RECORDS], now, place, event);
 }
 
-void hr_recorder_begin_look(struct hr_recorder_tail *tail) {
-    tail->given_up = tail->awaited;
-    tail->awaited = 0;
-    tail->now = hr_tick_sample();
-}
-
 int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail *tail, horo_event *event,
                      uint64_t *lost) {
     for (;;) {
         const uint64_t end = atomic_load_explicit(&recorder->next, memory_order_relaxed);
         const uint64_t records = atomic_load_explicit(&recorder->mask, memory_order_relaxed) + 1;
+        const uint64_t dropped = atomic_load_explicit(&recorder->dropped, memory_order_relaxed);
         if (tail->place >= end) {
             return 0;
         }
@@ -167,8 +165,11 @@ int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail
             return 1;
         }
         const uint64_t mark = atomic_load_explicit(&record_at(recorder, tail->place)->mark, memory_order_relaxed);
-        if (mark < 2 * tail->place + 2 && tail->given_up != tail->place + 1) {
-            tail->awaited = tail->place + 1;
+        if (mark == 2 * tail->place + 2) {
+            continue; /* since the look */
+        }
+        /* A writer drops its event only once the ring has come round to a record that is still being written. */
+        if (mark < 2 * tail->place + 2 && tail->place >= tail->given_up && tail->place >= dropped) {
             return 0;
         }
         tail->place++;

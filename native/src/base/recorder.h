@@ -83,6 +83,7 @@ struct hr_recorder {
     _Atomic uint64_t mask;     /* a place and this: the index of its record; one less than a number of records */
     struct hr_tick_sample created;
     _Atomic uint64_t next;            /* place; their sequence does not end */
+    _Atomic uint64_t dropped;         /* 1 + the last place whose writer found its record taken; 0: none */
     _Atomic uint64_t described;       /* places that hr_recorder_describe has looked at */
     _Atomic int end_noted, end_shown; /* the end of the group: by whoever sets them first */
 };
@@ -106,12 +107,10 @@ void hr_recorder_trace(struct hr_recorder *recorder, int is_traced);
 /* A reader of all events from a place on, in their order. One thread at a time. */
 struct hr_recorder_tail {
     uint64_t place;    /* of the next one */
-    uint64_t awaited;  /* 1 + the place that was still being written; 0: none */
-    uint64_t given_up; /* 1 + one that was so in the last look already: its event is lost */
+    uint64_t given_up; /* before this place, events that are not written are lost; all others are waited for */
     struct hr_tick_sample now;
 };
-/* Begins a look, in which next returns 1 with an event until there is none. *lost grows by those that were missed. */
-void hr_recorder_begin_look(struct hr_recorder_tail *tail);
+/* 1 with the next event; 0: there is none, or it is being written. *lost grows by those that were missed. */
 int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail *tail, horo_event *event,
                      uint64_t *lost);
 

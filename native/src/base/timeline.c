@@ -7,7 +7,7 @@
 #include "base/clock.h"
 #include "base/system.h"
 
-enum { LOOK_MS = 50 };
+enum { LOOK_MS = 50, LAST_WRITERS_MS = 2000 };
 
 void hr_timeline_init(struct hr_timeline *timeline, struct hr_recorder *recorder, const struct hr_log *log) {
     *timeline = (struct hr_timeline){.recorder = recorder, .log = log};
@@ -48,13 +48,16 @@ static void put(struct hr_timeline *timeline, const horo_event *event) {
 }
 
 static void look(struct hr_timeline *timeline) {
-    horo_event event;
-    hr_recorder_begin_look(&timeline->tail);
-    for (uint64_t lost = 0; hr_recorder_next(timeline->recorder, &timeline->tail, &event, &lost); lost = 0) {
+    timeline->tail.now = hr_tick_sample();
+    for (int has_event = 1; has_event;) {
+        horo_event event;
+        uint64_t lost = 0;
+        has_event = hr_recorder_next(timeline->recorder, &timeline->tail, &event, &lost);
         if (lost > 0) {
             put(timeline, &(horo_event){.event = HR_EVENT_GAP, .bytes = (int64_t)lost});
         }
-        if (event.event != HORO_EVENT_BEGUN || atomic_load_explicit(&timeline->marks_batches, memory_order_relaxed)) {
+        if (has_event && (event.event != HORO_EVENT_BEGUN ||
+                          atomic_load_explicit(&timeline->marks_batches, memory_order_relaxed))) {
             put(timeline, &event);
         }
     }
@@ -70,6 +73,14 @@ static void *write_timeline(void *arg) {
         }
         must_stop = timeline->must_stop;
         (void)pthread_mutex_unlock(&timeline->lock);
+        look(timeline);
+    }
+    /* Writers that have their place may not have a core at the moment. */
+    const uint64_t end = atomic_load(&timeline->recorder->next);
+    const int64_t deadline_ns = hr_now_ns() + LAST_WRITERS_MS * 1000000ll;
+    while (timeline->tail.place < end) {
+        (void)usleep(1000);
+        timeline->tail.given_up = hr_now_ns() < deadline_ns ? 0 : end;
         look(timeline);
     }
     return NULL;

@@ -14,14 +14,25 @@ const char *hr_op_name(int op) {
         [HORO_REDUCESCATTER] = "reducescatter",
         [HORO_ALLTOALL] = "alltoall",
         [HORO_JOIN] = "join",
+        [HORO_REDUCE] = "reduce",
+        [HORO_GATHER] = "gather",
+        [HORO_SCATTER] = "scatter",
         [HORO_SEND] = "send",
         [HORO_RECEIVE] = "receive",
     };
-    return op >= 0 && op < HORO_ANY_OP_COUNT && names[op] != NULL ? names[op] : "unknown operation";
+    return op >= 0 && op < HORO_ANY_OP_COUNT ? names[op] : "unknown operation";
 }
 
 int hr_op_reduces(int op) {
-    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER;
+    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER || op == HORO_REDUCE;
+}
+
+int hr_op_has_root(int op) {
+    return op == HORO_BROADCAST || op == HORO_REDUCE || op == HORO_GATHER || op == HORO_SCATTER;
+}
+
+int hr_op_exchanges(int op) {
+    return op == HORO_ALLTOALL || op == HORO_GATHER || op == HORO_SCATTER;
 }
 
 int hr_op_tells_rows(int op) {
@@ -106,7 +117,7 @@ const char *hr_dtype_name(int dtype) {
 }
 
 int hr_dtype_is_integer(int dtype) {
-    return dtype >= HORO_UINT8 && dtype <= HORO_INT64;
+    return (dtype >= HORO_UINT8 && dtype <= HORO_INT64) || (dtype >= HORO_UINT16 && dtype <= HORO_UINT64);
 }
 
 int hr_dtype_is_complex(int dtype) {
@@ -130,7 +141,7 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
     if (hr_dtype_is_complex(dtype)) {
         return reduce_op == HORO_SUM || reduce_op == HORO_AVERAGE || reduce_op == HORO_PRODUCT;
     }
-    if (dtype < 0 || dtype >= HORO_DTYPE_COUNT) {
+    if (dtype < 0 || (dtype >= HORO_DTYPE_COUNT && !hr_dtype_is_integer(dtype))) {
         return 0;
     }
     switch (reduce_op) {
@@ -140,6 +151,9 @@ int hr_dtype_reducible(int dtype, int reduce_op) {
     case HORO_MIN:
     case HORO_MAX:
     case HORO_PRODUCT: return 1;
+    case HORO_BAND:
+    case HORO_BOR:
+    case HORO_BXOR: return hr_dtype_is_integer(dtype) || dtype == HORO_BOOL;
     default: return 0;
     }
 }

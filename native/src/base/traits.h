@@ -16,6 +16,12 @@ const char *hr_op_name(int op);
 /* Whether it combines values, so that it has a reduction, factors, and dtypes to travel as. */
 int hr_op_reduces(int op);
 
+/* Whether one rank gives to all, or gets of all. */
+int hr_op_has_root(int op);
+
+/* Whether each rank has something else for each: an alltoall, or one in which only the root has or gets something. */
+int hr_op_exchanges(int op);
+
 /*
  * Whether each rank tells all others of rows, which may differ by rank and time, and gets results whose size comes of
  * them.

@@ -389,8 +389,10 @@ hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const
     }
     run->result_store = hr_store_choose_for_result(team, received);
     for (size_t i = 0; i < mine->count; i++) { /* the pieces of both are alike: it is the same rows */
-        team->node->kernel->copy(from[team->rank].pieces[i].output, mine->pieces[i].input, mine->pieces[i].bytes,
-                                 run->result_store);
+        const struct hr_piece *result = &from[team->rank].pieces[i];
+        if (result->output != mine->pieces[i].input) { /* a root's own block may be where it belongs */
+            team->node->kernel->copy(result->output, mine->pieces[i].input, result->bytes, run->result_store);
+        }
     }
     return team->host_count == 1 ? begin_on_one_host(run) : begin_between_hosts(run);
 }

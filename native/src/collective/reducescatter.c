@@ -186,13 +186,15 @@ static int begin_next_run(struct hr_segments *segments) {
     }
     size_t longest = 0;
     size_t total = 0;
+    size_t receivers = 0; /* of a reduce the root alone */
     for (int i = 0; i < run->members.count; i++) {
         const size_t bytes = run->by_rank[run->members.ranks[i]].bytes;
         const size_t part = hr_divide_up(bytes, HR_LINE);
         longest = part > longest ? part : longest;
         total += bytes;
+        receivers += bytes > 0;
     }
-    const size_t share_units = units / (size_t)run->members.count;
+    const size_t share_units = units / (receivers == 0 ? 1 : receivers);
     const size_t count = hr_divide_up(longest, share_units * (size_t)run->owners);
     run->share_count = count * (size_t)run->owners;
     run->segments = (struct hr_segments){

@@ -63,6 +63,9 @@ static enum hr_kernel_op kernel_op(int reduce_op) {
     case HORO_MIN: return HR_KERNEL_MIN;
     case HORO_MAX: return HR_KERNEL_MAX;
     case HORO_PRODUCT: return HR_KERNEL_PRODUCT;
+    case HORO_BAND: return HR_KERNEL_AND;
+    case HORO_BOR: return HR_KERNEL_OR;
+    case HORO_BXOR: return HR_KERNEL_XOR;
     default: return HR_KERNEL_SUM;
     }
 }
@@ -70,7 +73,7 @@ static enum hr_kernel_op kernel_op(int reduce_op) {
 HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
     if (scale.factor == 1.0) {
         /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
-        return dtype == HORO_INT64 ? value / scale.divisor : (int32_t)value / scale.divisor;
+        return dtype == HORO_INT64 || dtype == HORO_UINT32 ? value / scale.divisor : (int32_t)value / scale.divisor;
     }
     const double result = (double)value * scale.factor / scale.divisor;
     if (result >= (double)high) { /* INT64_MAX rounds up to 2^63, the first double that does not fit */
@@ -82,12 +85,22 @@ HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale,
     return result == result ? (int64_t)result : 0;
 }
 
+/* The value of an uint64, in the bits of an int64. */
+HR_INLINE int64_t scale_unsigned(int64_t value, struct hr_scale scale) {
+    if (scale.factor == 1.0) {
+        return (int64_t)((uint64_t)value / (uint64_t)scale.divisor);
+    }
+    const double result = (double)(uint64_t)value * scale.factor / scale.divisor;
+    return result >= 0x1p64 ? -1 : result > 0 ? (int64_t)(uint64_t)result : 0;
+}
+
 HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
                           int64_t high) {
     const size_t bytes = element_bytes(dtype);
     for (size_t i = 0; i < count; i++) {
         const int64_t value = load_integer(dtype, src + i * bytes);
-        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
+        store_integer(dtype, dst + i * bytes, dtype == HORO_UINT64 ? scale_unsigned(value, scale)
+                                                                   : scale_integer(dtype, value, scale, low, high));
     }
 }
 
@@ -104,6 +117,15 @@ static void scale_values(int dtype, void *dst, const void *src, size_t count, st
         break;
     case HORO_INT32:
         scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX);
+        break;
+    case HORO_UINT16:
+        scale_type(HORO_UINT16, dst, src, count, scale, 0, UINT16_MAX);
+        break;
+    case HORO_UINT32:
+        scale_type(HORO_UINT32, dst, src, count, scale, 0, UINT32_MAX);
+        break;
+    case HORO_UINT64:
+        scale_type(HORO_UINT64, dst, src, count, scale, 0, 0);
         break;
     default:
         scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
@@ -133,6 +155,11 @@ static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, en
 void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
                      const void *const *src, int src_count, size_t count, struct hr_scale scale,
                      enum hr_store copy_store) {
+    const enum hr_kernel_op op = kernel_op(reduce_op);
+    if (op >= HR_KERNEL_AND && dtype != HORO_BOOL) { /* bits have no order: bytes will do */
+        count *= hr_dtype_bytes(dtype);
+        dtype = HORO_UINT8;
+    }
     const struct hr_span span = {
         .dst = dst,
         .copy = copy,
@@ -143,9 +170,9 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
         .scale = dtype == HORO_BOOL ? 1.0 : scale.factor,
     };
     if (hr_dtype_is_integer(dtype) && hr_scale_changes(scale)) {
-        reduce_scaled_integers(kernel, dtype, kernel_op(reduce_op), span, scale);
+        reduce_scaled_integers(kernel, dtype, op, span, scale);
     } else {
-        kernel->reduce[dtype][kernel_op(reduce_op)](&span);
+        kernel->reduce[dtype][op](&span);
     }
 }
 
@@ -290,6 +317,7 @@ static const struct hr_codec plain[HR_REDUCED_DTYPE_COUNT] = {
     PLAIN(HORO_UINT8, 1),   PLAIN(HORO_INT8, 1),    PLAIN(HORO_INT16, 2),    PLAIN(HORO_INT32, 4),
     PLAIN(HORO_INT64, 8),   PLAIN(HORO_FLOAT16, 2), PLAIN(HORO_BFLOAT16, 2), PLAIN(HORO_FLOAT32, 4),
     PLAIN(HORO_FLOAT64, 8), PLAIN(HORO_BOOL, 1),
+    PLAIN(HORO_UINT16, 2), PLAIN(HORO_UINT32, 4), PLAIN(HORO_UINT64, 8),
     PLAIN(HORO_COMPLEX32, 4), PLAIN(HORO_COMPLEX64, 8), PLAIN(HORO_COMPLEX128, 16), /* to be multiplied */
 };
 

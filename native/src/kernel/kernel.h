@@ -55,7 +55,10 @@ enum hr_kernel_op {
     HR_KERNEL_MIN = 1,
     HR_KERNEL_MAX = 2,
     HR_KERNEL_PRODUCT = 3,
-    HR_KERNEL_OP_COUNT = 4,
+    HR_KERNEL_AND = 4, /* of bool; of integers by the functions of uint8, as are the next two */
+    HR_KERNEL_OR = 5,
+    HR_KERNEL_XOR = 6,
+    HR_KERNEL_OP_COUNT = 7,
 };
 
 struct hr_span;
@@ -87,8 +90,8 @@ struct hr_kernel {
  * dst[i] = scale * (src[0][i] op src[1][i] op ... op src[src_count - 1][i]); the same into copy unless it is NULL.
  * `copy_store` rules the stores to copy only. src_count >= 1. dst and copy may each equal any src exactly; partial
  * overlap is not allowed.
- * reduce_op is SUM, MIN, MAX or PRODUCT (the caller turns AVERAGE into SUM and a scale); of complex numbers it is
- * PRODUCT.
+ * reduce_op is SUM, MIN, MAX, PRODUCT, or, with a scale that changes nothing, BAND, BOR or BXOR (the caller turns
+ * AVERAGE into SUM and a scale); of complex numbers it is PRODUCT.
  */
 void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
                       const void *const *src, int src_count, size_t count, struct hr_scale scale,

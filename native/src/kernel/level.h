@@ -136,6 +136,9 @@ HR_INLINE int64_t load_integer(int dtype, const uint8_t *at) {
     case HORO_INT8: return (int8_t)*at;
     case HORO_INT16: memcpy(&two, at, sizeof two); return two;
     case HORO_INT32: memcpy(&four, at, sizeof four); return four;
+    case HORO_UINT16: memcpy(&two, at, sizeof two); return (uint16_t)two;
+    case HORO_UINT32: memcpy(&four, at, sizeof four); return (uint32_t)four;
+    case HORO_UINT64: /* its bits */
     case HORO_INT64: memcpy(&eight, at, sizeof eight); return eight;
     default: return *at;
     }
@@ -146,9 +149,12 @@ HR_INLINE void store_integer(int dtype, uint8_t *at, int64_t value) {
     const int16_t two = (int16_t)value;
     const int32_t four = (int32_t)value;
     switch (dtype) {
-    case HORO_INT16: memcpy(at, &two, sizeof two); break;
-    case HORO_INT32: memcpy(at, &four, sizeof four); break;
-    case HORO_INT64: memcpy(at, &value, sizeof value); break;
+    case HORO_INT16:
+    case HORO_UINT16: memcpy(at, &two, sizeof two); break;
+    case HORO_INT32:
+    case HORO_UINT32: memcpy(at, &four, sizeof four); break;
+    case HORO_INT64:
+    case HORO_UINT64: memcpy(at, &value, sizeof value); break;
     default: *at = (uint8_t)value;
     }
 }
@@ -156,12 +162,15 @@ HR_INLINE void store_integer(int dtype, uint8_t *at, int64_t value) {
 HR_INLINE size_t element_bytes(int dtype) {
     switch (dtype) {
     case HORO_INT16:
+    case HORO_UINT16:
     case HORO_FLOAT16:
     case HORO_BFLOAT16: return 2;
     case HORO_INT32:
+    case HORO_UINT32:
     case HORO_FLOAT32:
     case HORO_COMPLEX32: return 4;
     case HORO_INT64:
+    case HORO_UINT64:
     case HORO_FLOAT64:
     case HORO_COMPLEX64: return 8;
     case HORO_COMPLEX128: return 16;
@@ -181,7 +190,20 @@ void hr_complex128_product(const struct hr_span *span);
     static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }                            \
     static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
 
+/* The rest of the rows for bits, and of unsigned integers what is not as of signed ones. */
+#define HR_DEFINE_BITS(name, dtype, op) static void name(const struct hr_span *span) { run(dtype, op, span); }
+#define HR_DEFINE_ORDER(name, dtype)                                                                                   \
+    static void name##_min(const struct hr_span *span) { run(dtype, HR_KERNEL_MIN, span); }                            \
+    static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }
+
 #define HR_DEFINE_ALL_OPS                                                                                              \
+    HR_DEFINE_BITS(uint8_and, HORO_UINT8, HR_KERNEL_AND)                                                               \
+    HR_DEFINE_BITS(uint8_or, HORO_UINT8, HR_KERNEL_OR)                                                                 \
+    HR_DEFINE_BITS(uint8_xor, HORO_UINT8, HR_KERNEL_XOR)                                                               \
+    HR_DEFINE_BITS(bool_xor, HORO_BOOL, HR_KERNEL_XOR)                                                                 \
+    HR_DEFINE_ORDER(uint16, HORO_UINT16)                                                                               \
+    HR_DEFINE_ORDER(uint32, HORO_UINT32)                                                                               \
+    HR_DEFINE_ORDER(uint64, HORO_UINT64)                                                                               \
     HR_DEFINE_OPS(uint8, HORO_UINT8)                                                                                   \
     HR_DEFINE_OPS(int8, HORO_INT8)                                                                                     \
     HR_DEFINE_OPS(int16, HORO_INT16)                                                                                   \
@@ -194,14 +216,18 @@ void hr_complex128_product(const struct hr_span *span);
     HR_DEFINE_OPS(bool, HORO_BOOL)
 
 #define HR_OPS_ROW(name) {name##_sum, name##_min, name##_max, name##_product}
+#define HR_UNSIGNED_ROW(name) {name##_sum, u##name##_min, u##name##_max, name##_product}
 #define HR_PRODUCT_ROW(name) {[HR_KERNEL_PRODUCT] = hr_##name##_product}
 
 #define HR_ALL_OPS_TABLE                                                                                               \
     {                                                                                                                  \
-        [HORO_UINT8] = HR_OPS_ROW(uint8), [HORO_INT8] = HR_OPS_ROW(int8), [HORO_INT16] = HR_OPS_ROW(int16),            \
+        [HORO_UINT8] = {uint8_sum, uint8_min, uint8_max, uint8_product, uint8_and, uint8_or, uint8_xor},               \
+        [HORO_BOOL] = {bool_sum, bool_min, bool_max, bool_product, bool_min, bool_max, bool_xor},                      \
+        [HORO_UINT16] = HR_UNSIGNED_ROW(int16), [HORO_UINT32] = HR_UNSIGNED_ROW(int32),                                \
+        [HORO_UINT64] = HR_UNSIGNED_ROW(int64), [HORO_INT8] = HR_OPS_ROW(int8), [HORO_INT16] = HR_OPS_ROW(int16),      \
         [HORO_INT32] = HR_OPS_ROW(int32), [HORO_INT64] = HR_OPS_ROW(int64), [HORO_FLOAT16] = HR_OPS_ROW(float16),      \
         [HORO_BFLOAT16] = HR_OPS_ROW(bfloat16), [HORO_FLOAT32] = HR_OPS_ROW(float32),                                  \
-        [HORO_FLOAT64] = HR_OPS_ROW(float64), [HORO_BOOL] = HR_OPS_ROW(bool),                                          \
+        [HORO_FLOAT64] = HR_OPS_ROW(float64),                                                                          \
         [HORO_COMPLEX32] = HR_PRODUCT_ROW(complex32), [HORO_COMPLEX64] = HR_PRODUCT_ROW(complex64),                    \
         [HORO_COMPLEX128] = HR_PRODUCT_ROW(complex128),                                                                \
     }

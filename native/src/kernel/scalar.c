@@ -123,16 +123,23 @@ void hr_complex128_product(const struct hr_span *span) {
     }
 }
 
-/* Modulo 2^64 and cut on storing is modulo the type's own range; every type's values and order fit int64. */
+HR_INLINE int is_less(int dtype, int64_t a, int64_t b) {
+    return dtype == HORO_UINT64 ? (uint64_t)a < (uint64_t)b : a < b;
+}
+
+/* Modulo 2^64 and cut on storing is modulo the type's own range; the values of all but uint64 fit int64. */
 HR_INLINE int64_t reduce_integer(int dtype, int op, int64_t a, int64_t b) {
-    if (dtype == HORO_BOOL) {
+    if (dtype == HORO_BOOL && op != HR_KERNEL_XOR) {
         return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
     }
     switch (op) {
+    case HR_KERNEL_AND: return a & b;
+    case HR_KERNEL_OR: return a | b;
+    case HR_KERNEL_XOR: return a ^ b;
     case HR_KERNEL_SUM: return (int64_t)((uint64_t)a + (uint64_t)b);
     case HR_KERNEL_PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
-    case HR_KERNEL_MIN: return b < a ? b : a;
-    default: return b > a ? b : a;
+    case HR_KERNEL_MIN: return is_less(dtype, b, a) ? b : a;
+    default: return is_less(dtype, a, b) ? b : a;
     }
 }
 

@@ -97,12 +97,18 @@ HR_INLINE void store_half(uint8_t *at, vector_half value, enum hr_store how) {
 
 HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b) {
     const vector_uint8 none = {0};
+    if (op >= HR_KERNEL_AND) {
+        return op == HR_KERNEL_AND ? a & b : op == HR_KERNEL_OR ? a | b : a ^ b;
+    }
     switch (dtype) {
     case HORO_UINT8: return COMBINE(vector_uint8, vector_uint8, none);
     case HORO_INT8: return COMBINE(vector_uint8, vector_int8, none);
     case HORO_INT16: return COMBINE(vector_uint16, vector_int16, none);
     case HORO_INT32: return COMBINE(vector_uint32, vector_int32, none);
     case HORO_INT64: return COMBINE(vector_uint64, vector_int64, none);
+    case HORO_UINT16: return COMBINE(vector_uint16, vector_uint16, none);
+    case HORO_UINT32: return COMBINE(vector_uint32, vector_uint32, none);
+    case HORO_UINT64: return COMBINE(vector_uint64, vector_uint64, none);
     case HORO_BOOL: return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
     case HORO_FLOAT64:
         return COMBINE(vector_double, vector_double, (vector_uint8)((vector_double)b != (vector_double)b));

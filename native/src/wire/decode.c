@@ -119,7 +119,7 @@ static int is_canonical(const struct hr_wire_request *request) {
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
            (!request->on_gpu || hr_op_moves_data(request->op)) &&
            (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
-           (request->op == HORO_BROADCAST || request->root_rank == 0);
+           (hr_op_has_root(request->op) || request->root_rank == 0);
 }
 
 /* Takes all that is left. */
@@ -138,8 +138,7 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     require(reader, request->name.bytes > 0);
     request->tensor_count = read_count(reader);
     const int reduce = request->reduce_op;
-    require(reader, reduce == HORO_AVERAGE || reduce == HORO_SUM || reduce == HORO_ADASUM || reduce == HORO_MIN ||
-                        reduce == HORO_MAX || reduce == HORO_PRODUCT);
+    require(reader, reduce >= HORO_AVERAGE && reduce <= HORO_BXOR);
     require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_ON_GPU) && request->root_rank >= 0 &&
                         is_canonical(request));
     request->tensors = reader->at;

@@ -95,7 +95,7 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
     const int on_gpu = hr_op_moves_data(request->op) && (request->flags & HORO_SUBMIT_ON_GPU) != 0;
     *at++ = (uint8_t)(((request->flags & HORO_SUBMIT_TRANSIENT) != 0) | (on_gpu ? HR_WIRE_ON_GPU : 0));
-    at = write_i32(at, request->op == HORO_BROADCAST ? request->root_rank : 0);
+    at = write_i32(at, hr_op_has_root(request->op) ? request->root_rank : 0);
     at = write_f64(at, reduces ? request->prescale : 1.0);
     at = write_f64(at, reduces ? request->postscale : 1.0);
     at = write_str16(at, name);

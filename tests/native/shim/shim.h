@@ -147,6 +147,9 @@ shim_owner *shim_owner_create(int by_pid);
 void shim_owner_destroy(shim_owner *owner);
 int shim_owner_is_here(const shim_owner *owner);
 
+/* 1 if a request is still there while what it carries is let go of. */
+int shim_request_outlives_cargo(void);
+
 /* ---- The flight recorder ---- */
 
 typedef struct shim_recorder shim_recorder;
@@ -163,8 +166,21 @@ void shim_recorder_add_many(shim_recorder *recorder, int32_t writer, int32_t cou
 int32_t shim_recorder_read_until(shim_recorder *recorder, int32_t last);
 int32_t shim_recorder_read(shim_recorder *recorder, horo_event *events, int32_t capacity);
 int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_t text_bytes);
-/* A timeline while `count` requests are submitted and end, as fast as one thread can note that; the status of start. */
-int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count);
+/*
+ * A writer that is held: the next place is taken and its record marked as being written. Publish writes an event there,
+ * of a request "held".
+ */
+uint64_t shim_recorder_claim(shim_recorder *recorder);
+void shim_recorder_publish(shim_recorder *recorder, uint64_t place);
+/* The next look of a reader of all events, which gives up what is before a place; *lost: how many it has missed. */
+int32_t shim_recorder_look(shim_recorder *recorder, uint64_t given_up, horo_event *events, int32_t capacity,
+                           uint64_t *lost);
+/* `count` requests are submitted and end, as fast as one thread can note that. */
+void shim_recorder_add_requests(shim_recorder *recorder, int32_t count);
+/* Of the recorder's timeline; start returns the status, and a stop that has begun is_stopping. */
+int shim_recorder_start_timeline(shim_recorder *recorder, int descriptor);
+int shim_recorder_is_stopping(shim_recorder *recorder);
+void shim_recorder_stop_timeline(shim_recorder *recorder);
 
 /* ---- The choice between ordinary stores into slots and those past the cache ---- */
 

@@ -9,18 +9,23 @@
 
 struct shim_recorder {
     struct hr_recorder recorder;
+    struct hr_recorder_tail tail;
+    struct hr_log log;
+    struct hr_timeline timeline;
 };
 
 shim_recorder *shim_recorder_create(void) {
-    shim_recorder *made = malloc(sizeof *made);
-    if (made != NULL && hr_recorder_init(&made->recorder) != HORO_OK) {
+    shim_recorder *made = calloc(1, sizeof *made);
+    if (made == NULL || hr_recorder_init(&made->recorder) != HORO_OK) {
         free(made);
         return NULL;
     }
+    hr_timeline_init(&made->timeline, &made->recorder, &made->log);
     return made;
 }
 
 void shim_recorder_destroy(shim_recorder *recorder) {
+    hr_timeline_fini(&recorder->timeline);
     hr_recorder_fini(&recorder->recorder);
     free(recorder);
 }
@@ -75,16 +80,61 @@ int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_
     return hr_recorder_describe(&recorder->recorder, lines, text, text_bytes);
 }
 
-int shim_recorder_write_timeline(shim_recorder *recorder, int descriptor, int32_t count) {
-    const struct hr_log log = {0};
-    struct hr_error error = {0};
-    struct hr_timeline timeline;
-    hr_timeline_init(&timeline, &recorder->recorder, &log);
-    const int status = hr_timeline_start(&timeline, descriptor, 0, &error);
-    for (int32_t k = 0; status == HORO_OK && k < count; k++) {
+uint64_t shim_recorder_claim(shim_recorder *recorder) {
+    const uint64_t place = atomic_fetch_add(&recorder->recorder.next, 1);
+    atomic_store(&recorder->recorder.records[place & atomic_load(&recorder->recorder.mask)].mark, 2 * place + 1);
+    return place;
+}
+
+void shim_recorder_publish(shim_recorder *recorder, uint64_t place) {
+    shim_recorder *other = shim_recorder_create(); /* whose record is copied */
+    atomic_store(&other->recorder.mask, atomic_load(&recorder->recorder.mask));
+    atomic_store(&other->recorder.next, place);
+    shim_recorder_add(other, HORO_EVENT_SUBMITTED, HORO_ALLREDUCE, HORO_OK, 0, 2, 4, "held");
+    const uint64_t index = place & atomic_load(&other->recorder.mask);
+    const struct hr_record *from = &other->recorder.records[index];
+    struct hr_record *to = &recorder->recorder.records[index];
+    atomic_store(&to->ticks, atomic_load(&from->ticks));
+    atomic_store(&to->bytes, atomic_load(&from->bytes));
+    atomic_store(&to->what, atomic_load(&from->what));
+    for (int i = 0; i < HR_RECORDER_NAME_WORDS; i++) {
+        atomic_store(&to->name[i], atomic_load(&from->name[i]));
+    }
+    atomic_store(&to->mark, atomic_load(&from->mark));
+    shim_recorder_destroy(other);
+}
+
+int32_t shim_recorder_look(shim_recorder *recorder, uint64_t given_up, horo_event *events, int32_t capacity,
+                           uint64_t *lost) {
+    int32_t count = 0;
+    recorder->tail.now = hr_tick_sample();
+    recorder->tail.given_up = given_up;
+    *lost = 0;
+    while (count < capacity && hr_recorder_next(&recorder->recorder, &recorder->tail, &events[count], lost)) {
+        count++;
+    }
+    return count;
+}
+
+void shim_recorder_add_requests(shim_recorder *recorder, int32_t count) {
+    for (int32_t k = 0; k < count; k++) {
         shim_recorder_add(recorder, HORO_EVENT_SUBMITTED, HORO_ALLREDUCE, HORO_OK, 0, 1, 4, "x");
         shim_recorder_add(recorder, HORO_EVENT_ENDED, HORO_ALLREDUCE, HORO_OK, 0, 1, 4, "x");
     }
-    hr_timeline_fini(&timeline);
-    return status;
+}
+
+int shim_recorder_start_timeline(shim_recorder *recorder, int descriptor) {
+    struct hr_error error = {0};
+    return hr_timeline_start(&recorder->timeline, descriptor, 0, &error);
+}
+
+int shim_recorder_is_stopping(shim_recorder *recorder) {
+    (void)pthread_mutex_lock(&recorder->timeline.lock);
+    const int is_stopping = recorder->timeline.must_stop;
+    (void)pthread_mutex_unlock(&recorder->timeline.lock);
+    return is_stopping;
+}
+
+void shim_recorder_stop_timeline(shim_recorder *recorder) {
+    hr_timeline_stop(&recorder->timeline);
 }

@@ -262,11 +262,11 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
 }
 
 static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
-    if (a->op != b->op || a->on_gpu != b->on_gpu) {
+    if (a->op != b->op || a->on_gpu != b->on_gpu || a->root_rank != b->root_rank) {
         return 0;
     }
     if (a->op == HORO_BROADCAST) {
-        return a->root_rank == b->root_rank; /* moved as bytes */
+        return 1; /* moved as bytes */
     }
     return hr_op_reduces(a->op) && a->dtypes >= 0 && a->dtypes == b->dtypes && a->reduce_op == b->reduce_op &&
            a->prescale == b->prescale && a->postscale == b->postscale;

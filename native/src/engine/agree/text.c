@@ -20,6 +20,9 @@ static const char *reduce_name(int reduce_op) {
     case HORO_MIN: return "Min";
     case HORO_MAX: return "Max";
     case HORO_PRODUCT: return "Product";
+    case HORO_BAND: return "BAND";
+    case HORO_BOR: return "BOR";
+    case HORO_BXOR: return "BXOR";
     default: return "unknown";
     }
 }
@@ -163,7 +166,7 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
                        config->host_name_of_rank[high->rank], b_text);
         return;
     }
-    const char *verb = a.op == HORO_BROADCAST && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
+    const char *verb = hr_op_has_root(a.op) && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
     (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
                    (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
                    config->host_name_of_rank[low->rank], verb, a_text, high->rank,

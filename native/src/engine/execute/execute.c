@@ -160,7 +160,7 @@ static int begin_batch(struct hr_lane *lane) {
     const struct hr_work work = {
         .op = call->op,
         .reduce_op = call->reduce_op,
-        .root_rank = call->op == HORO_BROADCAST ? hr_team_member(lane->team, call->root_rank) : 0,
+        .root_rank = hr_op_has_root(call->op) ? hr_team_member(lane->team, call->root_rank) : 0,
         .prescale = call->prescale,
         .postscale = call->postscale,
         .operands = batch->operands,

@@ -124,6 +124,10 @@ static int stage(struct hr_engine *engine, struct hr_request *request, struct hr
                        "%s '%s': results cannot go into outputs on a GPU; take them from the host",
                        hr_op_name(call->op), call->name);
     }
+    if (hr_op_has_root(call->op) && call->op != HORO_BROADCAST) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': not offered for tensors on a GPU; copy them to the host",
+                       hr_op_name(call->op), call->name);
+    }
     if (stager == NULL) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
                        hr_op_name(call->op), call->name);

@@ -179,7 +179,7 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
 /* The bits of the lowest and the highest value of a dtype, of floats the infinities, and of its 1. */
 static const struct {
     uint64_t lowest, highest, one;
-} VALUES[HORO_DTYPE_COUNT] = {
+} VALUES[HR_REDUCED_DTYPE_COUNT] = {
     [HORO_UINT8] = {0, 0xff, 1},
     [HORO_INT8] = {0x80, 0x7f, 1},
     [HORO_INT16] = {0x8000, 0x7fff, 1},
@@ -190,6 +190,9 @@ static const struct {
     [HORO_FLOAT32] = {0xff800000, 0x7f800000, 0x3f800000},
     [HORO_FLOAT64] = {0xfff0000000000000, 0x7ff0000000000000, 0x3ff0000000000000},
     [HORO_BOOL] = {0, 1, 1},
+    [HORO_UINT16] = {0, 0xffff, 1},
+    [HORO_UINT32] = {0, 0xffffffff, 1},
+    [HORO_UINT64] = {0, UINT64_MAX, 1},
 };
 
 /*
@@ -204,6 +207,7 @@ static uint64_t neutral_element(int dtype, int reduce_op) {
     switch (reduce_op) {
     case HORO_MIN: return VALUES[dtype].highest;
     case HORO_MAX: return VALUES[dtype].lowest;
+    case HORO_BAND: return dtype == HORO_BOOL ? 1 : UINT64_MAX; /* cut to its bytes */
     case HORO_PRODUCT: return VALUES[hr_dtype_real(dtype)].one;
     default: return 0;
     }

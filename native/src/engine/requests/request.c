@@ -32,6 +32,8 @@ static hr_status refuse_reduction(const horo_request *call, const horo_tensor *t
     const char *instead = "convert the tensor to another dtype";
     if (hr_dtype_is_complex(dtype)) {
         instead = "complex numbers can be reduced with Sum, Average or Product";
+    } else if (call->reduce_op >= HORO_BAND) {
+        instead = "bits are those of integers and bool";
     } else if (dtype >= HORO_DTYPE_COUNT) {
         instead = "allgather, alltoall and broadcast move it; to reduce it, convert the tensor to another dtype";
     } else if (dtype == HORO_BOOL && call->reduce_op == HORO_AVERAGE) {
@@ -57,7 +59,7 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
                        op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
-    if (call->reduce_op == HORO_ADASUM && call->op == HORO_REDUCESCATTER) {
+    if (call->reduce_op == HORO_ADASUM && hr_op_reduces(call->op) && call->op != HORO_ALLREDUCE) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': op Adasum is offered by allreduce only", op, call->name);
     }
     if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
@@ -70,8 +72,10 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
             "%s '%s': %s cannot travel as %s; only a reduction of float32 or float64 can, as float16 or bfloat16", op,
             call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
     }
-    if (tensor->dtype == HORO_BOOL && (call->prescale != 1.0 || call->postscale != 1.0)) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': bool cannot be scaled", op, call->name);
+    if ((tensor->dtype == HORO_BOOL || call->reduce_op >= HORO_BAND) &&
+        (call->prescale != 1.0 || call->postscale != 1.0)) {
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %s cannot be scaled", op, call->name,
+                       tensor->dtype == HORO_BOOL ? "bool" : "bits");
     }
     int64_t bytes;
     if (hr_wire_tensor_bytes(call->op, tensor->shape, tensor->ndim, tensor->dtype, &bytes) == HORO_OK) {
@@ -237,9 +241,8 @@ void hr_request_destroy(struct hr_request *request) {
     free(request->gathered);
     free(request->splits);
     free(request->error_text);
-    const struct hr_cargo cargo = request->cargo;
+    hr_cargo_drop(&request->cargo); /* first: until then a thread of the GPU's driver may look at the request */
     free(request);
-    hr_cargo_drop(&cargo);
 }
 
 /* ---- The same call again ---- */

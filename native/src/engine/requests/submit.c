@@ -217,11 +217,12 @@ static hr_status find_port(const struct hr_requests *requests, struct hr_request
                        "join returns",
                        call->name, requests->node->rank);
     }
-    if (call->op == HORO_BROADCAST && hr_team_member(team, call->root_rank) < 0) {
+    if (hr_op_has_root(call->op) && hr_team_member(team, call->root_rank) < 0) {
+        const char *op = hr_op_name(call->op);
         return call->team == 0
-                   ? hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d does not exist; ranks are 0 to %d",
+                   ? hr_fail(error, HORO_ERR_USAGE, "%s '%s': root rank %d does not exist; ranks are 0 to %d", op,
                              call->name, call->root_rank, team->size - 1)
-                   : hr_fail(error, HORO_ERR_USAGE, "broadcast '%s': root rank %d is no member of %s", call->name,
+                   : hr_fail(error, HORO_ERR_USAGE, "%s '%s': root rank %d is no member of %s", op, call->name,
                              call->root_rank, hr_team_name(team, name));
     }
     for (int i = 0; i < call->tensor_count && call->op == HORO_ALLTOALL; i++) {

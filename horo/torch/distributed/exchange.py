@@ -1,0 +1,228 @@
+"""One collective of a process group as one request to the core, or as copies in a group of one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from horo.bootstrap.running_rank import RunningRank
+from horo.core import context
+from horo.core.context import OPS, RequestBuffer
+from horo.errors import AbortedError, HoroError, NotInitializedError, UnsupportedError, UsageError
+from horo.torch.distributed.connection import close_job
+from horo.torch.distributed.reduction import Reduction
+from horo.torch.distributed.work import DONE, HoroWork, Pending
+from horo.torch.engine.operation import check_tensor, count_change
+from horo.torch.engine.results import Gathered, gathered
+
+__all__ = ["Exchange", "GroupCall", "writable"]
+
+_DTYPES = {getattr(torch, name): number for name, number in context.DTYPES.items() if hasattr(torch, name)}
+_PLAIN = Reduction(0)
+
+
+class GroupCall(NamedTuple):
+    """A collective with its tensors. These are contiguous and in host memory."""
+
+    op: str
+    """By its name in ``horo.core.context.OPS``."""
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    """In the order of ``inputs``, perhaps the same ones. Either is empty where another rank alone has them."""
+    results: Sequence[torch.Tensor]
+    """The tensors of the caller that have the result in the end, for futures."""
+    after: Callable[[], None] | None = None
+    """Moves the results from ``outputs`` to ``results``."""
+    reduction: Reduction = _PLAIN
+    root: int = 0
+    rows: int = 0
+    """Not 0: inputs are this many equal rows, one for each rank."""
+    splits: Sequence[int] = ()
+    """For an alltoall: rows of the input for each rank. The input has its own shape then."""
+
+    def rows_of_core(self) -> list[context.Tensor]:
+        """The tensors as the core takes them. Only the number of elements counts, so shapes are flat."""
+        return [
+            context.Tensor(
+                0 if source is None else source.data_ptr(),
+                0 if target is None else target.data_ptr(),
+                self._shape(source, target),
+                _DTYPES[(source if target is None else target).dtype],
+                output_bytes=0 if target is None else target.numel() * target.element_size(),
+                splits=tuple(self.splits),
+            )
+            for source, target in itertools.zip_longest(self.inputs, self.outputs)
+        ]
+
+    def _shape(self, source: Any, target: Any) -> tuple[int, ...]:
+        if self.splits:
+            return tuple(source.shape)
+        if self.op == "scatter":
+            return (target.numel(),)
+        return (self.rows, source.numel() // self.rows) if self.rows else (source.numel(),)
+
+
+class Exchange:
+    """The ranks of one group, as far as this rank calls them."""
+
+    def __init__(self, job: RunningRank | None, what: str) -> None:
+        """``job``: None in a group of one rank. ``what``: the group, for messages."""
+        self.job = job
+        self.pending = None if job is None else Pending(job.context)
+        self._what = what
+        self._closed = ""
+        self._numbers = itertools.count(1)
+
+    def do(self, call: GroupCall, opts: Any) -> Any:
+        """Begins a collective, or does it where the caller waits at once; the work that torch gets.
+
+        Raises:
+            HoroError: of the request, where the caller waits; the request cannot be begun.
+        """
+        if self.pending is None:
+            self.check_open()
+            _copy_alone(call)
+            return _finish(call)
+        if call.op not in OPS:
+            raise UnsupportedError(f"{call.op}: horo does not offer it yet")
+        self.check_open()
+        is_async = getattr(opts, "asyncOp", True)
+        buffer = RequestBuffer.of(
+            OPS[call.op],
+            self._name_next(),
+            call.rows_of_core(),
+            reduce_op=call.reduction.number,
+            prescale=call.reduction.factor,
+            root_rank=call.root,
+            sync=not is_async,
+            transient=True,
+            into=call.op in ("allgather", "alltoall"),
+        )
+        core = self.pending.core
+        if not is_async:
+            try:
+                core.run(buffer)
+            except HoroError:
+                raise
+            except BaseException:  # of a signal handler: the request goes on
+                core.release_or_keep(buffer.last_handle[0], (call.inputs, call.outputs))
+                raise
+            return _finish(call)
+        after = call.after
+        return HoroWork(
+            self.pending,
+            core.submit(buffer),
+            (*call.inputs, *call.outputs),
+            call.results,
+            None if after is None else lambda _: after(),
+        )
+
+    def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
+        """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
+        self.check_open()
+        if self.pending is None:
+            finish([Gathered(each, [len(each)]) for each in rows])
+            return DONE
+        tensors = [context.Tensor(each.data_ptr(), 0, each.shape, _DTYPES[each.dtype]) for each in rows]
+        core = self.pending.core
+        buffer = RequestBuffer.of(OPS["allgather"], self._name_next(), tensors, transient=True)
+
+        def take(handle: int) -> None:
+            taken = (core.take_result(handle, index) for index in range(len(rows)))
+            finish([gathered(*each, tensor) for each, tensor in zip(taken, rows, strict=True)])
+
+        work = HoroWork(self.pending, core.submit(buffer), rows, (), take)
+        if not getattr(opts, "asyncOp", True):
+            work.wait()
+        return work
+
+    def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
+        """Begins to send to a rank."""
+        pending = self._core("send")
+        tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), _DTYPES[source.dtype])
+        core: Any = pending.core
+        return HoroWork(pending, core.send(tensor, peer, tag), [source], (), None)
+
+    def receive(
+        self,
+        target: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        results: Sequence[torch.Tensor],
+        after: Callable[[], None] | None,
+    ) -> Any:
+        """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
+        pending = self._core("recv")
+        tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), _DTYPES[target.dtype])
+        core: Any = pending.core
+        handle = core.receive(tensor, peer, tag)
+
+        def finish(handle: int) -> int:
+            if after is not None:
+                after()
+            return int(core.source(handle))
+
+        return HoroWork(pending, handle, [target], results, finish)
+
+    def _core(self, what: str) -> Pending:
+        self.check_open()
+        if not hasattr(context.Context, "send"):
+            raise UnsupportedError(f"{what}: horo does not offer it yet")
+        if self.pending is None:
+            raise UsageError(f"{what}: {self._what} has one rank only")
+        return self.pending
+
+    def _name_next(self) -> str:
+        return f"call {next(self._numbers)}"
+
+    def check_open(self) -> None:
+        """Raises NotInitializedError after the end of the group."""
+        if self._closed:
+            raise NotInitializedError(f"{self._what}: {self._closed}")
+
+    def close(self, why: str, words: str | None = None) -> None:
+        """Leaves the group. ``words``: for ranks that still wait for this one; None: it has done all that it had to."""
+        if self._closed:
+            return
+        self._closed = why
+        if self.job is not None and self.pending is not None:
+            self.pending.stop()
+            if words is not None:
+                self.job.context.end(words)
+            close_job(self.job)
+            self.pending.give_up(AbortedError(f"{self._what}: {why}"))
+
+
+def _finish(call: GroupCall) -> Any:
+    if call.after is not None:
+        call.after()
+    count_change(call.results)
+    return DONE
+
+
+def _copy_alone(call: GroupCall) -> None:
+    for source, target in zip(call.inputs, call.outputs, strict=True):
+        if target is not source:
+            target.view(-1).copy_(source.view(-1))
+        if call.reduction.factor != 1.0:
+            target.mul_(call.reduction.factor)
+
+
+def writable(tensor: torch.Tensor, what: str, *, reduced: bool = False) -> torch.Tensor:
+    """The memory of a tensor as a contiguous one: itself, or a copy, without a graph.
+
+    Raises:
+        UsageError, UnsupportedError: the core cannot work on it; ``what`` is the operation.
+    """
+    if tensor.dtype not in _DTYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() == 0:
+        check_tensor(tensor, what, reduced=reduced)
+        if not tensor.is_cpu:
+            raise UnsupportedError(
+                f"{what}: the tensor is on {tensor.device}; for tensors on GPUs, torch needs NCCL, which this one lacks"
+            )
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

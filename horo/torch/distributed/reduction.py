@@ -1,0 +1,50 @@
+"""The reduce operations of torch.distributed in the core's numbers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as torch_distributed
+
+from horo.core.context import REDUCE_OPS
+from horo.errors import UnsupportedError
+
+__all__ = ["Reduction", "reduction_of"]
+
+_NUMBERS = {
+    torch_distributed.ReduceOp.SUM: REDUCE_OPS["sum"],
+    torch_distributed.ReduceOp.AVG: REDUCE_OPS["average"],
+    torch_distributed.ReduceOp.MIN: REDUCE_OPS["min"],
+    torch_distributed.ReduceOp.MAX: REDUCE_OPS["max"],
+    torch_distributed.ReduceOp.PRODUCT: REDUCE_OPS["product"],
+}
+_NUMBERS |= {
+    getattr(torch_distributed.ReduceOp, theirs): REDUCE_OPS[ours]
+    for theirs, ours in (("BAND", "bitwise_and"), ("BOR", "bitwise_or"), ("BXOR", "bitwise_xor"))
+    if ours in REDUCE_OPS
+}
+
+
+class Reduction(NamedTuple):
+    """A reduction: the core's number of it, and the factor that is multiplied in before."""
+
+    number: int
+    factor: float = 1.0
+
+
+def reduction_of(op: Any, what: str) -> Reduction:
+    """The reduction of ``op``, a ``ReduceOp`` or its type.
+
+    Raises:
+        UnsupportedError: horo has none such; the sentence begins with ``what``.
+    """
+    kind = getattr(op, "op", op)
+    number = _NUMBERS.get(kind)
+    if number is not None:
+        return Reduction(number)
+    if kind == torch_distributed.ReduceOp.PREMUL_SUM:
+        _, factor = op.__getstate__()
+        if isinstance(factor, float):
+            return Reduction(REDUCE_OPS["sum"], factor)
+        raise UnsupportedError(f"{what}: PREMUL_SUM takes a number as its factor here, not a tensor")
+    raise UnsupportedError(f"{what}: {kind} is not offered; SUM, AVG, MIN, MAX, PRODUCT and PREMUL_SUM are")

@@ -1,0 +1,245 @@
+"""Operations of a process group that are done or in progress, as its methods return them, and their futures."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+
+from horo.core.completion import wait_a_moment
+from horo.core.context import Context
+from horo.diagnostics.deadlock import OwnThread
+from horo.errors import AbortedError, HoroError, TimeoutError
+from horo.torch.engine.operation import count_change
+
+__all__ = ["DONE", "HoroWork", "Pending"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class _Done(torch_distributed.Work):
+    """Of a call that has waited: there is nothing left to wait for."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+DONE = _Done()
+"""Shared by all calls that wait."""
+
+
+class HoroWork(torch_distributed.Work):
+    """An operation in progress. Holds its tensors until it is done. Thread-safe."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        handle: int,
+        keep: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        after: Callable[[int], Any] | None,
+    ) -> None:
+        """Args:
+        pending: the operations in progress of the group.
+        handle: of the core.
+        keep: tensors that the core uses until the operation is done.
+        outputs: tensors of the caller that have the result in the end.
+        after: is called with the handle when the operation has ended well, once: moves the results into ``outputs``.
+        """
+        super().__init__()
+        self.handle = handle
+        self._pending = pending
+        self._keep: Any = keep
+        self._outputs = outputs
+        self._after = after
+        self._error: HoroError | None = None
+        self._source = -1
+        self._is_done = False
+        self._ending = threading.Lock()
+        pending.works.add(self)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Blocks, with the GIL released, until the operation is done. Raises its error, or ``TimeoutError``."""
+        if not self._is_done:
+            within_s = timeout.total_seconds()
+            try:
+                if within_s > 0:
+                    self._pending.core.wait(self.handle, within_s)
+                else:
+                    self._pending.core.wait(self.handle)
+            except AbortedError as error:
+                if within_s > 0 and not self.is_completed():
+                    raise TimeoutError(
+                        f"wait({within_s:g} s): the operation is not done; it goes on, and its tensors stay in use"
+                    ) from None
+                self.end(error)
+            except HoroError as error:
+                self.end(error)
+            else:
+                self.end()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not; never blocks."""
+        return self._is_done or not self._pending.core.in_progress(self.handle)
+
+    def is_success(self) -> bool:
+        """Whether it has ended well; never blocks."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> HoroError | None:
+        """The error with which it has ended; None: it has not, or well."""
+        if not self._is_done and self.is_completed():
+            with contextlib.suppress(HoroError):
+                self.wait()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors with the result; blocks as ``wait``."""
+        self.wait()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """Of a receive from any rank: whose message it was."""
+        self.wait()
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future with the list of tensors that have the result."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self._pending.complete_later(self, future)
+        return future
+
+    def settle(self, future: torch.futures.Future[Any]) -> None:
+        """Completes a future of this operation, which has ended."""
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(list(self._outputs))
+
+    def end(self, error: HoroError | None = None) -> None:
+        """Takes the end of the operation: its results to their places, or its error. The first call counts."""
+        with self._ending:
+            if self._is_done:
+                return
+            core = self._pending.core
+            if error is None:
+                try:
+                    if self._after is not None:
+                        self._source = self._after(self.handle) or 0
+                    count_change(self._outputs)
+                except HoroError as of_after:
+                    error = of_after
+            core.release_if_done(self.handle)
+            self._error, self._is_done = error, True
+            self._keep = self._after = None
+            self._pending.works.discard(self)
+
+    def give_up(self, error: HoroError) -> None:
+        """The group has ended, and the core uses no memory of it any more."""
+        with self._ending:
+            if not self._is_done:
+                self._error, self._is_done = error, True
+                self._keep = self._after = None
+
+    def __del__(self) -> None:
+        if not self._is_done:
+            with contextlib.suppress(Exception):  # at the end of Python, anything may be gone
+                self._pending.core.release_or_keep(self.handle, self._keep)
+
+
+class Pending:
+    """The operations in progress of one group, and the thread that completes their futures.
+
+    The thread exists from the first future on. It sleeps in the core; completing a future runs what the program has
+    put behind it with ``then``, which may itself wait for operations, but not for futures of this group.
+    """
+
+    def __init__(self, core: Context) -> None:
+        self.core = core
+        self.works: weakref.WeakSet[HoroWork] = weakref.WeakSet()
+        self._futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def complete_later(self, work: HoroWork, future: torch.futures.Future[Any]) -> None:
+        """Has the thread complete ``future`` when ``work`` is done."""
+        with self._changed:
+            if not self._stopping:
+                if self._thread is None:
+                    self._thread = OwnThread(target=self._complete, name="horo futures", daemon=True)
+                    self._thread.start()
+                self._futures.append((work, future))
+                self._changed.notify()
+                return
+        work.settle(future)
+
+    def _complete(self) -> None:
+        while True:
+            with self._changed:
+                while not self._futures and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                waited = list(self._futures)
+            if not any(work.is_completed() for work, _ in waited):
+                wait_a_moment(self.core, [work.handle for work, _ in waited])
+            for pair in waited:
+                if pair[0].is_completed() and not self._stopping:
+                    with self._changed:
+                        self._futures.remove(pair)
+                    pair[0].settle(pair[1])
+
+    def stop(self) -> None:
+        """Returns when the thread has left the core. Futures that are not complete wait for ``give_up``."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def give_up(self, error: HoroError) -> None:
+        """Ends what is left with ``error``, when the context is gone."""
+        for work in list(self.works):
+            work.give_up(error)
+        while self._futures:
+            work, future = self._futures.popleft()
+            work.settle(future)

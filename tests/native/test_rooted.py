@@ -1,0 +1,204 @@
+"""Reduce, gather and scatter: only the root gets, or gives, what there is of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Rank, describe, on_ranks, over_every_layout
+
+from horo.core import context
+from horo.core.context import Tensor
+from horo.errors import MismatchError, UnsupportedError, UsageError
+
+NULL = 0
+SIZES = (0, 1, 5, 1000, 70_001)
+
+
+def run(rank: Rank, op: str, name: str, tensors: Sequence[Tensor], **options: Any) -> None:
+    rank.context.run(context.RequestBuffer.of(context.OPS[op], name, tensors, sync=True, **options))
+
+
+def address(array: np.ndarray | None) -> int:
+    return NULL if array is None else array.ctypes.data
+
+
+def tensor(given: np.ndarray | None, got: np.ndarray | None, like: np.ndarray, wire: str | None = None) -> Tensor:
+    """Of the shape and dtype of ``like``."""
+    (described,) = describe([like], [like], [wire])
+    return described._replace(input=address(given), output=address(got))
+
+
+def reduce(rank: Rank, array: np.ndarray, root: int, name: str = "r", op: str = "sum", **options: Any) -> Any:
+    """The result at the root, None elsewhere; where nothing is scaled, every other time into the input."""
+    wire = options.pop("wire", None)
+    kept, is_root = array.copy(), rank.rank == root
+    got = np.full_like(array, 99) if is_root else None
+    reduce_op = context.REDUCE_OPS[op]
+    run(rank, "reduce", name, [tensor(array, got, array, wire)], root_rank=root, reduce_op=reduce_op, **options)
+    assert np.array_equal(array, kept)
+    target = array if is_root else None
+    run(rank, "reduce", name, [tensor(array, target, array, wire)], root_rank=root, reduce_op=reduce_op, **options)
+    assert np.array_equal(array, got if is_root else kept)
+    return got
+
+
+def blocks(rank: Rank, like: np.ndarray, root: int) -> np.ndarray | None:
+    return np.full((rank.size, *like.shape), 99, like.dtype) if rank.rank == root else None
+
+
+def numbered(rank: int, count: int, dtype: Any = np.float64) -> np.ndarray:
+    return ((np.arange(count) + 7 * rank) % 100).astype(dtype)
+
+
+@over_every_layout
+@pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
+@on_ranks("host_of_rank", "segment_bytes")
+def test_any_root_and_size_over_any_layout(rank: Rank) -> None:
+    for step, count in enumerate(SIZES):
+        for root in {0, step % rank.size, rank.size - 1}:
+            mine = numbered(rank.rank, count)
+            got = reduce(rank, mine.copy(), root, f"r{count}")
+            every = np.stack([numbered(r, count) for r in range(rank.size)])
+            if rank.rank == root:
+                assert np.array_equal(got, every.sum(axis=0))
+            gathered = blocks(rank, mine, root)
+            run(rank, "gather", f"g{count}", [tensor(mine, gathered, mine)], root_rank=root)
+            if gathered is not None:
+                assert np.array_equal(gathered, every)
+            received = np.full_like(mine, 99)
+            run(rank, "scatter", f"s{count}", [tensor(gathered, received, mine)], root_rank=root)
+            assert np.array_equal(received, mine)
+
+
+@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float16, np.float32, np.float64])
+@on_ranks([2], [3], [1, 1], [2, 2])
+def test_on_every_layout_the_bits_are_those_of_an_allreduce(rank: Rank, op: str, dtype: type) -> None:
+    for count in (9, 4097, 60_000):
+        values = (np.random.default_rng(rank.rank).standard_normal(count) * 3).astype(dtype)
+        whole = rank.allreduce(values.copy(), f"a{count}", op)
+        got = reduce(rank, values, rank.size - 1, f"r{count}", op)
+        assert got is None or np.array_equal(got, whole, equal_nan=dtype not in (np.uint8, np.int32))
+
+
+@on_ranks([3], [2, 1], segment_bytes=1 << 12)
+def test_factors_and_a_narrower_form_on_the_way(rank: Rank) -> None:
+    values = np.arange(5000, dtype=np.float32) % 64
+    got = reduce_apart(rank, values, prescale=0.5, postscale=4.0)
+    assert got is None or np.array_equal(got, values * rank.size * 2)
+    got = reduce_apart(rank, values, wire="float16", name="narrow")
+    assert got is None or np.array_equal(got, values * rank.size)
+
+
+def reduce_apart(rank: Rank, values: np.ndarray, wire: str | None = None, name: str = "f", **options: Any) -> Any:
+    got = np.full_like(values, 99) if rank.rank == 1 else None
+    run(
+        rank, "reduce", name, [tensor(values, got, values, wire)],
+        root_rank=1, reduce_op=context.REDUCE_OPS["sum"], **options,
+    )  # fmt: skip
+    return got
+
+
+@over_every_layout
+@on_ranks("host_of_rank", segment_bytes=1 << 12)
+def test_a_group_of_several_tensors(rank: Rank) -> None:
+    kinds = [("float32", 3), ("int64", 10), ("float32", 9001), ("float32", 0), ("float16", 11)]
+    root = rank.size - 1
+    for step in range(3):
+        mine = [numbered(rank.rank + step, n, dtype) for dtype, n in kinds]
+        every = [np.stack([numbered(r + step, n, dtype) for r in range(rank.size)]) for dtype, n in kinds]
+        sums = [np.full_like(array, 99) if rank.rank == root else None for array in mine]
+        tensors = [tensor(a, b, a) for a, b in zip(mine, sums, strict=True)]
+        run(rank, "reduce", "r", tensors, root_rank=root, reduce_op=context.REDUCE_OPS["max"])
+        gathered = [blocks(rank, array, root) for array in mine]
+        run(rank, "gather", "g", [tensor(a, b, a) for a, b in zip(mine, gathered, strict=True)], root_rank=root)
+        received = [np.full_like(array, 99) for array in mine]
+        tensors = [tensor(b, c, a) for a, b, c in zip(mine, gathered, received, strict=True)]
+        run(rank, "scatter", "s", tensors, root_rank=root)
+        for i, all_of_it in enumerate(every):
+            assert np.array_equal(received[i], mine[i])
+            if rank.rank == root:
+                assert np.array_equal(sums[i], all_of_it.max(axis=0))
+                assert np.array_equal(gathered[i], all_of_it)
+
+
+@on_ranks([2], [4], [1, 2], direct_bytes=0)
+def test_the_block_of_the_root_may_be_where_it_belongs(rank: Rank) -> None:
+    every = np.stack([numbered(r, 3000) for r in range(rank.size)])
+    whole = every.copy()
+    mine = whole[rank.rank] if rank.rank == 1 else numbered(rank.rank, 3000)
+    if rank.rank == 1:
+        whole[:1] = 99
+        whole[2:] = 99
+    run(rank, "gather", "g", [tensor(mine, whole if rank.rank == 1 else None, mine)], root_rank=1)
+    assert rank.rank != 1 or np.array_equal(whole, every)
+    mine[:] = every[1] if rank.rank == 1 else 99
+    run(rank, "scatter", "s", [tensor(whole if rank.rank == 1 else None, mine, mine)], root_rank=1)
+    assert np.array_equal(mine, every[rank.rank])
+
+
+@on_ranks([4], direct_bytes=4096)
+def test_large_blocks_are_read_from_the_memory_of_others(rank: Rank) -> None:
+    for count in (200_000, 300_001):
+        mine = numbered(rank.rank, count)
+        gathered = blocks(rank, mine, 2)
+        run(rank, "gather", "g", [tensor(mine, gathered, mine)], root_rank=2)
+        if gathered is not None:
+            assert np.array_equal(gathered, np.stack([numbered(r, count) for r in range(4)]))
+        received = np.full_like(mine, 99)
+        run(rank, "scatter", "s", [tensor(gathered, received, mine)], root_rank=2)
+        assert np.array_equal(received, mine)
+        got = reduce(rank, mine, 2)
+        assert got is None or np.array_equal(got, sum(numbered(r, count) for r in range(4)))
+
+
+@on_ranks([4], [1, 3], [2, 2])
+def test_in_a_process_set_the_root_is_a_rank_of_the_job(rank: Rank) -> None:
+    team = rank.add_team([1, 3])
+    if rank.rank in {1, 3}:
+        mine = numbered(rank.rank, 300)
+        got = reduce(rank, mine.copy(), 3, team=team)
+        gathered = np.full((2, 300), 99.0) if rank.rank == 3 else None
+        run(rank, "gather", "g", [tensor(mine, gathered, mine)], root_rank=3, team=team)
+        if gathered is not None:
+            assert np.array_equal(gathered, np.stack([numbered(1, 300), numbered(3, 300)]))
+            assert np.array_equal(got, numbered(1, 300) + numbered(3, 300))
+        with pytest.raises(UsageError, match=r"gather 'g': root rank 0 is no member of process set 1"):
+            run(rank, "gather", "g", [tensor(mine, gathered, mine)], root_rank=0, team=team)
+    rank.barrier("end")
+
+
+@on_ranks([2], [1, 1])
+def test_what_ranks_do_not_agree_on_fails_on_all(rank: Rank) -> None:
+    mine = numbered(rank.rank, 4)
+    both = np.zeros((2, 4))
+    with pytest.raises(MismatchError, match=r"gather 'g': rank 0 .* named root rank 0, rank 1 .* root rank 1"):
+        run(rank, "gather", "g", [tensor(mine, both, mine)], root_rank=rank.rank)
+    part = numbered(0, 4 + rank.rank)
+    with pytest.raises(MismatchError, match=r"scatter 's': rank 0 .* sent float64 \[4\], rank 1 .* float64 \[5\]"):
+        run(rank, "scatter", "s", [tensor(np.zeros((2, 5)), part, part)], root_rank=0)
+    rank.barrier()
+
+
+@on_ranks([2])
+def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
+    one = np.ones(3)
+    with pytest.raises(UsageError, match="reduce 'r': root rank 2 does not exist; ranks are 0 to 1"):
+        run(rank, "reduce", "r", [tensor(one, one, one)], root_rank=2, reduce_op=context.REDUCE_OPS["sum"])
+    with pytest.raises(UnsupportedError, match="reduce 'r': op Adasum is offered by allreduce only"):
+        run(rank, "reduce", "r", [tensor(one, one, one)], reduce_op=context.REDUCE_OPS["adasum"])
+    rank.barrier()
+
+
+@on_ranks([3])
+def test_with_a_rank_that_has_joined_they_fail(rank: Rank) -> None:
+    one = np.ones(3)
+    if rank.rank == 2:
+        rank.context.finish(rank.context.start_join(0))
+        return
+    with pytest.raises(MismatchError, match="reduce 'r': rank 2 has joined and can neither send nor receive anything"):
+        run(rank, "reduce", "r", [tensor(one, one, one)], reduce_op=context.REDUCE_OPS["sum"])
+    rank.context.finish(rank.context.start_join(0))

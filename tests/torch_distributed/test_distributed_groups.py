@@ -1,0 +1,265 @@
+"""Groups of the backend "horo": how they begin and end, beside one another and one after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import TORCH_S, Hororun, run_python
+from rank_pool import RankPool, on
+from torch.utils.data import DataLoader, TensorDataset
+
+from horo.errors import AbortedError, GroupError, MismatchError, NotInitializedError, PeerLostError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@on("group3")
+def test_groups_of_some_ranks() -> None:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([a, b]) for a, b in ((0, 1), (1, 2), (0, 2))]
+    alone = dist.new_group([1])
+    for members, pair in zip(((0, 1), (1, 2), (0, 2)), pairs, strict=True):
+        if rank in members:
+            tensor = torch.tensor([rank])
+            dist.all_reduce(tensor, group=pair)
+            assert tensor.item() == sum(members)
+            tensor = torch.tensor([rank])
+            dist.broadcast(tensor, src=members[1], group=pair)
+            assert tensor.item() == members[1]
+    if rank == 1:
+        tensor = torch.tensor([5.0])
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=alone)
+        gathered = [torch.zeros(1)]
+        dist.all_gather(gathered, tensor, group=alone)
+        found: list[Any] = [None]
+        dist.all_gather_object(found, "alone", group=alone)
+        dist.barrier(group=alone)
+        assert (tensor.item(), gathered[0].item(), found) == (5.0, 5.0, ["alone"])
+    for group in (*pairs, alone):
+        dist.destroy_process_group(group)
+
+
+@on("group3")
+def test_groups_that_only_their_members_make_in_any_order() -> None:
+    rank = dist.get_rank()
+    wanted = [[0, 1], [1, 2], [0, 2]]
+    order = {0: (0, 2), 1: (1, 0), 2: (2, 1)}[rank]  # every rank begins with another one
+    made: dict[int, Any] = {}
+
+    def make(index: int) -> None:
+        made[index] = dist.new_group(wanted[index], use_local_synchronization=True)
+
+    threads = [threading.Thread(target=make, args=(index,)) for index in order]  # else they wait for one another
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in sorted(order):
+        tensor = torch.tensor([rank])
+        dist.all_reduce(tensor, group=made[index])
+        assert tensor.item() == sum(wanted[index])
+    for index in sorted(order):
+        dist.destroy_process_group(made[index])
+
+
+@on("group2")
+def test_meshes() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
+    assert [mesh.get_group(name).size() for name in ("data", "model")] == [2, 1]
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=mesh.get_group("data"))
+    dist.all_reduce(tensor, group=mesh.get_group("model"))
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+@on("fresh_group2", deadline_s=120)
+def test_destroy_and_init_again_leave_nothing() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    process = psutil.Process()
+    path = f"{tempfile.gettempdir()}/again-{os.environ['HORO_STORE'].rpartition(':')[2]}"
+
+    def cycle(i: int) -> None:
+        dist.init_process_group("horo", init_method=f"file://{path}", rank=rank, world_size=size)
+        group = dist.new_group([0, 1])
+        tensor = torch.full((100,), float(i))
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work.get_future().wait()[0][0].item() == 2.0 * i
+        dist.barrier()
+        dist.destroy_process_group()
+
+    for i in range(3):
+        cycle(i)
+    gc.collect()
+    descriptors, threads = process.num_fds(), process.num_threads()
+    for i in range(10):
+        cycle(i)
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while process.num_threads() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.num_threads() <= threads
+    assert process.num_fds() <= descriptors
+
+
+@on("group2")
+def test_one_more_group_is_cheap() -> None:
+    process = psutil.Process()
+    dist.barrier()
+    descriptors, threads = process.num_fds(), process.num_threads()
+    group = dist.new_group([0, 1])
+    dist.barrier(group=group)
+    assert process.num_fds() - descriptors <= 5  # as gloo's
+    assert process.num_threads() - threads <= 3
+    dist.destroy_process_group(group)
+
+
+@on("group2")
+def test_workers_of_a_data_loader_do_not_disturb_the_group() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
+    total = torch.zeros(1)
+    for (batch,) in loader:
+        total += batch.sum()
+        dist.all_reduce(total)
+    dist.barrier()
+
+
+@on("group2")
+def test_a_difference_between_ranks_is_told_to_all_and_the_group_goes_on() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(MismatchError, match=r"rank 0 .* float32 \[2\], rank 1 .* float32 \[3\]"):
+        dist.all_reduce(torch.ones(2 + rank))
+    work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+    with pytest.raises(RuntimeError, match=r"float32 \[3\]"):
+        work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), MismatchError)
+    future = dist.all_reduce(torch.ones(2 + rank), async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"float32 \[3\]"):
+        future.wait()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2.0
+
+
+@on("group2")
+def test_a_wait_that_is_over_leaves_the_operation_in_progress() -> None:
+    if dist.get_rank() == 0:
+        tensor = torch.ones(1)
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(TimeoutError, match="the operation is not done; it goes on"):
+            work.wait(timedelta(milliseconds=50))
+        dist.distributed_c10d._get_default_store().set("waited", "")
+        assert work.wait()
+        assert tensor.item() == 2.0
+    else:
+        dist.distributed_c10d._get_default_store().wait(["waited"])
+        dist.all_reduce(torch.ones(1))
+
+
+def lose(victim: int) -> str:
+    """Awaits, in all ways, what a rank that is killed does not do."""
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)] if dist.get_rank() != victim else []
+    futures = [work.get_future() for work in works]
+    dist.distributed_c10d._get_default_store().add("begun", 1)
+    if dist.get_rank() == victim:
+        while dist.distributed_c10d._get_default_store().add("begun", 0) < dist.get_world_size():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    for wait in [*(work.wait for work in works), *(future.wait for future in futures), dist.barrier]:
+        with pytest.raises(RuntimeError, match=rf"rank {victim} \(.*\) is gone: its process ended"):
+            wait()
+    assert time.monotonic() - began < 2
+    with pytest.raises(PeerLostError):
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    return "fine"
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_lost_rank_ends_works_and_futures(fresh_group3: RankPool, victim: int) -> None:
+    results = fresh_group3.run_each(lose, [(victim,)] * 3, lost=[victim])
+    assert results == ["fine" if rank != victim else None for rank in range(3)]
+
+
+@on("fresh_group2")
+def test_abort_ends_what_is_in_progress_here_and_elsewhere_at_once() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    work = None
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        began = time.monotonic()
+        dist.group.WORLD.abort()
+        assert time.monotonic() - began < 0.5
+        with pytest.raises(AbortedError, match="it has been aborted"):
+            work.wait()
+        with pytest.raises(NotInitializedError, match=r"process group .*: it has been aborted"):
+            dist.all_reduce(torch.ones(1))
+        store.set("aborted", "")
+    else:
+        store.wait(["aborted"])
+        with pytest.raises(GroupError, match="abort"):
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_without_an_import_of_horo_by_hororun_torchrun_and_alone(tmp_path: Path, hororun: Hororun) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('horo')\n"
+        "tensor = torch.ones(2)\n"
+        "dist.all_reduce(tensor)\n"
+        "print('sum', tensor.tolist(), 'horo.torch' in sys.modules, flush=True)\n"
+    )
+    done = hororun.start("-np", "2", "--torch-env", "--no-prefix", sys.executable, str(script)).finish(TORCH_S)
+    assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True"), done.stderr) == (0, 2, "")
+    done = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", str(script))
+    assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True")) == (0, 2), done.stderr
+    assert "horo" not in done.stderr
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run_python(str(script), environment=alone)
+    assert (done.stdout, done.stderr) == ("sum [1.0, 1.0] True\n", "")
+
+
+BROKEN = {
+    "horo cannot be imported where it is needed": "sys.modules['horo.torch'] = None",
+    "torch has another register_backend": "torch.distributed.Backend = types.SimpleNamespace(_plugins={})",
+    "registering fails": "torch.distributed.Backend.register_backend = None",
+    "torch was built without torch.distributed": "torch.distributed.is_available = lambda: False",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_entry_point_never_raises(what: str) -> None:
+    code = (
+        "import sys, types, torch\n"
+        "torch.distributed.Backend._plugins.pop('HORO')\n"
+        f"{BROKEN[what]}\n"
+        "from horo.torch_backend import register\n"
+        "print(register())"
+    )
+    done = run_python("-c", code, check=True)
+    assert done.stdout.strip() == str(what.startswith("horo"))
+    assert done.stderr == ""
+
+
+def test_import_torch_loads_nothing_of_horo_but_the_entry_point() -> None:
+    code = "import sys, torch; print(sorted(name for name in sys.modules if name.partition('.')[0] == 'horo'))"
+    done = run_python("-c", code, check=True)
+    assert done.stdout.strip() == "['horo', 'horo.import_path', 'horo.torch_backend', 'horo.version']"
