@@ -199,6 +199,7 @@ class Job:
         mpi: options for mpirun.
         output: form and place of the output.
         timelines: the merge of the ranks' timelines at the end; None: none.
+        json_report: the file for the course of the job; empty: none.
         elastic: the limits of an elastic job; None: a rank that fails ends the job.
     """
 
@@ -231,6 +232,7 @@ class Job:
     mpi: Mpi = Mpi()
     output: OutputOptions = OutputOptions()
     timelines: TimelineMerge | None = None
+    json_report: str = ""
     elastic: Elastic | None = None
 
     @property

@@ -39,6 +39,7 @@ _LAUNCHERS_OF = {
     "on_failure": _OWN,
     "blacklist_cooldown_range": _OWN,
     "check_hosts": _OWN,
+    "json_report": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,

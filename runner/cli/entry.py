@@ -79,7 +79,7 @@ def _run(job: Job) -> int:
 
         show(dry_run(job, os.environ))
         return 0
-    from horo.runner.job.supervise import run_job  # noqa: PLC0415 - --help does without
+    from horo.runner.job.whole_job import run_job  # noqa: PLC0415 - --help does without
 
     if job.elastic is not None:
         from horo.runner.elastic.supervisor import ElasticSupervisor  # noqa: PLC0415 - --help does without
@@ -167,6 +167,7 @@ def parse(
         ),
         output=_output(given, environment),
         timelines=timelines,
+        json_report=given.json_report or "",
         elastic=elastic,
     )
 

@@ -293,6 +293,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--timeline-merge", type=filled, metavar="FILE",
         help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
     )  # fmt: skip
+    group.add_argument(
+        "--json-report", type=filled, metavar="FILE",
+        help="at the end, write how the job has gone: ends of ranks, generations of elastic jobs, the cause",
+    )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
 
 

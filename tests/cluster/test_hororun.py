@@ -115,9 +115,7 @@ def test_a_host_whose_cable_is_cut_is_lost_on_both_sides(cluster: Cluster, flags
 
 
 @pytest.mark.parametrize("direction", ["to", "from", "both"])
-def test_an_outage_of_less_than_half_of_the_host_timeout_is_survived(
-    cluster: Cluster, flags: Flags, direction: str
-) -> None:
+def test_an_outage_below_half_of_the_host_timeout_is_survived(cluster: Cluster, flags: Flags, direction: str) -> None:
     a, b = cluster.hosts
     script = f": > {flags.folder}/up.$HOROVOD_RANK; until test -e {flags.folder}/go; do sleep 0.1; done; echo well"
     words = ["-np", "4", "--host-timeout", "10", "--no-prefix", "--", "sh", "-c", script]
@@ -147,9 +145,7 @@ def test_an_outage_of_less_than_half_of_the_host_timeout_is_survived(
         (["--remote-python", "/usr/bin/python3"], "{a}:1,{b}:1", 78, ["host {b}", "has no module horo"]),
     ],
 )
-def test_a_host_that_cannot_be_used_is_one_sentence(
-    cluster: Cluster, words: list[str], where: str, code: int, facts: list[str]
-) -> None:
+def test_a_bad_host_is_a_sentence(cluster: Cluster, words: list[str], where: str, code: int, facts: list[str]) -> None:
     if "/usr/bin/python3" in words and not Path("/usr/bin/python3").exists():
         pytest.skip("there is no second Python at /usr/bin/python3 (`apt install python3`)")
     names = {"a": cluster.hosts[0].name, "b": cluster.hosts[1].name}

@@ -28,8 +28,9 @@ def hororun() -> Iterator[Hororun]:
     started.clean_up()
 
 
-def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
-    job = hororun.start("-np", "2", "--min-np", "1", EXAMPLE, "--epochs", "12")
+def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    job = hororun.start("-np", "2", "--min-np", "1", "--json-report", str(file), EXAMPLE, "--epochs", "12")
     stdout = job.process.stdout
     assert stdout is not None
     while "epoch  2/12 on 2 rank(s)" not in (line := stdout.readline().decode()):
@@ -43,6 +44,15 @@ def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
     assert "epoch 12/12" in done.stdout
     assert "test accuracy: 0.9" in done.stdout
     assert "was killed by SIGKILL" in done.stderr
+    report = json.loads(file.read_text())
+    first, second, *_ = report["generations"]
+    assert (report["exit"]["code"], report["cause"]) == (0, None)
+    assert first["workers"] == [0, 1]
+    assert first["went"] == [
+        {"worker": (set(first["workers"]) - set(second["workers"])).pop(), "why": "killed by SIGKILL"}
+    ]
+    assert second["steps_lost"] == report["steps_lost"] >= 0 and report["stood_still_s"] >= second["stood_still_s"] > 0
+    assert "steps lost" in done.stderr
 
 
 def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: Hororun, tmp_path: Path) -> None:

@@ -298,9 +298,7 @@ def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
 
 
 @pytest.mark.parametrize("environ", NOT_ALONE_OR_ON_PURPOSE)
-def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
-    environ: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_not_alone_or_wants_to_be_is_not_told(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     detect_launch(environ, read_config(environ))
     detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text

@@ -134,9 +134,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("line", "fault"), WRONG)
-def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
-    line: str, fault: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_is_one_sentence_and_code_2(line: str, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(line.split(" "))
     except SystemExit as exit_now:

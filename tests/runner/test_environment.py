@@ -94,16 +94,10 @@ def test_exports_take_values_given_or_present_and_a_wrong_one_is_named() -> None
 @pytest.mark.parametrize(
     ("visible", "found"),
     [
-        ("0,1", "0 1"),
-        ("", ""),
-        ("-1", ""),
-        ("0,-1,1", "0"),
-        ("2, 1", "2 1"),
-        ("NoDevFiles", ""),
-        ("GPU-1a, GPU-2b", "GPU-1a GPU-2b"),
-        ("MIG-8f/1/0,MIG-4c", "MIG-8f/1/0 MIG-4c"),
+        ("0,1", "0 1"), ("", ""), ("-1", ""), ("0,-1,1", "0"), ("2, 1", "2 1"), ("NoDevFiles", ""),
+        ("GPU-1a, GPU-2b", "GPU-1a GPU-2b"), ("MIG-8f/1/0,MIG-4c", "MIG-8f/1/0 MIG-4c"),
     ],
-)
+)  # fmt: skip
 def test_visible_gpus_are_those_that_cuda_would_take(visible: str, found: str, tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == found.split()
 

@@ -94,9 +94,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
 
 
 @pytest.mark.parametrize(("name", "code"), [("SEGV", 139), ("KILL", 137), ("TERM", 143)])
-def test_a_rank_killed_by_a_signal_is_reported_by_name(
-    hororun: Hororun, where: str, flags: Flags, name: str, code: int
-) -> None:
+def test_a_rank_killed_by_a_signal_is_named(hororun: Hororun, where: str, flags: Flags, name: str, code: int) -> None:
     script = f"flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.1; do sleep 0.02; done\n"
     script += f"test $HOROVOD_RANK = 2 && kill -{name} $$; exec sleep 60"
     done = hororun.run("-np", "3", *shell(script, flags), where=where)
@@ -106,9 +104,7 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_hororun_ends_all_ranks(
-    hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_ends_all_ranks(hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int) -> None:
     # No shell: one that forks just when SIGTERM comes to its group may leave a child that the signal has missed.
     comes = "SIGINT" if number == signal.SIGINT else "SIGTERM"
     script = f"import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.{comes}, end)\n"
@@ -276,13 +272,10 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     for name in ("no-line", "bad-line"):
         (tmp_path / name).chmod(0o755)
     cases = {
-        "no-such-command": (127, "command not found on"),
-        "./no-such-file": (127, "no such file on"),
-        "./data.txt": (126, "is not executable"),
-        "./bad-line": (127, "an interpreter that does not exist"),
-        "./no-line": (126, "neither a program nor a script"),
-        str(tmp_path): (126, "is a folder"),
-    }
+        "no-such-command": (127, "command not found on"), "./no-such-file": (127, "no such file on"),
+        "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
+        "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
+    }  # fmt: skip
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

@@ -66,6 +66,7 @@ EFFECT = {
     "master_port": ("--master-port 5001", OWN),
     "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
     "prefix_host": ("--prefix-host", OWN),
+    "json_report": ("--json-report r.json", OWN),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
     "failure_seconds": ("--failure-seconds 3", OWN),
     "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),
