@@ -142,7 +142,7 @@ def parse(
         interfaces=tuple(given.network_interfaces),
         ports=port_range({**environment, **exports}),
         store_port=given.store_port,
-        torch_env=given.torch_env or given.master_port != 0,
+        torch_env=elastic is None and not given.no_torch_env,
         master_port=given.master_port,
         bind_to=given.bind_to,
         bind_gpus=given.bind_gpus,

@@ -246,7 +246,6 @@ class Supervisor:
         return endpoints
 
     def _variables_of(self, placement: Placement) -> dict[str, str]:
-        """The variables of a rank."""
         remote = self._remotes.get(placement.host)
         return {
             **default_variables(self._environment, keep_memory=self._job.keep_memory),
@@ -257,6 +256,7 @@ class Supervisor:
                 mark=self._mark(placement.host),
                 store=self._stores[placement.host],
                 master=self._master,
+                exports=self._job.exports,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._binding.threads_set,
             ),

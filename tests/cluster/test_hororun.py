@@ -38,7 +38,7 @@ def start_stubborn(cluster: Cluster, flags: Flags, *words: str) -> tuple[int, Ca
 def test_ranks_run_where_they_should_and_know_it(cluster: Cluster) -> None:
     a, b = cluster.hosts
     script = "echo $HOROVOD_RANK $(hostname) $HOROVOD_HOSTNAME $HOROVOD_LOCAL_RANK $HOROVOD_CROSS_RANK $MASTER_ADDR"
-    done = cluster.run("-np", "4", "--torch-env", "--no-prefix", "--", "sh", "-c", script)
+    done = cluster.run("-np", "4", "--no-prefix", "--", "sh", "-c", script)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         f"0 {a.name} {a.name} 0 0 {a.address}",

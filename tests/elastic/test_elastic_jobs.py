@@ -199,7 +199,7 @@ def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
         (("-np", "2", "--min-np", "1", "--host-timeout", "2"), "--host-timeout 2 is too short for an elastic job"),
         (("-np", "2", "--max-np", "3"), "--max-np is for an elastic job: add --min-np N"),
         (("-np", "2", "--elastic-timeout", "1"), "--elastic-timeout is for an elastic job"),
-        (("-np", "2", "--min-np", "1", "--torch-env"), "--torch-env is not for an elastic job"),
+        (("-np", "2", "--min-np", "1", "--no-torch-env"), "--no-torch-env is not for an elastic job"),
         (("-np", "2", "--min-np", "1", "--max-np", "9"), "up to 9 ranks (--max-np, or else -np) need as many slots"),
     ],
 )

@@ -31,7 +31,7 @@ from horo.runner.network import (
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     slot = place([2, 2], 4)[3]
     told = rank_variables(
-        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
+        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), exports=(), cores=8, threads_set=False
     )
     assert told == {
         "HORO_HOST_MARK": "m", "HORO_STORE": "10.0.0.1:5", "HORO_HOSTNAME": "h2", "HORO_RANK": "3", "HORO_SIZE": "4",

@@ -34,8 +34,8 @@ def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.mark.parametrize("words", [[], ["--torch-env"], ["--master-port", "{port}"]])
-def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [[], ["--no-torch-env"], ["-x", "MASTER_PORT={port}"], ["--master-port", "{port}"]])
+def test_variables_of_torch_are_set_unless_they_are_not_wanted(hororun: Hororun, where: str, words: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     script = "echo " + " ".join(f"${{{name}-unset}}" for name in TORCH_NAMES)
@@ -43,7 +43,7 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
     done = hororun.run("-np", "3", *words, "--no-prefix", *shell(script), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(line.split() for line in done.stdout.splitlines())
-    if words not in (["--torch-env"], ["--master-port", port]):
+    if words == ["--no-torch-env"]:
         assert lines == [["unset"] * 6] * 3
         return
     local = {"localhost:8": ["0/3", "1/3", "2/3"], "one:2,two:2": ["0/2", "1/2", "0/1"]}[where]
@@ -51,11 +51,11 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
         [str(rank), "3", place, "127.0.0.1"] for rank, place in enumerate(local)
     ]
     ports = {line[5] for line in lines}
-    assert ports == {port} if words[-1] == port else len(ports) == 1
+    assert ports == {port} if words and port in words[-1] else len(ports) == 1
 
 
 def test_a_job_listens_on_the_ports_that_are_named(hororun: Hororun, where: str) -> None:
-    told = ["--port-range", "21100-21140", "--torch-env", "--no-prefix"]
+    told = ["--port-range", "21100-21140", "--no-prefix"]
     done = hororun.run("-np", "3", *told, *shell("echo $HORO_PORT_RANGE $MASTER_PORT $HORO_STORE"), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     for line in done.stdout.splitlines():

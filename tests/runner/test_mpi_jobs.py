@@ -189,7 +189,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
         (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
         (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
         (["--master-port", "5000"], 2, "--master-port is for"),
-        (["--torch-env"], 2, "--torch-env is for"),
+        (["--no-torch-env"], 2, "--no-torch-env is for"),
         (["--host-timeout", "5"], 2, "--host-timeout is for"),
         (["--remote-python", "/p"], 2, "--remote-python is for"),
         (["--tcp"], 2, "--tcp: only Spectrum MPI"),

@@ -62,7 +62,7 @@ EFFECT = {
     "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),
     "store_port": ("--store-port 5000", OWN),
     "port_range": ("--port-range 40000-40100", JOBS | {"check-hosts"}),
-    "torch_env": ("--torch-env", OWN),
+    "no_torch_env": ("--no-torch-env", OWN),
     "master_port": ("--master-port 5001", OWN),
     "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
     "prefix_host": ("--prefix-host", OWN),

@@ -130,8 +130,8 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
     return count;
 }
 
-int64_t hr_agree_waiting_since(const struct hr_agree *agree) {
-    const struct hr_agree_entry *first = agree->lists[HR_AGREE_WAITING].first;
+int64_t hr_agree_since(const struct hr_agree *agree, enum hr_agree_state state) {
+    const struct hr_agree_entry *first = agree->lists[state].first;
     return first == NULL ? 0 : first->first_ns;
 }
 
@@ -143,14 +143,6 @@ enum {
     BATCH_MAX = 1 << 15, /* entries: with the longest of names the record stays below HR_WIRE_MESSAGE_MAX */
 };
 
-static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
-    return (struct hr_wire_text){entry->name, entry->name_bytes};
-}
-
-static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
-    return (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
-}
-
 static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
     struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
@@ -158,7 +150,7 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
                                       .status = entry->failure,
                                       .request = {.bytes = request->bytes, .byte_count = request->count}};
     if (entry->failure != 0) {
-        message.text = failure_text_of(entry);
+        message.text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
     } else {
         HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     }
@@ -209,10 +201,11 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
 static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out,
                            uint32_t *frames) {
     if (entry->failure != 0) {
-        HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
-                                                           .status = entry->failure,
-                                                           .name = name_of(entry),
-                                                           .text = failure_text_of(entry)}));
+        const struct hr_wire_message fail = {.type = HR_WIRE_FAIL,
+                                             .status = entry->failure,
+                                             .name = {entry->name, entry->name_bytes},
+                                             .text = {entry->failure_text, strlen(entry->failure_text)}};
+        HR_TRY(hr_frame_put(out, &fail));
         (*frames)++;
         hr_agree_reset(agree, entry);
         return HORO_OK;
@@ -305,12 +298,6 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     return count;
 }
 
-int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes) {
-    *bytes = agree->ready_bytes;
-    const struct hr_agree_entry *first = agree->lists[HR_AGREE_READY].first;
-    return first == NULL ? 0 : first->first_ns;
-}
-
 static int is_known_by_id(const struct hr_agree_entry *entry) {
     return entry->id != 0 && entry->current.bytes == NULL;
 }
@@ -332,9 +319,8 @@ static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) 
 
 /* One ref; a tensor that is new or has changed gets an id with it. */
 static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
-    const struct hr_wire_text none = {NULL, 0};
     if (is_known_by_id(entry)) {
-        return hr_wire_put_ref(out, entry->id, none);
+        return hr_wire_put_ref(out, entry->id, (struct hr_wire_text){NULL, 0});
     }
     uint32_t id = 0;
     if (agree->config.capacity > 0 && !entry->kind.transient) {
@@ -343,7 +329,7 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
     if (id != 0) {
         HR_TRY(hr_agree_assign(agree, entry, id));
     }
-    return hr_wire_put_ref(out, id, name_of(entry));
+    return hr_wire_put_ref(out, id, (struct hr_wire_text){entry->name, entry->name_bytes});
 }
 
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {

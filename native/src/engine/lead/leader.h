@@ -91,10 +91,6 @@ void hr_leader_fini(struct hr_leader *leader);
 
 /* Takes in what this rank has announced, and what others have brought. HR_STILL, HR_MOVED or a status. */
 int hr_leader_collect(struct hr_leader *leader);
-/* Whether the second half may do something. It is cheap where not; before a sleep it does not rely on that. */
-static inline int hr_leader_has_news(const struct hr_leader *leader) {
-    return leader->has_news || leader->team->node->looks_at_all || HR_CHECK_QUIET;
-}
 /* Whether no record is under way here or due: so long, a round on the host needs no leader. */
 int hr_leader_is_idle(const struct hr_leader *leader);
 /*

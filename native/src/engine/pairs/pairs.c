@@ -358,12 +358,7 @@ static int announce(void *owner, struct hr_request *request) {
     return request->call.op == HORO_SEND ? offer(pairs, move) : post(pairs, move);
 }
 
-static void freed(void *owner, void *data) {
-    (void)owner;
-    free(data);
-}
-
-static const struct hr_hooks HOOKS = {.announce = announce, .freed = freed};
+static const struct hr_hooks HOOKS = {.announce = announce, .freed = free};
 
 static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, struct hr_error *error) {
     const char *name = hr_op_name(op);
