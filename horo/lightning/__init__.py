@@ -13,11 +13,11 @@ from typing import Any
 
 from horo.errors import ResourceError
 from horo.lightning.metrics import synchronize_metrics
+from horo.lightning.packages import NAMES
 from horo.lightning.place import announce_rank
 
 __all__ = ["HoroFabricStrategy", "HoroStrategy", "register", "synchronize_metrics"]
 
-_NAMES = ("horo", "horovod")
 _PACKAGES = {"lightning.pytorch": "with_lightning", "pytorch_lightning": "with_pytorch_lightning"}
 """The packages that have a Trainer, and the module with our classes for each."""
 
@@ -38,7 +38,7 @@ def register() -> list[Any]:
     found = [importlib.import_module(f"horo.lightning.{_PACKAGES[name]}") for name in chosen]
     for module in found:
         for registry, strategy in zip(module.registries, (module.HoroStrategy, module.HoroFabricStrategy), strict=True):
-            for name in _NAMES:
+            for name in NAMES:
                 registry.register(name, strategy, "distributed training by horo.torch", override=True)
     return found
 

@@ -10,7 +10,10 @@ from horo.lightning.launch import FabricRanks, TrainerRanks
 from horo.lightning.place import Environment
 from horo.lightning.trainer_strategy import TrainerStrategy
 
-__all__ = ["make_classes"]
+__all__ = ["NAMES", "make_classes"]
+
+NAMES = ("horo", "horovod")
+"""The names of the strategies."""
 
 _LAUNCHERS = "strategies.launchers.multiprocessing"
 
@@ -25,7 +28,6 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
     """
     trainers, fabrics = import_module(f"{trainer}.strategies"), import_module(f"{fabric}.strategies")
     environments = import_module(f"{fabric}.plugins.environments")
-    _outlive_mpi4py(environments.MPIEnvironment)
     launchers = [import_module(f"{package}.{_LAUNCHERS}") for package in (trainer, fabric)]
     bases: dict[str, tuple[type, type]] = {
         "HoroStrategy": (TrainerStrategy, trainers.ParallelStrategy),
@@ -40,20 +42,23 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
     for strategy, launcher in (("HoroStrategy", "TrainerLauncher"), ("HoroFabricStrategy", "FabricLauncher")):
         made[strategy].environment_class, made[strategy].launcher_class = made["HoroEnvironment"], made[launcher]
         made[launcher].states_class = launchers[1]._GlobalStateSnapshot
+    for connector in (
+        import_module(f"{trainer}.trainer.connectors.accelerator_connector")._AcceleratorConnector,
+        import_module(f"{fabric}.connector")._Connector,
+    ):
+        _leave_places_to_horo(connector, made["HoroEnvironment"])
     return made, (trainers.StrategyRegistry, fabrics.STRATEGY_REGISTRY)
 
 
-def _outlive_mpi4py(environment: Any) -> None:
-    """Lets a Trainer be made where mpi4py is installed and finds no MPI, as its wheels do on a machine without one.
+def _leave_places_to_horo(connector: Any, environment_class: Any) -> None:
+    """Has the connector look for no launcher where the strategy is one of ours, which brings an environment along.
 
-    Before Lightning asks the strategy for its environment, it asks MPI whether it has started this process.
+    Else Lightning looks before it asks the strategy. Under Slurm it refuses ``--ntasks``, and it asks MPI, which is an
+    error where mpi4py finds none: as its wheels do on a machine without one.
     """
-    ask = environment.detect
+    choose = connector._choose_and_init_cluster_environment
 
-    def detect() -> bool:
-        try:
-            return bool(ask())
-        except (ImportError, RuntimeError):
-            return False
+    def chosen(self: Any) -> Any:
+        return environment_class() if self._strategy_flag in NAMES else choose(self)
 
-    environment.detect = staticmethod(detect)
+    connector._choose_and_init_cluster_environment = chosen

@@ -13,7 +13,7 @@ from horo.config.table import environment
 from horo.errors import UnsupportedError, UsageError
 from horo.torch.compat.rank_zero import tell_rank
 
-__all__ = ["Base", "Environment", "Member", "announce_rank"]
+__all__ = ["Base", "Environment", "Member", "announce_rank", "devices_of_ranks"]
 
 if TYPE_CHECKING:
 

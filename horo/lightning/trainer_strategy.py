@@ -18,6 +18,10 @@ from horo.lightning.place import Member
 __all__ = ["TrainerStrategy"]
 
 
+def _has_tensor(entry: tuple[str, Any]) -> bool:
+    return isinstance(entry[1], torch.Tensor)
+
+
 class TrainerStrategy(Member):
     """``Trainer(strategy=HoroStrategy(...))``: each rank has a whole model, and gradients are averaged over all ranks.
 
@@ -87,7 +91,11 @@ class TrainerStrategy(Member):
         self.model.to(self.root_device)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        hvd.broadcast_parameters(model, root_rank=0)
+        state = model.state_dict(keep_vars=True)
+        if any(isinstance(value, list) for value in state.values()):  # of a metric that keeps its samples
+            hvd.broadcast_parameters(list(filter(_has_tensor, state.items())), root_rank=0)
+        else:
+            hvd.broadcast_parameters(model, root_rank=0)
         synchronize_metrics(model)
         return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 
 from horo.runner.config import EXIT_TERMINATED
@@ -122,9 +123,9 @@ class HostTurn:
         now_s = max(now_s, state.now_s)
         self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
         self.hosts = dict(state.hosts)
-        self.state = replace(
-            state, now_s=now_s, workers=self.workers, slots=self.slots, suspects=self.suspects, hosts=self.hosts
-        )
+        self.state = copy(state)
+        self.state.now_s, self.state.workers, self.state.slots = now_s, self.workers, self.slots
+        self.state.suspects, self.state.hosts = self.suspects, self.hosts
         self.actions: list[Action] = []
         self._now_s = now_s
 

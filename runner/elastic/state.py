@@ -73,6 +73,9 @@ class Standing(Enum):
     ADRIFT = "cannot be reached, like its host, and may still run there"
 
 
+_GOING = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+
+
 @dataclass(frozen=True, order=True)
 class Slot:
     """A place for one worker at a time; ``number`` counts from 0 on each host, and is its local rank."""
@@ -139,7 +142,7 @@ class Worker:
     @property
     def is_going(self) -> bool:
         """Whether it will be in no further generation, and only its end is awaited."""
-        return self.standing in (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+        return self.standing in _GOING
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ class Turn(HostTurn):
 
     def _set(self, worker: Worker, standing: Standing, *, has_state: bool | None = None) -> None:
         has_state = worker.has_state if has_state is None else has_state
-        self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
+        if standing is not worker.standing or has_state != worker.has_state:
+            self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
         self.state.has_learnt |= has_state
 
     def _name(self, worker: Worker) -> str:

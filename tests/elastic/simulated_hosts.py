@@ -95,7 +95,7 @@ class Machines:
     def connect(self, name: str) -> None:
         """An agent is started, which may fail, or take forever."""
         machine = self.all[name]
-        if machine.is_stopped and not machine.is_cut:  # the new one ends what that has left
+        if machine.is_stopped:  # the new one ends what that has left
             self.end_agent(machine)
         assert not machine.has_agent, f"{name} gets an agent beside another"
         machine.agent += 1

@@ -10,6 +10,8 @@ import contextlib
 import copy
 import io
 import logging
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import horo.lightning
 import horo.torch as hvd
-from horo.errors import UnsupportedError, UsageError
+from horo.errors import GroupError, ResourceError, UnsupportedError, UsageError
+from horo.lightning.place import devices_of_ranks
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -93,12 +96,18 @@ def values(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return row
 
 
-def alone(*, epochs: int = 2, passes: int = 1, clip: float | None = None, normed: bool = False) -> nn.Sequential:
-    """The network after one process has learned from the batches of both ranks together."""
+def alone(
+    *, epochs: int = 2, passes: int = 1, clip: float | None = None, normed: bool = False, restarted: bool = False
+) -> nn.Sequential:
+    """The network after one process has learned from the batches of both ranks together.
+
+    ``restarted``: with a new optimizer and schedule for each epoch.
+    """
     net = network(normed=normed)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        if epoch == 0 or restarted:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         pairs = zip(INPUTS.split(2 * BATCH), TARGETS.split(2 * BATCH), strict=True)
         for number, (inputs, targets) in enumerate(pairs, 1):
             ((net(inputs) - targets).square().mean() / passes).backward()
@@ -231,6 +240,69 @@ def case_metrics_are_over_all_ranks(_: Path) -> None:
     assert [part.tolist() for part in pairs] == [[[0, 0]], [[1], [1]]]
 
 
+def case_a_metric_may_keep_its_samples_in_the_state(_: Path) -> None:
+    class Keeping(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs = torchmetrics.CatMetric()
+            self.inputs.persistent(True)
+
+    module = Keeping()
+    trainer = fit(module, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())  # the second one has optimizers of its own over the same parameters
+    torch.testing.assert_close(
+        values(module.parameters()), values(alone(restarted=True).parameters()), rtol=1e-5, atol=1e-6
+    )
+
+
+def case_no_launcher_is_looked_for(_: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_NTASKS", "2")  # Lightning would refuse it
+        assert pl.Trainer(**QUIET, strategy="horo").world_size == 2
+        assert Fabric(accelerator="cpu", strategy="horovod").world_size == 2
+        with pytest.raises(RuntimeError, match="--ntasks=2"):
+            pl.Trainer(**QUIET, strategy="ddp")
+
+
+def case_without_a_launcher_the_trainer_will_start_ranks(_: Path) -> None:
+    hvd.barrier()
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("HORO_", "HOROVOD_"))]:
+            patch.delenv(name)
+        trainer = pl.Trainer(**QUIET, strategy="horo", devices=2)
+        assert (trainer.world_size, trainer.global_rank, hvd.is_initialized()) == (2, 0, False)
+        trainer.state.fn, trainer.strategy.launcher._already_fit = "fit", True
+        with pytest.raises(UsageError, match="make another Trainer"):
+            trainer.strategy.launcher.launch(fit, trainer=trainer)
+        with pytest.raises(UsageError, match="num_nodes=2, and no launcher"):
+            pl.Trainer(**QUIET, strategy="horo", num_nodes=2)
+        with pytest.raises(TypeError, match="needs to be called with a function"):
+            Fabric(accelerator="cpu", strategy="horo", devices=2).launch()
+        alone = pl.Trainer(**QUIET, strategy="horo")
+        assert (alone.world_size, alone.strategy.launcher) == (1, None)
+        hvd.shutdown()
+    hvd.init()
+
+
+def case_each_rank_has_a_device_of_its_own(_: Path) -> None:
+    def chosen(given: list[int], visible: int, ranks: int = 2) -> list[int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "device_count", lambda: visible)
+            found = devices_of_ranks([torch.device("cuda", index) for index in given], ranks)
+        return [device.index for device in found]
+
+    assert chosen([0, 1], 2) == [0, 1]
+    assert chosen([2, 3], 4) == [2, 3]
+    assert chosen([0, 1, 2, 3], 4) == [0, 1]  # "auto" where the launcher has started fewer ranks
+    assert chosen([0], 1) == [0, 0]  # another GPU for each rank that each sees as its first, or one for both
+    assert chosen([0], 4) == [0, 1]
+    for given, visible in (([1], 4), ([0, 1, 2], 4), ([0, 1, 2, 3], 8)):
+        with pytest.raises(UsageError, match='give devices="auto" or devices=2'):
+            chosen(given, visible)
+
+
 def case_two_optimizers_by_hand(_: Path) -> None:
     class ByHand(Module):
         def __init__(self) -> None:
@@ -295,6 +367,10 @@ def case_one_rank_logs_and_shows_progress(folder: Path) -> None:
         fit(Validated(), data(), data(), logger=CSVLogger(folder, version=0), enable_progress_bar=True)
     hvd.barrier()  # rank 0 has written the log
     assert rank_zero_only.rank == hvd.rank()
+    rank_zero_only.rank = 7
+    hvd.shutdown()
+    hvd.init()
+    assert rank_zero_only.rank == hvd.rank()
     assert ("Epoch 1" in shown.getvalue()) == (hvd.rank() == 0), shown.getvalue()
     assert [file.name for file in folder.glob("*/version_0/metrics.csv")] == ["metrics.csv"]
     (log,) = folder.glob("*/version_0/metrics.csv")
@@ -313,6 +389,10 @@ def case_wrong_arguments_get_a_sentence(_: Path) -> None:
     strategy = pl.Trainer(**QUIET, strategy="horo", devices=2).strategy
     refused(lambda: strategy.reduce(torch.ones(1), reduce_op="median"), "reduce_op='median'")
     refused(lambda: strategy.reduce(torch.ones(1), group=3), "group=3.*process set")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(horo.lightning, "_PACKAGES", {})
+        with pytest.raises(ResourceError, match="pip install lightning"):
+            horo.lightning.register()
     with pytest.raises(UnsupportedError, match="no address"):
         _ = strategy.cluster_environment.main_address
 
@@ -367,3 +447,17 @@ def case_pytorch_lightning_has_the_strategies_too(_: Path) -> None:
     pytorch_lightning.Trainer(**QUIET, strategy="horo", max_epochs=1).fit(module, data())
     expected = values(alone(epochs=1).parameters())
     torch.testing.assert_close(values(module.parameters()), expected, rtol=1e-5, atol=1e-6)
+
+
+def lose_rank(lost: int) -> str:
+    """The error on the other rank when this one is killed in a step."""
+
+    class Dying(Module):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if number == 2 and hvd.rank() == lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch, number)
+
+    with pytest.raises(GroupError) as caught:
+        fit(Dying())
+    return f"{type(caught.value).__name__}: {caught.value}"

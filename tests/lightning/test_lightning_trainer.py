@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rank_pool import RankPool
+from rank_pool import RankError, RankPool
 
 CASES = re.findall(r"^def case_(\w+)", Path(__file__).with_name("lightning_cases.py").read_text(), re.MULTILINE)
 IMPORTS_S = 240.0
@@ -20,18 +19,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def _run_case(name: str, folder: Path) -> None:
     import lightning_cases  # noqa: PLC0415  (in ranks only)
 
     getattr(lightning_cases, f"case_{name}")(folder)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_two_ranks(pool: RankPool, tmp_path: Path, name: str) -> None:
-    pool.run(_run_case, name, tmp_path, deadline_s=IMPORTS_S)
+def _lose_rank(number: int) -> str:
+    import lightning_cases  # noqa: PLC0415  (in ranks only)
+
+    said: str = lightning_cases.lose_rank(number)
+    return said
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """All cases, in ranks that import Lightning once: that takes longer than the cases."""
+    failures = []
+    with RankPool(2) as pool:
+        for name in CASES:
+            folder = tmp_path / name
+            folder.mkdir()
+            try:
+                pool.run(_run_case, name, folder, deadline_s=IMPORTS_S)
+            except RankError as error:
+                failures.append(f"{name}\n{error}")
+        assert not failures, "\n".join(failures)
+        assert "PeerLostError: rank 1 " in pool.run_each(_lose_rank, [(1,)] * 2, deadline_s=IMPORTS_S, lost=[1])[0]
