@@ -73,10 +73,11 @@ def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path
 
 
 def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    hororun.run("-H", "localhost:1", "-np", "2", "--min-np", "1", "--json-report", str(file), "--", "true")
+    hororun.remote_shell, file = "false", tmp_path / "report.json"
+    words = ("-np", "1", "--min-np", "1", "--start-timeout", "1", "--elastic-timeout", "1")
+    hororun.run(*words, "--json-report", str(file), "--", "true", where="two:1")
     report = read(file)
-    assert report["exit"]["code"] == 2
+    assert report["exit"]["code"] == 69
     assert (report["generations"], report["stood_still_s"], report["steps_lost"]) == ([], 0.0, None)
 
 
