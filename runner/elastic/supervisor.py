@@ -137,6 +137,9 @@ class ElasticSupervisor(HostsSupervisor):
         if self._is_finished and not self._running and not self._stopping:
             self._release()
 
+    def _end(self, rank: int, *, asked: bool = False, **how: Any) -> None:
+        super()._end(rank, asked=asked or rank in self._dismissed, **how)
+
     def _on_signal(self, number: int) -> None:
         limits = self._job.elastic
         keeps = limits is not None and limits.keeps and self._running and not self._stopping

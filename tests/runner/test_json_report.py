@@ -63,6 +63,20 @@ def test_ctrl_c_leaves_a_whole_report(hororun: Hororun, flags: Flags, tmp_path: 
     assert report["cause"] is None and report["ranks"][0]["signal"] == "SIGKILL"
 
 
+def test_a_rank_that_ctrl_c_ends_with_an_exception_is_no_cause(hororun: Hororun, flags: Flags, tmp_path: Path) -> None:
+    file, script = tmp_path / "report.json", tmp_path / "train.py"
+    script.write_text(
+        "import time\nfrom horo.bootstrap import job\njob.start()\n"
+        f"open('{flags.folder}/up', 'w').close()\ntime.sleep(600)\n"
+    )
+    job = hororun.start("-np", "1", "--failure-seconds", "0", "--json-report", str(file), "--", str(script))
+    flags.wait(["up"])
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130
+    report = read(file)
+    assert report["ranks"][0]["asked"] and report["cause"] is None
+
+
 def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = hororun.run("-np", "1", "--json-report", str(file), "--", "./no-such-program")
