@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from rank_pool import on, one_of
 
-from horo.core.context import Context
-
 pair = one_of("group2", "group3")
 """Ranks on one host: sends to another host are not there yet."""
-needs_pairs = pytest.mark.skipif(not hasattr(Context, "send"), reason="the core has no send and receive yet")
 DTYPES = ["float32", "bfloat16", "int64", "uint8", "bool", "complex64", "uint16", "float8_e5m2"]
 
 
@@ -23,10 +20,9 @@ def value(rank: int, dtype: str, count: int) -> torch.Tensor:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(*(each if each.is_complex() else each.to(torch.float64) for each in (one, other)))
 
 
-@needs_pairs
 @pytest.mark.parametrize("count", [1, 1000, 3_000_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @on("pair")
@@ -45,7 +41,6 @@ def test_a_ring_of_sends_and_receives(dtype: str, count: int) -> None:
     assert equal(apart, value(before, dtype, count))
 
 
-@needs_pairs
 @on("pair")
 def test_tags_order_and_any_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -78,7 +73,6 @@ def test_tags_order_and_any_source() -> None:
     dist.barrier()
 
 
-@needs_pairs
 @on("pair")
 def test_any_legal_order_ends() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -102,12 +96,11 @@ def test_any_legal_order_ends() -> None:
     assert all(torch.equal(tensor, torch.full_like(tensor, float(i))) for i, tensor in received)
 
 
-@needs_pairs
 @on("pair")
 def test_a_difference_is_told_to_both() -> None:
     rank = dist.get_rank()
     if rank < 2:
-        with pytest.raises(RuntimeError, match=r"float32.*\[3\].*float32.*\[2\]|float32.*\[2\].*float32.*\[3\]"):
+        with pytest.raises(RuntimeError, match=r"[23] values of float32, but .* [23] values of float32; both must"):
             if rank == 0:
                 dist.send(torch.ones(3), 1)
             else:
@@ -115,7 +108,6 @@ def test_a_difference_is_told_to_both() -> None:
     dist.barrier()
 
 
-@needs_pairs
 @on("fresh_group3")
 def test_a_rank_that_is_done_leaves_when_the_others_are() -> None:
     rank = dist.get_rank()

@@ -147,8 +147,7 @@ class Exchange:
         """Begins to send to a rank."""
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), _DTYPES[source.dtype])
-        core: Any = pending.core
-        return HoroWork(pending, core.send(tensor, peer, tag), [source], (), None)
+        return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
 
     def receive(
         self,
@@ -161,20 +160,18 @@ class Exchange:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
         pending = self._core("recv")
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), _DTYPES[target.dtype])
-        core: Any = pending.core
+        core = pending.core
         handle = core.receive(tensor, peer, tag)
 
         def finish(handle: int) -> int:
             if after is not None:
                 after()
-            return int(core.source(handle))
+            return core.source(handle)
 
         return HoroWork(pending, handle, [target], results, finish)
 
     def _core(self, what: str) -> Pending:
         self.check_open()
-        if not hasattr(context.Context, "send"):
-            raise UnsupportedError(f"{what}: horo does not offer it yet")
         if self.pending is None:
             raise UsageError(f"{what}: {self._what} has one rank only")
         self._has_paired = True
