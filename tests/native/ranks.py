@@ -36,7 +36,20 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
-_NAMES = "uint8 int8 int16 int32 int64 float16 float32 float64 bool uint16 uint32 uint64".split()
+_NAMES = (
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+    "uint16",
+    "uint32",
+    "uint64",
+)
 NUMPY_OF_DTYPE = {name: np.dtype(name).type for name in _NAMES}
 NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),

@@ -132,6 +132,20 @@ static size_t splits_of(const horo_request *call, int i) {
     return call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
 }
 
+static void set_hashes(struct hr_request *request, int is_call) {
+    const horo_request *call = &request->call;
+    request->name_hash = hr_hash(call->name, request->name_bytes) + (uint64_t)is_call;
+    request->known_hash = is_call ? hr_hash((const char *)request->bytes, request->byte_count) : request->name_hash;
+    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
+    request->pending_hash += request->pending_hash == 0;
+}
+
+void hr_request_set_number(struct hr_request *request, uint64_t number) {
+    char *name = (char *)request->bytes - HR_CALL_NAME_BYTES;
+    request->name_bytes = hr_wire_write_call(number, name);
+    set_hashes(request, 1);
+}
+
 /* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
 static hr_status copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
@@ -140,8 +154,9 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
+    const size_t name_room = (call->flags & HORO_SUBMIT_ORDERED) != 0 ? HR_CALL_NAME_BYTES : name_bytes + 1;
     struct hr_request *request = malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) +
-                                        name_bytes + 1 + byte_count + row_bytes);
+                                        name_room + byte_count + row_bytes);
     if (request == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -153,7 +168,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
         .owners = 1,
         .name_bytes = name_bytes,
         .submit_ns = hr_now_ns(),
-        .bytes = (uint8_t *)name + name_bytes + 1,
+        .bytes = (uint8_t *)name + name_room,
         .byte_count = byte_count,
         .answer = -1,
     };
@@ -174,9 +189,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;
     request->call.tensors = tensors;
-    request->name_hash = hr_hash(name, name_bytes);
-    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
-    request->pending_hash += request->pending_hash == 0;
+    set_hashes(request, 0);
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -189,7 +202,17 @@ static int encode(struct hr_request *request) {
     return hr_wire_encode_request(&room, &request->call);
 }
 
-hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
+hr_status hr_request_create(const horo_request *given, struct hr_request **request, struct hr_error *error) {
+    horo_request named = *given;
+    const horo_request *call = &named;
+    if ((given->flags & HORO_SUBMIT_ORDERED) != 0) {
+        named.name = "ordered call"; /* until it has a number */
+        if (given->device != 0) {
+            return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                           "%s: an ordered call of a tensor on a GPU is not offered; copy it to the host",
+                           hr_op_name(given->op));
+        }
+    }
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     const size_t row_bytes = hr_wire_rows_bytes(call);
@@ -257,7 +280,7 @@ int hr_request_is_like(const struct hr_request *request, const horo_request *cal
     const size_t fixed = offsetof(horo_request, op);
     if (memcmp((const char *)own + fixed, (const char *)call + fixed, offsetof(horo_request, tensors) - fixed) != 0 ||
         own->tensor_count != call->tensor_count || own->team != call->team || own->device != call->device ||
-        call->name == NULL || strcmp(own->name, call->name) != 0) {
+        (!hr_request_is_call(request) && (call->name == NULL || strcmp(own->name, call->name) != 0))) {
         return 0;
     }
     const horo_tensor *mine = own->tensors;
@@ -274,6 +297,7 @@ void hr_request_renew(struct hr_request *request, const horo_request *call) {
         tensor->output = call->tensors->output;
     }
     request->newer = NULL;
+    request->next_call = NULL;
     request->owners = 1;
     request->state = HR_REQUEST_QUEUED;
     request->announced_id = 0;
@@ -312,6 +336,14 @@ struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text n
     return request;
 }
 
+struct hr_request *hr_port_take_call(struct hr_port *port) {
+    hr_drive_lock(port->requests->drive);
+    struct hr_request *request = port->next_call;
+    port->next_call = request == NULL ? NULL : request->next_call;
+    hr_drive_unlock(port->requests->drive);
+    return request;
+}
+
 /* The last one in flight of the request's name; NULL: there is none. */
 static struct hr_request *last_of_name(const struct hr_request *request) {
     struct hr_request *last =
@@ -323,6 +355,10 @@ static struct hr_request *last_of_name(const struct hr_request *request) {
 }
 
 int hr_port_is_next(struct hr_request *request) {
+    if (hr_request_is_call(request)) {
+        request->is_behind = 0;
+        return 1;
+    }
     const struct hr_request *last = last_of_name(request);
     request->is_behind = last != NULL;
     return last == NULL || last->refused != 0;
@@ -330,7 +366,12 @@ int hr_port_is_next(struct hr_request *request) {
 
 hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) {
     struct hr_port *port = request->port;
-    if (request->is_behind) {
+    if (hr_request_is_call(request)) {
+        hr_request_set_number(request, ++port->call_count);
+        *(port->calls == NULL ? &port->calls : &port->last_call->next_call) = request;
+        port->last_call = request;
+        port->next_call = port->next_call == NULL ? request : port->next_call;
+    } else if (request->is_behind) {
         last_of_name(request)->behind = request;
     } else {
         HR_TRY(hr_map_insert(&port->names, request->name_hash, request->call.name, request->name_bytes, request));
@@ -371,7 +412,10 @@ void hr_port_remove(struct hr_requests *requests, const struct hr_request *reque
     struct hr_arena_block *block = &requests->node->arena.blocks[requests->node->local_rank];
     struct hr_port *port = request->port;
     struct hr_request *next = request->behind;
-    if (request->is_behind) {
+    if (hr_request_is_call(request)) { /* the first one: they end in their order */
+        port->calls = request->next_call;
+        port->next_call = port->next_call == request ? request->next_call : port->next_call;
+    } else if (request->is_behind) {
         struct hr_request *front =
             hr_map_find(&port->names, request->name_hash, request->call.name, request->name_bytes);
         while (front->behind != request) {
