@@ -197,7 +197,8 @@ build/tools/installed: .ci/tools.txt
 	@build/tools/bin/python -m pip install -qq --disable-pip-version-check -r $<
 	@touch $@
 
-LOCK := build/tools/bin/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate
+LOCK := build/tools/bin/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate \
+	--override .ci/lock-overrides.txt --no-emit-package torch
 .PHONY: lock
 lock: build/tools/installed ## the hashes of what is pinned, anew, after a change of requirements-dev.txt
 	@$(LOCK) --python-version 3.10 requirements-dev.txt -o .ci/requirements-dev.lock

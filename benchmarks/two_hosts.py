@@ -153,7 +153,6 @@ def run_job(made: spaces.Spaces, layout: Layout, contestants: Sequence[str], rou
     ranks = layout.hosts * layout.per_host
     launch = [sys.executable, "-m", "horo.runner", "-np", str(ranks), "-H", made.slots(ranks)]
     launch += [
-        "--torch-env",
         "--remote-shell",
         str(made.remote_shell),
         "--no-prefix",

@@ -184,7 +184,7 @@ class Job:
         interfaces: network interfaces to use; none: those that route to the peers.
         ports: those on which horo may listen; None: any.
         store_port: port of the key-value server; 0: any free one.
-        torch_env: whether ranks find the variables of ``torch.distributed``.
+        torch_env: whether ranks find the variables of ``torch.distributed``; those of ``exports`` come before them.
         master_port: ``MASTER_PORT``; 0: any free one.
         bind_to: the CPUs that each rank is bound to, one of ``BINDINGS``.
         bind_gpus: whether each rank sees its share of its host's GPUs only.
@@ -199,6 +199,7 @@ class Job:
         mpi: options for mpirun.
         output: form and place of the output.
         timelines: the merge of the ranks' timelines at the end; None: none.
+        json_report: the file for the course of the job; empty: none.
         elastic: the limits of an elastic job; None: a rank that fails ends the job.
     """
 
@@ -216,7 +217,7 @@ class Job:
     interfaces: tuple[str, ...] = ()
     ports: range | None = None
     store_port: int = 0
-    torch_env: bool = False
+    torch_env: bool = True
     master_port: int = 0
     bind_to: str = "none"
     bind_gpus: bool = False
@@ -231,6 +232,7 @@ class Job:
     mpi: Mpi = Mpi()
     output: OutputOptions = OutputOptions()
     timelines: TimelineMerge | None = None
+    json_report: str = ""
     elastic: Elastic | None = None
 
     @property

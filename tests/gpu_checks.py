@@ -215,12 +215,9 @@ def not_contiguous(device: torch.device) -> None:
     base = _drawn(6, 8, seed=1, device=device)
     ranks = size * (size + 1) / 2
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-        torch.Tensor.t,
-        lambda x: x[:, ::2],
-        lambda x: x[1::3, 2:5],
-        lambda x: x.view(2, 3, 2, 4).permute(2, 0, 3, 1),
+        torch.Tensor.t, lambda x: x[:, ::2], lambda x: x[1::3, 2:5], lambda x: x.view(2, 3, 2, 4).permute(2, 0, 3, 1),
         lambda x: x[:1].expand(3, 8),
-    )
+    )  # fmt: skip
     for view in views:
         _close([hvd.allreduce(view(base * (rank + 1)), op=hvd.Sum)], [view(base) * ranks])
         assert torch.equal(hvd.allgather(view(base)), torch.cat([view(base)] * size))

@@ -30,16 +30,12 @@ def environments(server: StoreServer, size: int, common: Mapping[str, str] | Non
     """What hororun would tell ``size`` ranks, without local ranks; ``common`` is added to all."""
     return [
         {
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(size),
-            "HOROVOD_HOSTNAME": f"name{rank}",
-            "HORO_STORE": ",".join(map(str, server.endpoints)),
-            "HORO_SECRET": SECRET.hex(),
-            "HORO_START_TIMEOUT": "20",
-            **(common or {}),
+            "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_HOSTNAME": f"name{rank}",
+            "HORO_STORE": ",".join(map(str, server.endpoints)), "HORO_SECRET": SECRET.hex(),
+            "HORO_START_TIMEOUT": "20", **(common or {}),
         }
         for rank in range(size)
-    ]
+    ]  # fmt: skip
 
 
 def run_threads(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]:

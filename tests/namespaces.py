@@ -17,13 +17,9 @@ from skips import apt_install
 
 _SSHD = "/usr/sbin/sshd"
 _PROGRAMS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "ssh": "openssh-client",
-    _SSHD: "openssh-server",
-    "unshare": "util-linux",
+    "ip": "iproute2", "tc": "iproute2", "ssh": "openssh-client", _SSHD: "openssh-server", "unshare": "util-linux",
     "hostname": "hostname",
-}
+}  # fmt: skip
 _SSHD_CONFIG = """
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub

@@ -30,11 +30,7 @@ def expected(layout: str, cluster: Cluster, mpi: str = "") -> dict[int, Place]:
         # hosts are numbered by their lowest rank; those with too few ranks are left out
         across = [host for host in dict.fromkeys(layout) if layout.count(host) > local_rank]
         places[rank] = {
-            "size": size,
-            "local": [local_rank, layout.count(letter)],
-            "cross": [across.index(letter), len(across)],
-            "host": cluster.hosts["ab".index(letter)].name,
-            "mpi": mpi,
-            "sum": [size * (size + 1) / 2] * 2,
-        }
+            "size": size, "local": [local_rank, layout.count(letter)], "cross": [across.index(letter), len(across)],
+            "host": cluster.hosts["ab".index(letter)].name, "mpi": mpi, "sum": [size * (size + 1) / 2] * 2,
+        }  # fmt: skip
     return places

@@ -137,13 +137,9 @@ class PlainRanks:
 
     def _launch(self, rank: int, host: str, store: str) -> subprocess.Popen[bytes]:
         told = {
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(len(self.hosts)),
-            "HOROVOD_HOSTNAME": f"host-{host}",
-            "HORO_STORE": store,
-            "HORO_SECRET": _SECRET,
-            **({} if self.enter else {"HORO_HOST_ID": host}),
-        }
+            "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(len(self.hosts)), "HOROVOD_HOSTNAME": f"host-{host}",
+            "HORO_STORE": store, "HORO_SECRET": _SECRET, **({} if self.enter else {"HORO_HOST_ID": host}),
+        }  # fmt: skip
         command = self.enter.get(host, _as_it_is)([sys.executable, str(_PROGRAM)])
         with (self.folder / f"stderr.{rank}").open("wb") as log:
             return subprocess.Popen(

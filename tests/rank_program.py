@@ -26,13 +26,10 @@ _LARGE = 8 << 20
 def place(rank: Rank, folder: str, count: str = "100000") -> None:
     job = rank.job
     found = {
-        "size": job.size,
-        "local": [job.local_rank, job.local_size],
-        "cross": [job.cross_rank, job.cross_size],
-        "host": os.uname().nodename,
-        "mpi": job.mpi.library.split()[0] if job.mpi else "",
+        "size": job.size, "local": [job.local_rank, job.local_size], "cross": [job.cross_rank, job.cross_size],
+        "host": os.uname().nodename, "mpi": job.mpi.library.split()[0] if job.mpi else "",
         "sum": rank.allreduce("x", int(count)),
-    }
+    }  # fmt: skip
     draft = Path(folder, f"draft.{job.rank}")
     draft.write_text(json.dumps(found))
     draft.rename(draft.with_name(f"rank.{job.rank}"))

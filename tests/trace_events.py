@@ -16,12 +16,9 @@ from horo.timeline.recording import finish
 _NUMBER = (int, float)
 _ANY = {"ph": str, "pid": int, "tid": int}
 _KINDS: dict[str, dict[str, Any]] = {
-    "M": {"name": str, "args": dict},
-    "B": {"name": str, "ts": _NUMBER},
-    "E": {"ts": _NUMBER},
-    "X": {"name": str, "ts": _NUMBER, "dur": _NUMBER},
-    "i": {"name": str, "ts": _NUMBER, "s": str},
-}
+    "M": {"name": str, "args": dict}, "B": {"name": str, "ts": _NUMBER}, "E": {"ts": _NUMBER},
+    "X": {"name": str, "ts": _NUMBER, "dur": _NUMBER}, "i": {"name": str, "ts": _NUMBER, "s": str},
+}  # fmt: skip
 """By phase, what an event must have beside ``ph``, ``pid`` and ``tid``. All but M may have ``args``, and no more."""
 _METADATA = {
     "process_name": ("name", str),

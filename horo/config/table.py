@@ -364,8 +364,8 @@ class Config:
         "PORT_RANGE",
         None,
         "Ports on which horo listens, for a firewall between the hosts: of the job's store, of ranks while they "
-        "connect, of `hororun --check-hosts`, and `MASTER_PORT` of `--torch-env`. Each host needs one per rank and two"
-        " more. Default: the system chooses.",
+        "connect, of `hororun --check-hosts`, and `MASTER_PORT` for `torch.distributed`. Each host needs one per rank "
+        "and two more. Default: the system chooses.",
         Option("--port-range", "ports on which horo listens: 40000-40100", "FIRST-LAST"),
         kind=str,
         form="a range of ports as 40000-40100, from 1024 to 65535",

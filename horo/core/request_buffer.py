@@ -220,7 +220,7 @@ class RequestBuffer:
         )  # fmt: skip
 
     def set_name(self, name: str | None) -> None:
-        """Writes the name, which is equal on all ranks; None, in front of ``fill``: the call is matched by its number."""
+        """Writes the name, equal on all ranks; None, in front of ``fill``: the call is matched by its number."""
         if name is None:
             self._long_name, self._name_at = None, 0
             _POINTER.pack_into(self._view, 0, 0)

@@ -15,6 +15,7 @@ import torch
 from horo.config.table import check_arguments, environment, read_config
 from horo.errors import UsageError
 from horo.torch.compat.dynamo import keep_from_dynamo
+from horo.torch.compat.rank_zero import tell_rank
 from horo.torch.engine.course import SCRIPT_ENDED, SHUT_DOWN
 from horo.torch.engine.runtime import Forecast, Runtime, current, process
 from horo.torch.ops.process_set import ProcessSet, register_all
@@ -127,6 +128,7 @@ def _begin(comm: Any, settings: Mapping[str, Any], device: int | None, added: li
     with process.lock:
         job = start(None, comm, settings, torch.get_num_threads(), device)
         process.runtime = Runtime(job, process.handle_base)
+        tell_rank(job.rank)
         process.forecast = None
         if not process.registered:
             process.registered = True

@@ -390,7 +390,11 @@ HORO_API int horo_stop_timeline(horo_context *context) {
 
 HORO_API int horo_read_tuning(horo_context *context, uint64_t *values, int32_t *is_final) {
     HR_TRY(enter(context, NULL, 0));
-    hr_engine_read_tuning(&context->engine, values, is_final);
+    struct hr_engine *engine = &context->engine;
+    hr_drive_lock(&engine->drive);
+    memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
+    *is_final = engine->tuned.is_final;
+    hr_drive_unlock(&engine->drive);
     return HORO_OK;
 }
 

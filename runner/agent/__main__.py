@@ -4,7 +4,8 @@ It sends its host info, receives the job, starts its ranks, and sends back their
 ends, when it receives nothing for the agreed time (in which it could run itself), or on SIGTERM, it ends all processes
 and exits. If the agent is killed, its guard ends them.
 
-In an elastic job, workers start and end one by one, and the agent stays until it is to end.
+In an elastic job, workers start and end one by one, and the agent stays until it is to end. On SIGTERM it has hororun
+take the workers away, and ends them itself if they are there after the grace time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ __all__ = ["main"]
 _READ_BYTES = 1 << 16
 _OUTGOING_MAX_BYTES = 1 << 20
 _JOB_TIMEOUT_S = 600.0
+_LEAVE_S = 5.0
+"""The time that hororun has for the end of workers beside the grace time."""
 
 
 def main() -> int:
@@ -73,6 +76,7 @@ class _Agent:
         self._silence_s = _JOB_TIMEOUT_S
         self._silence_timer: Timer = loop.call_later(self._silence_s, self._on_silence)
         self._leaving = False
+        self._is_to_leave = False
         self._listener: socket.socket | None = None
         self._host = socket.gethostname()
         self._job: dict[str, Any] = {}
@@ -255,6 +259,11 @@ class _Agent:
             self._ranks.terminate()
 
     def _on_end(self, number: int) -> None:
+        if isinstance(self._ranks, HostWorkers) and self._connected and not self._is_to_leave:
+            self._is_to_leave = True
+            self._send(encode(Kind.LEAVING))
+            self._loop.call_later(self._job["grace_s"] + _LEAVE_S, lambda: self._on_end(number))
+            return
         if not self._leaving:
             message = f"host {self._host} ended its ranks: {signal.Signals(number).name} came to the agent there"
             self._send(encode_json(Kind.FAILED, {"message": message, "code": EXIT_UNREACHABLE}))

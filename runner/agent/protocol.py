@@ -52,6 +52,7 @@ class Kind(IntEnum):
     SIGNALLED = 10  # agent: JSON, the number of a signal that came to it, and that its ranks have got
     REMAINED = 11  # agent: JSON, the processes of the job that it cannot end
     NOT_STARTED = 12  # agent: JSON, why a worker of START does not run
+    LEAVING = 13  # agent of an elastic job: SIGTERM has come to it, and its host is about to end
     JOB = 16  # launcher: JSON, the job; once, first. Without ranks: workers come later, by START
     TERMINATE = 17  # launcher: SIGTERM now, SIGKILL after the grace time
     KILL = 18  # launcher: SIGKILL now

@@ -31,7 +31,7 @@ from horo.runner.loop import Loop, Timer
 from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn
 from horo.timeline.recording import rows_of
 
-__all__ = ["Event", "Exited", "HostRanks", "NotStarted", "Noted", "Remained", "Started", "Wrote", "reap"]
+__all__ = ["Event", "Exited", "HostRanks", "Leaving", "NotStarted", "Noted", "Remained", "Started", "Wrote", "reap"]
 
 _READ_BYTES = 65536
 _NOTES = 3
@@ -109,7 +109,14 @@ class Remained:
         )
 
 
-Event = Started | Wrote | Noted | Exited | NotStarted | Remained
+@dataclass(frozen=True)
+class Leaving:
+    """``host`` is about to end: its agent has got SIGTERM, and takes its workers with it after the grace time."""
+
+    host: str
+
+
+Event = Started | Wrote | Noted | Exited | NotStarted | Remained | Leaving
 
 
 @dataclass

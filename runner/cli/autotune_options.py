@@ -113,16 +113,12 @@ def check_exports(exports: Mapping[str, str], given: argparse.Namespace) -> None
     Raises:
         JobError: hororun sets the variable itself, an option sets it as well, or horo does not take its value.
     """
-    from horo.runner.job.forwarded_variables import TORCH_VARIABLES  # noqa: PLC0415 - --help does without
-    from horo.runner.processes import MARK_NAME  # noqa: PLC0415
+    from horo.runner.processes import MARK_NAME  # noqa: PLC0415 - --help does without
 
     own = {MARK_NAME, *names_of(LaunchVariables)}
-    torch = TORCH_VARIABLES if given.torch_env or given.master_port else ()
     for name in exports:
-        if name in own or name in torch:
-            raise JobError(
-                f"-x {name}: hororun sets {name} for every rank{' (--torch-env)' * (name in torch)}: leave it out"
-            )
+        if name in own:
+            raise JobError(f"-x {name}: hororun sets {name} for every rank: leave it out")
     spellings = {variable.names[0]: variable.names for variable in variables_of(Config).values()}
     for option, variable, _ in _given(given):
         twice = next((name for name in spellings[variable] if name in exports), None)

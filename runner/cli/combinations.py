@@ -27,7 +27,7 @@ _LAUNCHERS_OF = {
     "remote_python": _OWN,
     "store_port": _OWN,
     "master_port": _OWN,
-    "torch_env": _OWN,
+    "no_torch_env": _OWN,
     "min_np": _OWN,
     "max_np": _OWN,
     "reset_limit": _OWN,
@@ -39,6 +39,7 @@ _LAUNCHERS_OF = {
     "on_failure": _OWN,
     "blacklist_cooldown_range": _OWN,
     "check_hosts": _OWN,
+    "json_report": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,
@@ -86,9 +87,10 @@ _ELASTIC = (
     "blacklist_cooldown_range",
 )
 """Options that have a meaning in elastic jobs only."""
-_NOT_ELASTIC = ("torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
+_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
 """Options that an elastic job does not have: what they set is fixed at the start of a job."""
 _EXCLUDED = {
+    "master_port": "no_torch_env",
     "prefix_timestamp": "no_prefix",
     "stall_check_warning_time_seconds": "no_stall_check",
     "stall_check_shutdown_time_seconds": "no_stall_check",

@@ -79,7 +79,7 @@ def _run(job: Job) -> int:
 
         show(dry_run(job, os.environ))
         return 0
-    from horo.runner.job.supervise import run_job  # noqa: PLC0415 - --help does without
+    from horo.runner.job.whole_job import run_job  # noqa: PLC0415 - --help does without
 
     if job.elastic is not None:
         from horo.runner.elastic.supervisor import ElasticSupervisor  # noqa: PLC0415 - --help does without
@@ -142,7 +142,7 @@ def parse(
         interfaces=tuple(given.network_interfaces),
         ports=port_range({**environment, **exports}),
         store_port=given.store_port,
-        torch_env=given.torch_env or given.master_port != 0,
+        torch_env=elastic is None and not given.no_torch_env,
         master_port=given.master_port,
         bind_to=given.bind_to,
         bind_gpus=given.bind_gpus,
@@ -167,6 +167,7 @@ def parse(
         ),
         output=_output(given, environment),
         timelines=timelines,
+        json_report=given.json_report or "",
         elastic=elastic,
     )
 

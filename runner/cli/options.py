@@ -258,16 +258,16 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
         "--store-port", type=port, default=0, metavar="P", help="port where ranks meet; default: a free one"
     )
     group.add_argument(
-        "--torch-env", action="store_true",
-        help="set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.distributed; "
-        "a trainer that finds them wraps the model in DistributedDataParallel",
+        "--no-torch-env", action="store_true",
+        help="do not set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: a trainer that "
+        "finds them wraps the model in DistributedDataParallel",
     )  # fmt: skip
     group.add_argument(
         "--master-port",
         type=port,
         default=0,
         metavar="P",
-        help="MASTER_PORT; implies --torch-env, whose default is a free one",
+        help="MASTER_PORT for torch.distributed; default: a free one",
     )
 
 
@@ -292,6 +292,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--timeline-merge", type=filled, metavar="FILE",
         help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
+    )  # fmt: skip
+    group.add_argument(
+        "--json-report", type=filled, metavar="FILE",
+        help="at the end, write how the job has gone: ends of ranks, generations of elastic jobs, the cause",
     )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
 

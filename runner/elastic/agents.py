@@ -7,10 +7,10 @@ from pathlib import Path
 from horo.bootstrap.net.interfaces import LOOPBACK, is_loopback
 from horo.runner.agent.command import StartError
 from horo.runner.agent.machine import core_count, visible_gpus
-from horo.runner.agent.ranks import Event, NotStarted
+from horo.runner.agent.ranks import Event, Leaving, NotStarted
 from horo.runner.agent.workers import HostWorkers
 from horo.runner.config import JobError
-from horo.runner.elastic.state import ElasticEvent, FoundHost, HostLost, HostUp, StartWorker
+from horo.runner.elastic.state import ElasticEvent, FoundHost, HostLost, HostUp, Leave, StartWorker
 from horo.runner.hosts import HostSpec
 from horo.runner.job.host_addresses import find_addresses
 from horo.runner.job.placement import Placement, slots_of
@@ -226,6 +226,8 @@ class HostsSupervisor(Supervisor):
         if isinstance(event, NotStarted):
             self._running.discard(event.rank)
             self._on_not_started(event)
+        elif isinstance(event, Leaving):
+            self._take(Leave(event.host, self._job.grace_s, "SIGTERM has come to its agent"))
         else:
             super()._on_event(event)
 

@@ -11,35 +11,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from horo.runner.config import EXIT_ELASTIC_TIMEOUT, EXIT_TERMINATED, EXIT_UNREACHABLE, Elastic
-from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, host_deadlines_s, stays
+from horo.runner.elastic.hosts import free_slots, free_time_s, host_deadlines_s, stays
 from horo.runner.elastic.next_generation import awaited, changes_of, may_come, next_members
 from horo.runner.elastic.state import (
     Action,
     Announce,
     Committed,
-    Dismiss,
     Done,
     DriverState,
     ElasticEvent,
     Ended,
-    Fail,
-    Finish,
     FoundHost,
-    Generation,
     HostEvent,
     HostsFound,
-    Kill,
     Phase,
     Reach,
     Ready,
+    Refused,
     Standing,
-    StartWorker,
     Tick,
     Waits,
     Within,
     Worker,
-    WriteSeats,
 )
+from horo.runner.elastic.turn import Turn, ranks_in_words
 
 __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
@@ -74,7 +69,7 @@ def deadline_s(state: DriverState) -> float | None:
     if state.phase in (Phase.CONNECTING, Phase.STARTING, Phase.FORMING):
         times.append(state.since_s + limits.start_timeout_s)
     elif state.phase is Phase.GATHERING:
-        times.append(state.since_s + limits.gather_timeout_s)
+        times.append(sum(_gather_limit(state)))
     if state.phase in (Phase.CONNECTING, Phase.SHORT):
         times.append(state.since_s + limits.elastic_timeout_s)
     if state.phase in _REPLACING:
@@ -95,11 +90,17 @@ def lost_s(state: DriverState) -> float:
     return sum(each.still_s for each in state.history) + idle_s
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _gather_limit(state: DriverState) -> tuple[float, float]:
+    """The begin and the length of the time in which members have to leave the generation.
+
+    If only a host does not answer, they may train with its ranks until their next commit.
+    """
+    if state.broken_s is None:
+        return state.since_s, state.limits.elastic_timeout_s
+    return state.broken_s, state.limits.gather_timeout_s
 
 
-class _Turn(HostTurn):
+class _Turn(Turn):
     """One step."""
 
     # Events
@@ -121,10 +122,15 @@ class _Turn(HostTurn):
                 self._on_course(worker, event)
         elif isinstance(event, Committed):
             self._set(worker, worker.standing, has_state=True)
+            self.state.has_trained = True
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
-        else:
+        elif isinstance(event, Ended):
             self._on_ended(worker, event)
+        elif self.state.generation:
+            self._on_ended(worker, Ended(worker.number, True, f"could not be started: {event.reason}"))
+        else:
+            self._leave_out(worker, event)
 
     def _on_course(self, worker: Worker, event: Within | Done | Waits) -> None:
         if isinstance(event, Within):
@@ -139,7 +145,9 @@ class _Turn(HostTurn):
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
-        self.state.is_broken = True
+        self._break()
+        counts = [each for each in (self.state.steps_lost, event.steps_lost) if each is not None]
+        self.state.steps_lost = max(counts, default=None)
         self._gather(f"worker {worker.number} has left it")
         culprit = None if event.culprit is None else self.workers.get(event.culprit)
         if culprit is not None and culprit.standing in _IN_GENERATION:
@@ -149,10 +157,13 @@ class _Turn(HostTurn):
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
         is_member = worker.number in self.state.members
-        self.state.is_broken |= is_member
+        if is_member:
+            self._break()
         is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
+        elif event.is_error and not self.state.has_trained and not worker.is_going:
+            self._finish(failed=worker.number)  # a mistake in the script, which others make, too
         elif worker.standing not in (Standing.DISMISSED, Standing.ADRIFT):
             name = self._name(worker)
             self._report(f"{name} {event.how}")
@@ -161,6 +172,14 @@ class _Turn(HostTurn):
                 self._end_others(worker)
             if is_member:
                 self._gather(f"{name} {event.how}")
+
+    def _leave_out(self, worker: Worker, event: Refused) -> None:
+        """The worker could not be started: the first generation does without its slot."""
+        del self.workers[worker.number]
+        self.state.refused = (*self.state.refused, event)
+        host = self.hosts.get(worker.slot.host)
+        if host is not None and host.free_s <= self._now_s:
+            self._cool(host, self.state.limits.start_timeout_s)
 
     def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
         """The host of the worker is lost, and so is the worker."""
@@ -185,7 +204,7 @@ class _Turn(HostTurn):
         if host.free_s > self._now_s and goes_on:
             for each in others:
                 if each.standing is not Standing.DONE:
-                    self._dismiss(each)
+                    self._dismiss(each, f"worker {worker.number} on its host has failed")
 
     # Decisions
 
@@ -222,15 +241,21 @@ class _Turn(HostTurn):
     def start(self) -> None:
         """STARTING: seats the first workers once all have come, or enough of them in time."""
         ready, limits = next_members(self.state), self.state.limits
-        is_late = self._now_s >= self.state.since_s + limits.start_timeout_s
+        due_s = self.state.since_s + limits.start_timeout_s
+        is_late = self._now_s >= due_s
         staying = [worker for worker in self.workers.values() if self._stays(worker)]
-        expected = min(limits.size, len(staying) + len(free_slots(self.state)))
+        in_time = [slot for slot in free_slots(self.state) if free_time_s(self.state, slot) < due_s]
+        expected = min(limits.size, len(staying) + len(in_time))
+        may_grow = limits.is_discovered or any(host.reach is Reach.COMING for host in self.hosts.values())
+        refused = self.state.refused[-1:]
         if len(ready) >= (limits.min_size if is_late else max(limits.min_size, expected)):
             self._seat()
+        elif refused and expected < limits.min_size and not may_grow:
+            self._finish(refused[0].reason, refused[0].code)
         elif is_late:
-            came = f"{_ranks(len(ready))} of {limits.size} called init() within {limits.start_timeout_s:g} s"
+            came = f"{ranks_in_words(len(ready))} of {limits.size} called init() within {limits.start_timeout_s:g} s"
             self._finish(f"{came} (--start-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
-        elif self.state.started and not self.workers:
+        elif self.state.started and not self.workers and not (refused and may_grow):
             self._finish()  # all have failed: so would others
 
     def form(self) -> None:
@@ -255,16 +280,16 @@ class _Turn(HostTurn):
 
     def gather(self) -> None:
         """GATHERING: waits until no member is in the generation any more; kills those that do not leave."""
-        is_late = self._now_s >= self.state.since_s + self.state.limits.gather_timeout_s
+        begin_s, limit_s = _gather_limit(self.state)
         for worker in self._members():
             if worker.standing in _IN_GENERATION:
                 if self.suspects.get(worker.number, float("inf")) <= self._now_s:
                     self._kill(worker, "does not go on")
-                elif is_late:
-                    limit_s = self.state.limits.gather_timeout_s
+                elif self._now_s >= begin_s + limit_s:
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
         drift = Standing.ADRIFT if self.state.is_broken else Standing.READY
         if all(worker.standing in (Standing.READY, drift) for worker in self._members()):
+            self._hurry()
             announced = self.state.announced
             if not (announced and announced.added and awaited(self.state)):
                 self._seat_or_wait()
@@ -274,7 +299,7 @@ class _Turn(HostTurn):
         limits = self.state.limits
         self._seat_or_wait()
         if self.state.phase is Phase.SHORT and self._now_s >= self.state.since_s + limits.elastic_timeout_s:
-            came = f"{_ranks(len(self._standing(Standing.READY)))} within {limits.elastic_timeout_s:g} s"
+            came = f"{ranks_in_words(len(self._standing(Standing.READY)))} within {limits.elastic_timeout_s:g} s"
             self._finish(f"{came} (--elastic-timeout), of at least {limits.min_size} (--min-np)", EXIT_ELASTIC_TIMEOUT)
 
     def end(self) -> None:
@@ -282,7 +307,7 @@ class _Turn(HostTurn):
         for worker in list(self.workers.values()):
             is_newcomer = self.state.generation > 0 and worker.number not in self.state.members
             if is_newcomer and worker.standing in (Standing.COMING, Standing.READY):
-                self._dismiss(worker)
+                self._dismiss(worker, "the training is over")
         left = [worker.number for worker in self._standing(Standing.READY)]
         if left and self.state.leaves_s is not None:
             self._finish("", 0)
@@ -316,7 +341,7 @@ class _Turn(HostTurn):
     def _end_in_time(self) -> None:
         """Kills members that do not come to the end of the training, where all others have."""
         state = self.state
-        if state.phase not in (Phase.RUNNING, Phase.FINISHING) or state.done_s is None:
+        if state.phase not in (Phase.RUNNING, Phase.GATHERING, Phase.FINISHING) or state.done_s is None:
             return
         if self._now_s >= state.done_s + state.limits.gather_timeout_s:
             for worker in self._members():
@@ -340,7 +365,9 @@ class _Turn(HostTurn):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
             if ready:
-                self._report(f"{_ranks(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)")
+                self._report(
+                    f"{ranks_in_words(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)"
+                )
             self._enter(Phase.SHORT)
         elif any(worker.has_state for worker in ready):
             self._dismiss_leavers()
@@ -370,104 +397,6 @@ class _Turn(HostTurn):
             state.restored = own
             state.kept = {slot: number for slot, number in state.kept.items() if number <= own}
         return True
-
-    def _seat(self) -> None:
-        state = self.state
-        state.members = tuple(worker.number for worker in next_members(self.state))
-        state.generation += 1
-        state.changes, state.announced, state.is_broken, state.done_s = 0, None, False, None
-        self.suspects.clear()
-        for number in state.members:
-            self._set(self.workers[number], Standing.SEATED)
-        self.actions.append(WriteSeats(state.generation, state.members))
-        self._enter(Phase.FORMING)
-
-    def _run(self) -> None:
-        state = self.state
-        if state.idle_since_s is not None:
-            idle_s = self._now_s - state.idle_since_s if state.generation > 1 else 0.0
-            state.history = (*state.history, Generation(state.generation, state.members, idle_s))
-            if state.generation > 1:
-                names = ", ".join(map(str, state.members))
-                who = f"{_ranks(len(state.members))} (worker{'s' if len(state.members) > 1 else ''} {names})"
-                self._report(f"generation {state.generation}: {who} after {idle_s:.1f} s")
-            state.idle_since_s = None
-        self._enter(Phase.RUNNING)
-
-    def _announce(self, *change: bool) -> None:
-        self.state.changes += 1
-        self.state.announced = Announce(self.state.generation, self.state.changes, *change)
-        self.actions.append(self.state.announced)
-
-    def _gather(self, reason: str) -> None:
-        if self.state.phase not in (Phase.FORMING, Phase.RUNNING):
-            return
-        if self.state.phase is Phase.FORMING:  # they may wait for each other in init()
-            self.actions.append(Fail(self.state.generation, reason))
-        if self.state.idle_since_s is None:
-            self.state.idle_since_s = self._now_s
-        self._enter(Phase.GATHERING)
-
-    def _replace(self) -> None:
-        """Starts workers for slots that have none. Before the first generation, only if others have come through."""
-        state = self.state
-        is_first = state.started == 0
-        has_come = any(worker.standing is Standing.READY for worker in self.workers.values())
-        is_over = self._is_at_reset_limit() or state.done_s is not None
-        if is_over or (state.generation == 0 and not is_first and not has_come):
-            return
-        free = [slot for slot in free_slots(state) if self._now_s >= free_time_s(state, slot)]
-        size = len(self.workers) + len(free)
-        for slot in free:
-            number = state.started
-            state.started += 1
-            forecast = StartWorker(number, slot, state.generation + 1, len(self.workers), size)
-            self.workers[number] = Worker(number, slot, self._now_s)
-            self.actions.append(forecast)
-            if not is_first:
-                self._report(f"{self._name(self.workers[number])} starts")
-
-    def _kill(self, worker: Worker, why: str) -> None:
-        self._set(worker, Standing.ENDING)
-        self.suspects.pop(worker.number, None)
-        self.actions.append(Kill(worker.number))
-        self._report(f"{self._name(worker)} {why}, and is killed")
-
-    def _dismiss(self, worker: Worker) -> None:
-        self._set(worker, Standing.DISMISSED)
-        self.suspects.pop(worker.number, None)
-        self.actions.append(Dismiss(worker.number))
-
-    def _dismiss_leavers(self) -> None:
-        """Ends workers that are to leave, and are not at work."""
-        for worker in list(self.workers.values()):
-            if worker.standing in (Standing.COMING, Standing.READY) and not self._stays(worker):
-                self._dismiss(worker)
-
-    def _finish(self, reason: str = "", code: int | None = None) -> None:
-        self._enter(Phase.OVER)
-        self.actions.append(Finish(reason, code))
-
-    def _set(self, worker: Worker, standing: Standing, *, has_state: bool | None = None) -> None:
-        has_state = worker.has_state if has_state is None else has_state
-        self.workers[worker.number] = replace(worker, standing=standing, has_state=has_state)
-        self.state.has_learnt |= has_state
-
-    def _name(self, worker: Worker) -> str:
-        members, several = self.state.members, len(self.hosts) > 1
-        rank = f" (rank {members.index(worker.number)})" if worker.number in members else ""
-        return f"worker {worker.number}{rank}{f' on {worker.slot.host}' if several else ''}"
-
-    def _is_at_reset_limit(self) -> bool:
-        limit = self.state.limits.reset_limit
-        return limit is not None and self.state.generation > limit
-
-    def _members(self) -> list[Worker]:
-        """The workers of the generation whose processes exist."""
-        return [self.workers[number] for number in self.state.members if number in self.workers]
-
-    def _standing(self, standing: Standing) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.standing is standing]
 
 
 _DECISIONS: dict[Phase, Callable[[_Turn], None]] = {

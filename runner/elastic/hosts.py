@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 
+from horo.runner.config import EXIT_TERMINATED
 from horo.runner.elastic.state import (
     Action,
     Connect,
@@ -26,7 +28,7 @@ from horo.runner.elastic.state import (
     Worker,
 )
 
-__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays"]
+__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays", "why_it_leaves"]
 
 _SOON_S = 60.0
 """A worker that fails so soon after its start makes its slot wait ever longer."""
@@ -44,6 +46,14 @@ def stays(state: DriverState, worker: Worker) -> bool:
     return host.slots is None or worker.slot.number < host.slots
 
 
+def why_it_leaves(state: DriverState, worker: Worker) -> str:
+    """The reason why the worker is to leave its host, in words."""
+    host = state.hosts.get(worker.slot.host)
+    if host is None or not host.is_listed:
+        return f"{worker.slot.host} is not found any more"
+    return f"{host.name} has to end" if host.leaves_s is not None else f"{host.name} has fewer slots now"
+
+
 def rank_order(workers: Iterable[Worker]) -> list[Worker]:
     """Hosts by their oldest worker that has the state, inside a host likewise: ranks of a host follow each other."""
     by_age = sorted(workers, key=_age)
@@ -55,8 +65,10 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
 
 def free_slots(state: DriverState) -> list[Slot]:
     """The slots that are to have a worker and have none, also those that have to wait for some time, best first."""
-    used = {worker.slot for worker in state.workers.values()}
     filling = [each for each in state.workers.values() if stays(state, each) or each.standing is Standing.ENDING]
+    if len(filling) >= _wanted(state):
+        return []
+    used = {worker.slot for worker in state.workers.values()}
     open_slots = [
         Slot(host.name, number)
         for host in state.hosts.values()
@@ -71,7 +83,7 @@ def free_slots(state: DriverState) -> list[Slot]:
         return latest < 0 or kept < latest, free_time_s(state, slot) > state.now_s, -kept
 
     best = sorted((slot for slot in open_slots if slot not in used), key=worth)
-    return best[: max(0, _wanted(state) - len(filling))]
+    return best[: _wanted(state) - len(filling)]
 
 
 def free_time_s(state: DriverState, slot: Slot) -> float:
@@ -111,9 +123,9 @@ class HostTurn:
         now_s = max(now_s, state.now_s)
         self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
         self.hosts = dict(state.hosts)
-        self.state = replace(
-            state, now_s=now_s, workers=self.workers, slots=self.slots, suspects=self.suspects, hosts=self.hosts
-        )
+        self.state = copy(state)
+        self.state.now_s, self.state.workers, self.state.slots = now_s, self.workers, self.slots
+        self.state.suspects, self.state.hosts = self.suspects, self.hosts
         self.actions: list[Action] = []
         self._now_s = now_s
 
@@ -160,12 +172,19 @@ class HostTurn:
         if host is not None and host.leaves_s is None:
             self.hosts[host.name] = replace(host, leaves_s=until_s)
         others = [each for each in self.hosts.values() if _is_kept(each) and each.reach is not Reach.AWAY]
-        if event.host is None or (host is not None and not others):
+        why = f" ({event.why})" if event.why else ""
+        if host is not None and not others and not self.state.limits.keeps:
+            self._finish(
+                f"the last host, {host.name}, has to end{why}; with --elastic-dir, a later job would go on from the "
+                "commit",
+                EXIT_TERMINATED,
+            )
+        elif event.host is None or (host is not None and not others):
             if self.state.leaves_s is None:
-                self._report(f"the job has to end within {event.within_s:g} s")
+                self._report(f"the job has to end within {event.within_s:g} s{why}")
             self.state.leaves_s = min(until_s, self.state.leaves_s or until_s)
         elif host is not None:
-            self._report(f"{host.name} has to end within {event.within_s:g} s: its workers leave")
+            self._report(f"{host.name} has to end within {event.within_s:g} s{why}: its workers leave")
 
     def _lose(self, host: Host, how: str, may_run_s: float) -> None:
         lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
@@ -230,6 +249,9 @@ class HostTurn:
     def reach_hosts(self) -> None:
         """Starts agents on the hosts that are needed; ends those of hosts that are not to have workers any more."""
         room, timeout_s = 0, self.state.limits.start_timeout_s
+        # A new agent would end ranks that others still train with.
+        is_whole = self.state.phase is Phase.GATHERING and self.state.broken_s is None
+        is_trained_on = is_whole and any(number in self.workers for number in self.state.members)
         for host in list(self.hosts.values()):
             if host.reach is Reach.COMING and self._now_s >= host.since_s + timeout_s:
                 self.actions.append(Disconnect(host.name))
@@ -237,7 +259,7 @@ class HostTurn:
             elif not _is_kept(host):
                 self._let_go(host)
             elif host.free_s <= self._now_s:
-                if host.reach is Reach.AWAY and room < _wanted(self.state):
+                if host.reach is Reach.AWAY and room < _wanted(self.state) and not is_trained_on:
                     self.actions.append(Connect(host.name))
                     self.hosts[host.name] = replace(host, reach=Reach.COMING, since_s=self._now_s)
                 if self.hosts[host.name].reach is not Reach.AWAY:
@@ -257,13 +279,16 @@ class HostTurn:
             host = self._part_from(host)
         if host.leaves_s is not None:
             self.hosts[host.name] = host = replace(host, leaves_s=None)
-            self._cool(host)
+            self._cool(host, self.state.limits.cooldown_s[1])  # it may be there until its end
         elif self._now_s > host.free_s + _WINDOW_S:
             del self.hosts[host.name]
 
     # Parts of decisions
 
     def _kill(self, worker: Worker, why: str) -> None:
+        raise NotImplementedError
+
+    def _finish(self, reason: str = "", code: int | None = None, *, failed: int | None = None) -> None:
         raise NotImplementedError
 
     def _enter(self, phase: Phase) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Phase",
     "Reach",
     "Ready",
+    "Refused",
     "Report",
     "Slot",
     "SlotRecord",
@@ -70,6 +71,9 @@ class Standing(Enum):
     ENDING = "has been killed"
     DISMISSED = "is to end"
     ADRIFT = "cannot be reached, like its host, and may still run there"
+
+
+_GOING = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
 
 
 @dataclass(frozen=True, order=True)
@@ -138,7 +142,7 @@ class Worker:
     @property
     def is_going(self) -> bool:
         """Whether it will be in no further generation, and only its end is awaited."""
-        return self.standing in (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
+        return self.standing in _GOING
 
 
 @dataclass(frozen=True)
@@ -162,11 +166,13 @@ class Generation:
         number: counted from 1; there may be others between that one and the one before, which have not trained.
         members: its workers.
         still_s: the time for which training stood still before it.
+        steps_lost: the finished steps of the one before that were undone then; None: nobody has counted them.
     """
 
     number: int
     members: tuple[int, ...]
     still_s: float = 0.0
+    steps_lost: int | None = None
 
 
 @dataclass
@@ -188,10 +194,15 @@ class DriverState:
         changes: how many changes were announced in this generation.
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
+        broken_s: the time from which members have to leave the generation within the gather timeout: one has left, has
+            ended, or none was in it. None: they may be at work, and leave at their next commit.
         idle_since_s: the time at which training stopped; None: it goes on.
+        steps_lost: the finished steps that are undone since then, as far as workers have counted them.
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
+        refused: the workers that could not be started before the first generation, and are left out of it.
+        has_trained: a training function has begun on some worker: it has synced its state.
         done_s: the time at which the first member has come to the end of ``hvd.elastic.run``; None: none has.
         has_learnt: some worker had the state once, so that a generation needs one that has it.
         leaves_s: the time at which all of the job has to have ended; None: there is none.
@@ -212,10 +223,14 @@ class DriverState:
     changes: int = 0
     announced: Announce | None = None
     is_broken: bool = False
+    broken_s: float | None = None
     idle_since_s: float | None = None
+    steps_lost: int | None = None
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restored: int = -1
+    refused: tuple[Refused, ...] = ()
+    has_trained: bool = False
     done_s: float | None = None
     has_learnt: bool = False
     leaves_s: float | None = None
@@ -267,10 +282,17 @@ class HostLost:
 
 @dataclass(frozen=True)
 class Leave:
-    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before."""
+    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before.
+
+    Attributes:
+        host: its name.
+        within_s: the time.
+        why: in words; empty: the user knows.
+    """
 
     host: str | None
     within_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -298,6 +320,7 @@ class Waits:
         culprit: the worker that its error names; None: none.
         has_state: it can give the state to others.
         culprit_s: the time that the culprit has to leave, too, or to end.
+        steps_lost: the finished steps since its last commit, which are undone; None: it has not counted them.
     """
 
     worker: int
@@ -305,6 +328,7 @@ class Waits:
     culprit: int | None = None
     has_state: bool = False
     culprit_s: float = 1.0
+    steps_lost: int | None = None
 
 
 @dataclass(frozen=True)
@@ -338,15 +362,32 @@ class Ended:
         worker: its number.
         has_failed: it has not ended with code 0.
         how: in words.
+        is_error: it has failed by itself, with an exit code or an exception; no signal has ended it.
     """
 
     worker: int
     has_failed: bool
     how: str = ""
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The process of a worker could not be started.
+
+    Attributes:
+        worker: its number.
+        reason: a sentence, which names the host.
+        code: that of a shell.
+    """
+
+    worker: int
+    reason: str
+    code: int
 
 
 HostEvent = HostsFound | HostUp | HostLost | Leave
-ElasticEvent = Tick | HostEvent | Ready | Within | Waits | Committed | Done | Ended
+ElasticEvent = Tick | HostEvent | Ready | Within | Waits | Committed | Done | Ended | Refused
 
 
 @dataclass(frozen=True)
@@ -418,9 +459,15 @@ class Kill:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not."""
+    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not.
+
+    Attributes:
+        worker: its number.
+        why: in words.
+    """
 
     worker: int
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -437,10 +484,13 @@ class Finish:
     Attributes:
         reason: a sentence; empty: the ends of the workers tell all.
         code: hororun's exit code; None: by the ends of the workers.
+        failed: the worker whose error ends the job; the others get a moment to see theirs, as in a job that is not
+            elastic.
     """
 
     reason: str = ""
     code: int | None = None
+    failed: int | None = None
 
 
 Action = Connect | Disconnect | StartWorker | WriteSeats | Fail | Announce | Kill | Dismiss | Report | Finish

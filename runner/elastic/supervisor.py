@@ -31,6 +31,7 @@ from horo.runner.elastic.state import (
     Leave,
     Phase,
     Ready,
+    Refused,
     Report,
     StartWorker,
     Tick,
@@ -38,11 +39,13 @@ from horo.runner.elastic.state import (
     Within,
     WriteSeats,
 )
-from horo.runner.elastic.table import table
+from horo.runner.elastic.table import courses, table
 from horo.runner.job.placement import PlacementError
 from horo.runner.job.report import Ending, how_it_ended, how_it_failed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from horo.bootstrap.store.client import StoreClient
     from horo.runner.hosts import HostSpec
     from horo.runner.loop import Timer
@@ -64,7 +67,7 @@ class ElasticSupervisor(HostsSupervisor):
         super().__init__(*arguments, **options)
         self._seats_given: dict[int, int] = {}
         self._came: list[int] = []
-        self._dismissed: set[int] = set()  # newcomers for which there was nothing left to do
+        self._dismissed: dict[int, str] = {}  # workers for which there was nothing left to do, and the reason
         self._timer: Timer | None = None
         self._discovery: Discovery | None = None
         self._is_finished = False
@@ -116,6 +119,7 @@ class ElasticSupervisor(HostsSupervisor):
         for report in self._notes.setdefault(event.rank, NoteReader()).feed(event.data):
             for told in _events_of(event.rank, report):
                 self._take(self._with_time_to_end(told))
+        self._stop_if_clear()
 
     def _with_time_to_end(self, event: ElasticEvent) -> ElasticEvent:
         """A worker that an exception ends has the grace time for its exit handlers; one that hangs has not."""
@@ -127,7 +131,11 @@ class ElasticSupervisor(HostsSupervisor):
 
     def _on_ending(self, ending: Ending) -> None:
         if not ending.lost:  # else all of its host is
-            self._take(Ended(ending.rank, ending.failed, how_it_failed(ending)))
+            is_error = bool(ending.code or ending.note.error)
+            self._take(Ended(ending.rank, ending.failed, how_it_failed(ending), is_error))
+        self._stop_if_clear()
+        if self._is_finished and not self._running and not self._stopping:
+            self._release()
 
     def _on_signal(self, number: int) -> None:
         limits = self._job.elastic
@@ -176,7 +184,7 @@ class ElasticSupervisor(HostsSupervisor):
             self._client.set(key, Change(action.added, action.removed, action.leave).encode())
         elif isinstance(action, (Kill, Dismiss)):
             if isinstance(action, Dismiss):
-                self._dismissed.add(action.worker)
+                self._dismissed[action.worker] = action.why
             self._end_worker(action.worker, at_once=isinstance(action, Kill))
         elif isinstance(action, Report):
             self._console.say(action.text)
@@ -184,19 +192,18 @@ class ElasticSupervisor(HostsSupervisor):
             self._end_all(action)
 
     def _on_not_started(self, event: NotStarted) -> None:
-        if self._state.generation == 0:
-            self._stop_for(JobError(event.reason, event.code))
-        else:
-            self._take(Ended(event.rank, True, f"could not be started: {event.reason}"))
+        self._take(Refused(event.rank, event.reason, event.code))
 
     def _end_all(self, finish: Finish) -> None:
         self._finish, self._is_finished = finish, True
         if self._discovery is not None:
             self._discovery.stop()
-        if self._running:
-            self._stop()
-        else:
+        if not self._running:
             self._release()
+        elif finish.failed is not None:
+            self._fail()
+        else:
+            self._stop()
 
     def _stop(self) -> None:
         if self._discovery is not None:
@@ -220,7 +227,10 @@ class ElasticSupervisor(HostsSupervisor):
             self._console.say(self._finish.reason)
         self._say_what_happened()
         members = self._state.members or self._came
-        self._endings = [ending for ending in self._endings if ending.rank in members]
+        if self._finish.failed is None:
+            self._endings = [ending for ending in self._endings if ending.rank in members]
+        else:  # its failure is the first one, whatever others have failed before it
+            self._endings.sort(key=lambda ending: ending.rank != self._finish.failed)
         if self._signal and self._state.phase is not Phase.OVER:  # the job has gone on after the failures before
             self._endings = [ending for ending in self._endings if ending.asked]
         if self._finish.code == 0 and not self._signal and not self._errors:
@@ -234,13 +244,31 @@ class ElasticSupervisor(HostsSupervisor):
         """A table of the generations, and the workers that were in none; nothing if all has gone as it began."""
         if self._state.generation < 2:
             return
-        gone = [each for each in self._endings if each.rank not in self._dismissed and each.failed and not each.asked]
-        failed = {each.rank: each.note.error or how_it_ended(each) for each in gone}
         still_s = driver.lost_s(self._state)
         count = f"{self._state.generation} generations of workers {ranges(self._came)}"
         self._console.say(f"{count}; training stood still for {still_s:.1f} s")
-        for line in table(self._state.history, failed):
+        for line in table(self._state.history, self._failed(self._endings), self._dismissed):
             self._console.say(line)
+
+    def _failed(self, endings: Sequence[Ending]) -> dict[int, str]:
+        """The failures of workers, by number."""
+        gone = [each for each in endings if each.rank not in self._dismissed and each.failed and not each.asked]
+        return {each.rank: each.note.error or how_it_ended(each) for each in gone}
+
+    def _report_of(self, endings: Sequence[Ending], code: int, began_s: float) -> dict[str, Any]:
+        values = super()._report_of(endings, code, began_s)
+        if self._finish.reason:
+            values["exit"]["reasons"].append(self._finish.reason)
+        if not self._came:
+            return {**values, "generations": []}
+        history = self._state.history
+        steps = [each.steps_lost for each in history if each.steps_lost is not None]
+        return {
+            **values,
+            "generations": courses(history, self._failed(endings), self._dismissed),
+            "stood_still_s": driver.lost_s(self._state),
+            "steps_lost": sum(steps) if steps else None,
+        }
 
 
 def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
@@ -249,7 +277,9 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     generation, culprit = report.get("waits"), report.get("culprit")
     if isinstance(generation, int):
         named = culprit if isinstance(culprit, int) else None
-        events.append(Waits(worker, generation, named, report.get("commit") is not None))
+        steps = report.get("steps")
+        lost = steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
+        events.append(Waits(worker, generation, named, report.get("commit") is not None, steps_lost=lost))
     elif isinstance(commit := report.get("commit"), int):
         events.append(Committed(worker, commit, report.get("kept") is True))
     within = report.get("within")

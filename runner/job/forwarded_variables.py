@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from horo.config.table import LaunchVariables, TorchrunVariables, names_of
@@ -60,7 +60,7 @@ training step frees all its gradients: to get as many zeroed pages again costs m
 TLB."""
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of ``--torch-env``."""
+"""The variables of ``torch.distributed``."""
 
 MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
 """Lets waiting ranks leave cores that they share: ranks of hororun may expect the cores of their host."""
@@ -139,6 +139,7 @@ def rank_variables(
     mark: str,
     store: str,
     master: tuple[str, int] | None,
+    exports: Collection[str],
     cores: int,
     threads_set: bool,
 ) -> dict[str, str]:
@@ -150,6 +151,7 @@ def rank_variables(
         mark: marks processes of this job on this host.
         store: addresses of the key-value server for its host, ``addr:port[,addr:port...]``.
         master: address and port for ``torch.distributed``; None: its variables are not set.
+        exports: those of its variables that the user has set.
         cores: of its host; shared out as ``OMP_NUM_THREADS``,
         threads_set: unless the user has set that.
     """
@@ -166,7 +168,8 @@ def rank_variables(
     told |= {MARK_NAME: mark, "HORO_STORE": store}
     if master is not None:
         place = (placement.rank, placement.size, placement.local_rank, placement.local_size)
-        told |= dict(zip(TORCH_VARIABLES, map(str, (*place, *master)), strict=True))
+        of_torch = zip(TORCH_VARIABLES, map(str, (*place, *master)), strict=True)
+        told |= {name: value for name, value in of_torch if name not in exports}
     if not threads_set:
         told["OMP_NUM_THREADS"] = str(max(1, cores // placement.local_size))
     return told

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horo.bootstrap.timeline_file import RANK_MARK, file_of_rank
 from horo.config.hosts import ranges
 from horo.runner.config import JobError, TimelineMerge
+from horo.runner.job.json_report import check_file
 from horo.timeline import TimelineError, merge
 
 __all__ = ["run_and_merge"]
@@ -60,14 +60,7 @@ def _check(out: str, files: Sequence[str]) -> None:
     path = Path(out)
     if any(path.resolve() == Path(each).resolve() for each in files):
         raise JobError(f"--timeline-merge {out}: is the timeline of one rank; name another file for the result")
-    if path.is_dir():
-        raise JobError(f"--timeline-merge {out}: is a folder; name a file for the result")
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # merge() would refuse it, after the job
-        kind = "a symbolic link" if path.is_symlink() else "no regular file"
-        raise JobError(f"--timeline-merge {out}: is {kind}; name another file for the result")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "may not be written" if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}"
-        raise JobError(f"--timeline-merge {out}: {reason}")
+    check_file("--timeline-merge", out)
 
 
 def _stamp(path: str) -> Stamp | None:

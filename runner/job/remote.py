@@ -14,7 +14,7 @@ from typing import Any
 from horo.runner.agent import checks
 from horo.runner.agent.machine import Binding
 from horo.runner.agent.protocol import PING_S, Kind, Message, MessageError, MessageReader, encode, encode_json
-from horo.runner.agent.ranks import Event, Noted, Remained, Wrote
+from horo.runner.agent.ranks import Event, Leaving, Noted, Remained, Wrote
 from horo.runner.config import EXIT_INTERNAL, EXIT_SETUP, EXIT_UNREACHABLE, Job, JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.forwarded_variables import forwarded
@@ -364,11 +364,8 @@ class RemoteHost:
             exited = checks.exited(message, self._to_end)
             self._to_end.discard(message.rank)
             self._emit(exited)
-        elif message.kind == Kind.NOT_STARTED and self._silence_s is not None:  # the job is elastic
-            not_started = checks.not_started(message, self._to_start)
-            self._to_start.discard(message.rank)
-            self._to_end.discard(message.rank)
-            self._emit(not_started)
+        elif message.kind in (Kind.NOT_STARTED, Kind.LEAVING) and self._silence_s is not None:  # the job is elastic
+            self._handle_elastic(message)
         elif message.kind == Kind.SIGNALLED:
             self._signalled(self, checks.signalled(message))
         elif message.kind == Kind.PING:
@@ -382,6 +379,15 @@ class RemoteHost:
             self._fail(JobError(*checks.failure(message)))
         else:
             raise MessageError(f"a {message.kind.name} message is not expected")
+
+    def _handle_elastic(self, message: Message) -> None:
+        if message.kind == Kind.LEAVING:
+            self._emit(Leaving(self.host.name))
+            return
+        not_started = checks.not_started(message, self._to_start)
+        self._to_start.discard(message.rank)
+        self._to_end.discard(message.rank)
+        self._emit(not_started)
 
     def _on_host_info(self, message: Message) -> None:
         version = checks.version(message)

@@ -6,10 +6,10 @@ import os
 import secrets
 import shlex
 import signal
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from horo.config.hosts import ranges
 from horo.config.sources import encode_sources
@@ -28,15 +28,14 @@ from horo.runner.job.forwarded_variables import (
     outer_rank,
     rank_variables,
 )
-from horo.runner.job.host_addresses import HostAddresses, check_interfaces, find_addresses, open_store, store_addresses
+from horo.runner.job.host_addresses import HostAddresses, find_addresses, open_store, store_addresses
 from horo.runner.job.init_tracker import Arrivals, side_by_side
+from horo.runner.job.json_report import report_of, write_report
 from horo.runner.job.placement import (
     Placement,
     PlacementError,
-    candidates,
     explain_idle_hosts,
     place,
-    remote_launcher_of,
     slots_of,
 )
 from horo.runner.job.remote import RemoteHost, explain_absence
@@ -47,10 +46,6 @@ from horo.runner.network import NetworkError, free_port, is_local
 from horo.runner.processes import (
     Guard,
     Tree,
-    become_subreaper,
-    children_of_this_process,
-    occupy_standard_streams,
-    raise_descriptor_limit,
     unread_input,
 )
 from horo.runner.start.remote_launcher import RemoteLauncher
@@ -59,7 +54,7 @@ from horo.runner.stdout import explain_stdout
 if TYPE_CHECKING:
     from horo.bootstrap.store.server import StoreServer
 
-__all__ = ["Supervisor", "run_job"]
+__all__ = ["Supervisor"]
 
 _STDERR_TAIL_BYTES = 16384
 _REMOTE_ANSWER_TIMEOUT_S = 8.0  # longer than an agent waits behind SIGKILL
@@ -67,40 +62,6 @@ _SILENT_END_S = 2.0
 """The time after Ctrl-C at which the user learns that ranks still run."""
 _CAUSE_S = 2.0
 """The time for which to wait for the end of the rank that the first failure points at."""
-
-
-def run_job(job: Job, environment: Mapping[str, str], kind: type[Supervisor] | None = None) -> int:
-    """Runs the job to its end, in the main thread.
-
-    Args:
-        job: what to run.
-        environment: of hororun.
-        kind: what decides about it; None: a rank that fails ends the job.
-
-    Returns:
-        hororun's exit code: 0, the code of the rank that failed first (128 + n for a signal), or what was wrong
-        before any rank ran (see ``docs/reference/hororun.md``).
-
-    Raises:
-        JobError: nothing could be started at all.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise JobError("the current directory does not exist any more: ranks would start in it") from None
-    check_interfaces(job.interfaces)
-    hosts = candidates(job, environment)
-    launcher = remote_launcher_of(job, environment)
-    occupy_standard_streams()
-    spared = children_of_this_process()  # a shell that became us by ``exec`` may have left some
-    guard = Guard()  # forked before the first thread
-    become_subreaper()
-    raise_descriptor_limit()
-    with closing(Loop()) as loop:
-        kind = kind or Supervisor
-        code = kind(job, hosts, launcher, environment, loop, guard=guard, spared=spared | {guard.pid}).run()
-    guard.dismiss()  # not when something went wrong in here: then it has work to do
-    return code
 
 
 class Supervisor:
@@ -161,6 +122,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the job and returns the exit code."""
+        began_s = time.time()
         if self._outer_rank:
             self._console.say(f"warning: this hororun is itself {self._outer_rank} and starts a whole job of its own")
         try:
@@ -179,7 +141,10 @@ class Supervisor:
             self._on_console()  # the last that was written may have failed
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
+        endings = list(self._endings)
         code = self._conclude()
+        if self._job.json_report:
+            write_report(self._job.json_report, self._report_of(endings, code, began_s), self._console.say)
         late = overdue(self._endings, self._job.grace_s, self.process_word)
         if late:
             self._console.say(late)
@@ -281,7 +246,6 @@ class Supervisor:
         return endpoints
 
     def _variables_of(self, placement: Placement) -> dict[str, str]:
-        """The variables of a rank."""
         remote = self._remotes.get(placement.host)
         return {
             **default_variables(self._environment, keep_memory=self._job.keep_memory),
@@ -292,6 +256,7 @@ class Supervisor:
                 mark=self._mark(placement.host),
                 store=self._stores[placement.host],
                 master=self._master,
+                exports=self._job.exports,
                 cores=core_count() if remote is None else int((remote.host_info or {})["cores"]),
                 threads_set=self._binding.threads_set,
             ),
@@ -478,6 +443,21 @@ class Supervisor:
 
     def _over(self) -> bool:
         return all(host.finished for host in self._ranks_by_host())
+
+    def _report_of(self, endings: Sequence[Ending], code: int, began_s: float) -> dict[str, Any]:
+        """The values of ``--json-report``."""
+        cause = root_cause(self._endings) if code else None
+        told = [str(error) for error in self._errors]
+        return report_of(
+            self._job,
+            self.process_word,
+            endings,
+            cause=cause,
+            code=code,
+            number=self._signal,
+            told=told,
+            began_s=began_s,
+        )
 
     def _conclude(self) -> int:
         """Prints why the job failed, if it did; returns the exit code."""

@@ -102,15 +102,8 @@ def run(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | 
 def test(broken: Break) -> tuple[str, str]:
     """The verdict of the break's tests, and their last words."""
     words = [
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        f"--timeout={TEST_LIMIT_S}",
-        *shlex.split(broken.tests),
-    ]
+        "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}", *shlex.split(broken.tests),
+    ]  # fmt: skip
     done = run([sys.executable, *words], RUN_LIMIT_S)
     if done is None:
         return NOTICED, f"the tests did not end within {RUN_LIMIT_S} s"

@@ -31,9 +31,7 @@ def alone() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_training_on_two_hosts_gives_the_lines_of_one_process(
-    cluster: Cluster, alone: list[str], per_host: int
-) -> None:
+def test_training_on_two_hosts_gives_lines_of_one_process(cluster: Cluster, alone: list[str], per_host: int) -> None:
     where = ",".join(f"{host.name}:{per_host}" for host in cluster.hosts)
     done = cluster.start("-np", str(2 * per_host), "--no-prefix", *DIGITS, where=where).finish(TORCH_S)
     assert done.returncode == 0, done.stderr

@@ -108,6 +108,37 @@ def test_workers_of_an_agent_that_is_stopped_do_not_hold_the_others_up(cluster: 
     assert ends(done.stdout).keys() == {0, 3, 4}
 
 
+def test_others_train_on_with_workers_of_a_stopped_agent_until_they_commit(cluster: Cluster, tmp_path: Path) -> None:
+    _, b = cluster.hosts
+    limits = ("-np", "2", "--min-np", "1", "--host-timeout", "3", "--blacklist-cooldown-range", "1", "1")
+    slow = ("-x", "LEAVE_EVERY=800")  # longer than until another agent would come
+    job = start(cluster, *limits, *slow, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
+    said_until(job, "worker 1 is 1 of 2")
+    stopped = agents(cluster, b)
+    kill_all(stopped, signal.SIGSTOP)
+    try:
+        said = said_until(job, "worker 0 is 0 of 1")
+    finally:
+        kill_all(stopped, signal.SIGCONT)
+    assert "error" not in said and re.search(r"worker 0 is 0 of 1 at \d*[02468]00$", said.strip())
+    done = stop(job, tmp_path / "stop")
+    assert f"{b.name} is lost" in done.stderr and "killed" not in done.stderr
+
+
+def test_ranks_of_a_host_whose_agent_gets_sigterm_leave_in_order(cluster: Cluster, tmp_path: Path) -> None:
+    _, b = cluster.hosts
+    limits = ("-np", "2", "--min-np", "1", "--grace-seconds", "60")
+    job = start(cluster, *limits, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
+    said_until(job, "worker 1 is 1 of 2")
+    kill_all(agents(cluster, b), signal.SIGTERM)
+    said = said_until(job, "worker 0 is 0 of 1")
+    wait_until(lambda: not agents(cluster, b), "the agent has ended")
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {0}
+    assert f"{b.name} has to end within 60 s (SIGTERM has come to its agent): its workers leave" in done.stderr
+    assert "killed" not in done.stderr and "error" not in said + done.stdout
+
+
 def test_the_half_that_hororun_reaches_goes_on_and_the_other_one_ends(cluster: Cluster, tmp_path: Path) -> None:
     _, b = cluster.hosts
     told = {"HORO_PEER_TIMEOUT": "4", "STOP_FILE": str(tmp_path / "stop")}

@@ -57,9 +57,7 @@ def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_is_killed_ends_the_job_and_is_named(
-    cluster: Cluster, mpi: Mpi, tmp_path: Path, victim: int
-) -> None:
+def test_a_killed_rank_ends_the_job_and_is_named(cluster: Cluster, mpi: Mpi, tmp_path: Path, victim: int) -> None:
     words = [*command(mpi, cluster, "aabb"), *mpi.spare, *LOSE, str(victim), str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
     assert done.returncode != 0

@@ -58,9 +58,7 @@ def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Pat
     assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
 
 
-def test_a_process_that_trains_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_process_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\n{' '.join(PLACE)} {tmp_path}\n")
     done = slurm.batch(tmp_path, *LAYOUTS["aabb"], str(script))
@@ -161,9 +159,7 @@ TRAPPED = ["HUP", "QUIT", "ABRT", "ALRM", "USR2", "XCPU", str(int(signal.SIGRTMI
     [(["srun"], "steps"), (HORORUN, "steps"), (HORORUN, "batch")],
     ids=["srun", "hororun-steps", "hororun-batch"],
 )
-def test_signals_that_users_trap_reach_ranks_as_with_plain_srun(
-    slurm: Slurm, tmp_path: Path, start: Sequence[str], to: str
-) -> None:
+def test_trapped_signals_reach_ranks_as_with_srun(slurm: Slurm, tmp_path: Path, start: Sequence[str], to: str) -> None:
     told = [*TRAPPED, *(["INT"] if to == "steps" else [])]  # hororun itself ends the job by SIGINT
     numbers = [int(name) if name.isdigit() else int(signal.Signals[f"SIG{name}"]) for name in told]
     script = tmp_path / "job.sh"

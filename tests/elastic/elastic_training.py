@@ -97,6 +97,7 @@ class Trainer:
         self.model[0].weight.register_hook(self.in_backward)
         self.dies_before(horo.torch.elastic.copies.Copies, "_views_of", "commit", lambda: self.state.step)
         self.dies_before(horo.torch.elastic.state, "overwrite", "sync", lambda: self.state.step)
+        self.dies_before(self.member, "_begin", "init", lambda: self.state.step)
 
     def count_reset(self) -> None:
         self.resets += 1

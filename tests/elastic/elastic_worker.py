@@ -2,7 +2,8 @@
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
 itself, ``hang``, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
-``init()``. ``WORKER:done:kill``: after training. Training ends before where there is a file of the name in STOP_FILE.
+``init()``. ``WORKER:made:raise``: after it. ``WORKER:done:kill``: after training. Training ends before where there is
+a file of the name in STOP_FILE. Workers leave for others after a multiple of LEAVE_EVERY steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from horo.errors import GroupError, MismatchError, NotInitializedError, UsageErr
 
 STEPS = int(sys.argv[1])
 DEEDS = {(int(worker), step): what for worker, step, what in (word.split(":") for word in sys.argv[2:])}
+LEAVE_EVERY = int(os.environ.get("LEAVE_EVERY", "1"))
 STOP = Path(os.environ.get("STOP_FILE", "/"))
 member = membership()
 assert member is not None
@@ -51,6 +53,7 @@ if member.is_newcomer:
         hvd.allreduce(torch.ones(1))
     except UsageError as error:
         print(f"refused: {error}", flush=True)
+do("made")
 count = torch.zeros(1, dtype=torch.int64)
 
 
@@ -67,7 +70,7 @@ def train() -> bool:
         time.sleep(0.02)
         seen = torch.tensor([1 if member.change() else 0, 1 if STOP.is_file() else 0])
         is_changed, is_over = hvd.allreduce(seen, op=hvd.Max, name="seen").tolist()
-        if is_changed or is_over:
+        if (is_changed and int(count) % LEAVE_EVERY == 0) or is_over:
             return bool(is_over)
     return True
 

@@ -41,6 +41,7 @@ from horo.runner.elastic.state import (
     Phase,
     Reach,
     Ready,
+    Refused,
     Slot,
     StartWorker,
     Tick,
@@ -65,6 +66,8 @@ class Process:
     taken: int = 0
     generation: int = 0
     is_hung: bool = False
+    steps: int = 0
+    """Those that it has taken in its generation."""
     commit: int | None = None
     """The last commit that it has made, or got from others; None: it has no state."""
 
@@ -88,6 +91,7 @@ class Simulation:
             cooldown_s=(2.0, 30.0),
             on_failure=self.random.choice(["slot", "host"]),
             join=self.random.choice(["ready", "now"]),
+            keeps=self.random.random() < 0.5,
         )
         self.is_lossy = self.random.random() < 0.5
         self.now_s = 0.0
@@ -103,10 +107,13 @@ class Simulation:
         self.has_memories = self.random.random() < 0.5
         self.restored = -1
         """The commit from which the job has gone on when all ranks had failed."""
-        self.steps_left = self.random.randint(5, 60)
+        self.commit_every = self.random.choice([1, 1, 1, 90])
+        self.steps_left = self.random.randint(5, 60) if self.commit_every == 1 else self.random.randint(100, 250)
         self.faults = self.random.choice([0, 1, 2, 5, 10])
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
+        self.has_trained = False
+        """Whether the driver knows of a worker that has begun to train."""
         self.state: DriverState
         self.leaves_s = float("inf")
         self.machines = Machines(self.random, self.later, self.tell, self.end_host, self.come_back)
@@ -114,6 +121,7 @@ class Simulation:
             self.machines.add(self.random.randint(1, self.limits.max_size) if count > 1 else self.limits.max_size)
         self.machines.is_calm = not self.faults
         self.state, actions = begin(self.limits, self.machines.found(), 0.0, seed=seed)
+        self.due_s = deadline_s(self.state)
         self.do(actions)
         for _ in range(self.faults):
             fault = self.fault if count == 1 else self.random.choice([self.fault, self.fault_of_host])
@@ -133,7 +141,7 @@ class Simulation:
             AssertionError: a promise is broken.
         """
         while self.finish is None:
-            due_s = deadline_s(self.state)
+            due_s = self.due_s
             if due_s is not None and (not self.queue or due_s <= self.queue[0][0]):
                 self.now_s = due_s
                 self.tell(Tick())
@@ -153,7 +161,9 @@ class Simulation:
 
     def tell(self, event: ElasticEvent) -> None:
         """An event comes to the driver."""
+        self.has_trained |= isinstance(event, Committed)
         self.state, actions = step(self.state, event, self.now_s)
+        self.due_s = deadline_s(self.state)
         self.do(actions)
 
     def note(self, process: Process, event: ElasticEvent) -> None:
@@ -186,6 +196,7 @@ class Simulation:
                 self.announced[action.generation] = action
             elif isinstance(action, (Kill, Dismiss)):
                 process = self.processes[action.worker]
+                self.check_end(action, process)
                 self.machines.pass_on(process.slot.host, lambda process=process: self.end(process, True))
             elif isinstance(action, Finish):
                 self.check_finish(action)
@@ -199,6 +210,10 @@ class Simulation:
         self.processes[action.worker] = process = Process(action.worker, action.slot, "dead")
 
         def run() -> None:
+            if self.faults and self.random.random() < 0.02:
+                refused = Refused(action.worker, "no", 127)
+                self.later(0.01, lambda: self.machines.pass_on(action.slot.host, lambda: self.tell(refused)))
+                return
             process.mode, process.commit = "importing", self.memories.get(action.slot)
             self.later(self.random.uniform(0.1, 8.0), lambda: self.come(process))
 
@@ -217,15 +232,32 @@ class Simulation:
             commits = [each.commit for each in members if each.commit is not None]
             assert commits or not self.state.has_learnt, f"nobody in generation {action.generation} has the state"
             self.check_commit(action.generation, max(commits, default=0))
-        at_work = [
-            each for each in self.processes.values() if each.mode in ("working", "done") and not self.is_parted(each)
-        ]
+        at_work = self.at_work()
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
+
+    def at_work(self) -> list[Process]:
+        """The workers whose steps may end."""
+        at_work = [each for each in self.living() if each.mode in ("working", "done")]
+        return [each for each in at_work if not self.is_parted(each) and not self.is_left_behind(each)]
 
     def is_parted(self, process: Process) -> bool:
         """Whether members of its generation are out of reach, so that its steps do not end."""
         members = [self.processes[worker] for worker in self.members[process.generation]]
         return self.machines.are_parted({each.slot.host for each in members})
+
+    def is_left_behind(self, process: Process) -> bool:
+        """Whether its host does not answer, and others have left its generation, so that steps do not end."""
+        is_stopped = self.machines.all[process.slot.host].is_stopped
+        return is_stopped and any(
+            (worker, process.generation) in self.left for worker in self.members[process.generation]
+        )
+
+    def check_end(self, action: Kill | Dismiss, process: Process) -> None:
+        """No worker is killed that trains with all others of its generation."""
+        trains = process.mode == "working" and not process.is_hung and not self.is_parted(process)
+        if isinstance(action, Kill) and trains and not self.is_lossy and self.is_usable(process.slot):
+            is_reached = not self.machines.all[process.slot.host].is_cut
+            assert not is_reached or self.is_broken(process.generation) is not None, f"{process} is killed at work"
 
     def is_usable(self, slot: Slot) -> bool:
         """Whether the driver may have workers there."""
@@ -249,6 +281,15 @@ class Simulation:
             assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
 
     def check_finish(self, finish: Finish) -> None:
+        """The job ends for a reason."""
+        if finish.failed is not None:
+            assert not self.has_trained, (
+                f"worker {finish.failed} ends the job with an error after the begin of training"
+            )
+        else:
+            self.check_loss(finish)
+
+    def check_loss(self, finish: Finish) -> None:
         """A job whose ranks have all failed does not end while memories have more than they had the last time."""
         is_lost = finish.code is None and not self.ends_well and not finish.reason.startswith("ranks cannot")
         at_limit = self.limits.reset_limit is not None and self.state.generation > self.limits.reset_limit
@@ -310,9 +351,8 @@ class Simulation:
         if generation in self.failed or gone is not None or self.now_s > until_s:
             self.leave(process, gone)
         elif all(other.generation == generation for other in others) and not self.is_parted(process):
-            at_work = [each for each in self.living() if each.mode == "working" and not self.is_parted(each)]
-            assert all(each.generation == generation for each in at_work), "two generations are at work"
-            process.mode = "working"
+            assert all(each.generation == generation for each in self.at_work()), "two generations are at work"
+            process.mode, process.steps = "working", 0
             commits = [other.commit for other in others if other.commit is not None]
             process.commit = max(commits, default=0)
             self.note(process, Within(process.worker, generation))
@@ -336,15 +376,17 @@ class Simulation:
             if self.steps_left <= 0:
                 self.note(process, Done(process.worker, generation))
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
-        elif change and (change.added or change.removed):
+        elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
         else:
+            process.steps += 1
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
-            process.commit = 100 - self.steps_left
-            if self.has_memories:
-                self.memories[process.slot] = process.commit
-            self.note(process, Committed(process.worker, process.commit, self.has_memories))
+            if process.steps % self.commit_every == 0:
+                process.commit = 300 - self.steps_left
+                if self.has_memories:
+                    self.memories[process.slot] = process.commit
+                self.note(process, Committed(process.worker, process.commit, self.has_memories))
             self.later(STEP_S, lambda: self.work(process, generation))
 
     def miss(self, process: Process, generation: int) -> None:
@@ -374,11 +416,11 @@ class Simulation:
         self.ask(process, [waits, Ready(process.worker)])
         self.take_seat(process)
 
-    def end(self, process: Process, has_failed: bool) -> None:
+    def end(self, process: Process, has_failed: bool, is_error: bool = False) -> None:
         """The process ends, and its agent reports that."""
         if process.mode != "dead":
             process.mode = "dead"
-            ended = Ended(process.worker, has_failed, "ended")
+            ended = Ended(process.worker, has_failed, "ended", is_error)
             late_s = self.random.uniform(0.01, 0.5)
             self.later(late_s, lambda: self.machines.pass_on(process.slot.host, lambda: self.tell(ended)))
 
@@ -400,6 +442,7 @@ class Simulation:
         machines = self.machines
         machine = self.random.choice(list(machines.all.values()))
         faults = [machines.kill_agent, machines.power_off, machines.cut, machines.cut, machines.leave]
+        faults.append(machines.stop_agent)
         if self.limits.is_discovered and self.random.random() < 0.4:
             machines.flap()
         else:
@@ -417,11 +460,13 @@ class Simulation:
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
+            if self.is_lossy:  # the driver may not know that one is done
+                with_it = [each for each in with_it if each.mode != "done"]
             # Where all hang, outside of horo, nobody can know.
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True
             else:
-                self.end(process, True)
+                self.end(process, True, is_error=self.random.random() < 0.3)
 
 
 def simulate(seed: int) -> Simulation:

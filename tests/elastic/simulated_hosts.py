@@ -31,6 +31,8 @@ class Machine:
     """Number of the last cut of its link."""
     is_cut: bool = False
     is_down: bool = False
+    is_stopped: bool = False
+    """Its agent does nothing, and its workers go on."""
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -79,7 +81,7 @@ class Machines:
             if machine.has_agent and machine.agent == agent:
                 call()
 
-        if machine.is_cut:
+        if machine.is_cut or machine.is_stopped:
             machine.waiting.append(arrive)
         else:
             arrive()
@@ -93,6 +95,8 @@ class Machines:
     def connect(self, name: str) -> None:
         """An agent is started, which may fail, or take forever."""
         machine = self.all[name]
+        if machine.is_stopped:  # the new one ends what that has left
+            self.end_agent(machine)
         assert not machine.has_agent, f"{name} gets an agent beside another"
         machine.agent += 1
         machine.known = machine.agent
@@ -120,7 +124,7 @@ class Machines:
     def end_agent(self, machine: Machine) -> None:
         """The agent ends, and so does all on its host."""
         if machine.has_agent:
-            machine.has_agent = False
+            machine.has_agent = machine.is_stopped = False
             machine.waiting.clear()
             self._has_ended(machine.name)
 
@@ -130,6 +134,27 @@ class Machines:
         if machine.has_agent and not machine.is_cut:
             self.end_agent(machine)
             self._later(self._random.uniform(0.01, 0.5), lambda: self._lose(machine, agent, "has lost its agent", 0.0))
+
+    def stop_agent(self, machine: Machine) -> None:
+        """The agent is stopped, as by SIGSTOP, and goes on later: it ends if hororun has given it up by then."""
+        agent = machine.agent
+        if not machine.has_agent or machine.is_stopped or machine.is_cut:
+            return
+        machine.is_stopped = True
+
+        def if_still(call: Callable[[], None]) -> Callable[[], None]:
+            return lambda: call() if machine.is_stopped and machine.agent == agent else None
+
+        def go_on() -> None:
+            machine.is_stopped = False
+            if machine.known != agent:
+                self.end_agent(machine)
+            waiting, machine.waiting = machine.waiting, []
+            for call in waiting:
+                call()
+
+        self._later(SILENCE_S, if_still(lambda: self._lose(machine, agent, "is silent", 0.0)))
+        self._later(self._random.choice([5.0, SILENCE_S + 10.0, 200.0]), if_still(go_on))
 
     def power_off(self, machine: Machine) -> None:
         """The host is gone; hororun hears nothing more. It comes back some time."""
@@ -182,9 +207,10 @@ class Machines:
             self._later(self._random.choice([1.0, 10.0, 60.0]), undo)
 
     def leave(self, machine: Machine) -> None:
-        """The host is to be switched off soon."""
+        """The host is to be switched off soon, which its agent says, perhaps twice; or it has none."""
         within_s = self._random.choice([0.5, 5.0, 30.0])
-        self._tell(Leave(machine.name, within_s))
+        for _ in range(self._random.choice([0, 1, 1, 1, 2])):
+            self.pass_on(machine.name, lambda: self._tell(Leave(machine.name, within_s)))
         self._later(within_s + 1.0, lambda: self.power_off(machine))
 
     def _lose(self, machine: Machine, agent: int, how: str, may_run_s: float) -> None:

@@ -117,6 +117,13 @@ def test_a_worker_that_fails_is_replaced_and_the_others_go_on() -> None:
     assert lost_s(driver.state) == 0.5
 
 
+def test_the_most_steps_that_a_survivor_has_lost_are_those_of_the_generation() -> None:
+    driver = running(3)
+    driver.on(killed(0), Waits(1, 1, 0, True, steps_lost=4), Waits(2, 1, 0, True, steps_lost=5))
+    driver.on(Within(1, 2), Within(2, 2), killed(1), Waits(2, 2, 1, True), Within(2, 3))
+    assert [each.steps_lost for each in driver.state.history] == [None, 5, None]
+
+
 def test_a_newcomer_is_announced_and_seated_once_members_have_left() -> None:
     driver = running(3)
     driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from drivers import Driver, killed, running
 
-from horo.runner.elastic.driver import deadline_s
+from horo.runner.elastic.driver import deadline_s, lost_s
 from horo.runner.elastic.state import (
     Announce,
     Committed,
@@ -151,6 +151,30 @@ def test_ranks_that_may_still_run_are_waited_for_if_no_member_has_left() -> None
     assert driver.phase is Phase.GATHERING and driver.state.workers[0].standing is Standing.ADRIFT
     driver.on(Tick(), after_s=0.2)
     assert driver.phase is Phase.OVER  # its commits were there
+
+
+def test_others_train_on_with_ranks_of_a_host_that_does_not_answer_until_their_commit() -> None:
+    driver = running(4, hosts=A2_B2, elastic_timeout_s=500.0)
+    assert driver.on(HostLost("a", "is silent")) == [Announce(1, 1, removed=True)]
+    assert driver.on(Tick(), after_s=400.0) == []  # no agent, which would end them; nobody is killed
+    assert driver.on(waits(1, 2)[0]) == [Connect("a")]
+    assert lost_s(driver.state) == 0.0
+    assert driver.on(waits(1, 3)[0]) == [WriteSeats(2, (2, 3))]
+
+
+def test_but_not_for_ever() -> None:
+    driver = running(4, hosts=A2_B2, elastic_timeout_s=500.0)
+    driver.on(HostLost("a", "is silent"))
+    assert driver.tick() == [] and driver.tick() == [Kill(2), Kill(3)]
+    assert driver.now_s == 600.0
+
+
+def test_once_one_has_left_the_others_have_the_usual_time() -> None:
+    driver = running(4, hosts=A2_B2)
+    driver.on(HostLost("a", "is silent"))
+    driver.on(waits(1, 2)[0], after_s=100.0)
+    assert driver.on(Tick(), after_s=29.0) == []
+    assert of(Kill, driver.on(Tick(), after_s=1.0)) == [Kill(3)]
 
 
 def test_they_are_not_waited_for_if_another_member_has_left() -> None:
@@ -385,4 +409,22 @@ def test_ranks_of_a_host_leave_it_in_time() -> None:
 
 
 def test_the_only_host_takes_the_job_with_it() -> None:
-    assert running(2).on(Leave("h", 30.0)) == [Announce(1, 1, leave=True)]
+    driver = running(2, keeps=True)
+    assert driver.on(Leave("h", 30.0, "SIGTERM")) == [Announce(1, 1, leave=True)]
+    assert driver.words == "the job has to end within 30 s (SIGTERM)"
+
+
+def test_where_no_commit_is_kept_the_end_of_the_last_host_is_that_of_the_job() -> None:
+    driver = running(4, hosts=A2_B2)
+    driver.on(Leave("a", 30.0))
+    (finish,) = driver.on(Leave("b", 30.0, "SIGTERM has come to its agent"))
+    assert finish.code == 143
+    assert finish.reason.startswith("the last host, b, has to end (SIGTERM has come to its agent); with --elastic-dir")
+
+
+def test_a_host_that_has_left_is_not_used_again_soon() -> None:
+    driver = running(4, hosts=A2_B2, cooldown_s=(10.0, 300.0))
+    driver.on(Leave("b", 30.0), *waits(1, 0, 1, 2, 3), *within(2, 0, 1))
+    assert driver.on(Ended(2, True)) == [] and driver.on(Ended(3, True)) == [Disconnect("b")]
+    assert driver.tick() == [Connect("b")]
+    assert driver.now_s == 400.0

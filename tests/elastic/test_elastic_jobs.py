@@ -84,6 +84,27 @@ def test_ranks_that_die_before_init_are_replaced(elastic: Elastic) -> None:
     assert "generations" not in err
 
 
+@pytest.mark.parametrize(("deed", "code"), [("init:exit", 3), ("made:raise", 1)])
+def test_an_error_before_training_ends_the_job_and_starts_nothing(elastic: Elastic, deed: str, code: int) -> None:
+    out, err = elastic.train("-np", "2", "--min-np", "1", "30", f"0:{deed}", f"1:{deed}", code=code)
+    assert ends(out) == {}
+    assert "starts" not in err and "generation" not in err
+    assert re.search(r"hororun: worker [01] on localhost e(nded with|xited with code 3).*; the job was ended", err)
+
+
+def test_a_script_that_python_cannot_read_ends_the_job_at_once(elastic: Elastic, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("if\n")
+    done = elastic.start("-np", "2", "--min-np", "1", str(script)).finish()
+    assert done.returncode == 1
+    assert "SyntaxError: invalid syntax" in done.stderr and "starts" not in done.stderr
+
+
+def test_a_command_that_is_not_there_ends_the_job_with_a_sentence(elastic: Elastic) -> None:
+    done = elastic.start("-np", "2", "--min-np", "1", "./no-such-program").finish()
+    assert (done.returncode, done.stderr) == (127, "hororun: no such file on localhost: './no-such-program'\n")
+
+
 def test_the_death_of_all_ranks_ends_the_job_with_its_cause(elastic: Elastic) -> None:
     out, err = elastic.train("-np", "2", "--min-np", "1", "30", "0:10:exit", "1:10:exit", code=3)
     assert ends(out) == {}
@@ -178,7 +199,7 @@ def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
         (("-np", "2", "--min-np", "1", "--host-timeout", "2"), "--host-timeout 2 is too short for an elastic job"),
         (("-np", "2", "--max-np", "3"), "--max-np is for an elastic job: add --min-np N"),
         (("-np", "2", "--elastic-timeout", "1"), "--elastic-timeout is for an elastic job"),
-        (("-np", "2", "--min-np", "1", "--torch-env"), "--torch-env is not for an elastic job"),
+        (("-np", "2", "--min-np", "1", "--no-torch-env"), "--no-torch-env is not for an elastic job"),
         (("-np", "2", "--min-np", "1", "--max-np", "9"), "up to 9 ranks (--max-np, or else -np) need as many slots"),
     ],
 )

@@ -28,8 +28,9 @@ def hororun() -> Iterator[Hororun]:
     started.clean_up()
 
 
-def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
-    job = hororun.start("-np", "2", "--min-np", "1", EXAMPLE, "--epochs", "12")
+def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    job = hororun.start("-np", "2", "--min-np", "1", "--json-report", str(file), EXAMPLE, "--epochs", "12")
     stdout = job.process.stdout
     assert stdout is not None
     while "epoch  2/12 on 2 rank(s)" not in (line := stdout.readline().decode()):
@@ -43,6 +44,15 @@ def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun) -> None:
     assert "epoch 12/12" in done.stdout
     assert "test accuracy: 0.9" in done.stdout
     assert "was killed by SIGKILL" in done.stderr
+    report = json.loads(file.read_text())
+    first, second, *_ = report["generations"]
+    assert (report["exit"]["code"], report["cause"]) == (0, None)
+    assert first["workers"] == [0, 1]
+    assert first["went"] == [
+        {"worker": (set(first["workers"]) - set(second["workers"])).pop(), "why": "killed by SIGKILL"}
+    ]
+    assert second["steps_lost"] == report["steps_lost"] >= 0 and report["stood_still_s"] >= second["stood_still_s"] > 0
+    assert "steps lost" in done.stderr
 
 
 def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: Hororun, tmp_path: Path) -> None:
@@ -65,16 +75,29 @@ def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: 
 
 
 def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun, tmp_path: Path) -> None:
-    plan = {"deaths": {"0": (9, "recorded"), "1": (9, "recorded")}, "every": 4}
+    deaths = {0: (9, "recorded"), 1: (9, "recorded")}
+    goes_on(hororun, tmp_path, deaths, ("-np", "2", "--min-np", "2"), {2, 3})
+
+
+def test_a_rank_goes_on_alone_when_the_next_rank_0_dies_in_init(hororun: Hororun, tmp_path: Path) -> None:
+    deaths = {0: (9, "recorded"), 1: (8, "init")}
+    goes_on(hororun, tmp_path, deaths, ("-np", "3", "--min-np", "1"), {2})
+
+
+def goes_on(
+    hororun: Hororun, tmp_path: Path, deaths: dict[int, tuple[int, str]], words: tuple[str, ...], left: set[int]
+) -> None:
+    """A job, begun anew from its last commit by those that are left, perhaps with newcomers."""
+    plan = {"deaths": deaths, "every": 4}
     places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
-    words = ("-np", "2", "--min-np", "2", TRAINING, str(tmp_path), json.dumps(plan))
-    done = hororun.start(*words, environment=places).finish(PATIENCE_S)
+    job = hororun.start(*words, TRAINING, str(tmp_path), json.dumps(plan), environment=places)
+    done = job.finish(PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("result.*"))]
-    assert len(found) == 2
-    assert found[0]["digest"] == found[1]["digest"]
-    for result in found:
-        assert result["resets"] == 1  # its state is that of a worker before it
+    found = {int(path.suffix[1:]): json.loads(path.read_text()) for path in tmp_path.glob("result.*")}
+    assert found.keys() >= left
+    assert len({result["digest"] for result in found.values()}) == 1
+    for result in found.values():
+        assert result["resets"] >= 1  # its state is that of before
         seen = Counter(map(tuple, result["seen"]))
         assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES))
 

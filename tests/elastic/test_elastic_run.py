@@ -18,6 +18,7 @@ from seats import Seats
 
 import horo.torch as hvd
 from horo.bootstrap.elastic import membership
+from horo.elastic.commit_file import CommitFile
 
 
 def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[dict[int, Any], Seats]:
@@ -64,6 +65,28 @@ def test_a_newcomer_that_dies_while_it_gets_the_state_disturbs_nobody(tmp_path: 
     assert [0, 1] in seats.generations
     assert [1, 2] in seats.generations
     assert sorted(found) == [1, 3]
+
+
+def test_the_only_rank_with_the_state_dies_while_it_gives_that(tmp_path: Path) -> None:
+    found, seats = run(tmp_path, Plan({0: (3, "backward"), 1: (4, "sync")}, awaits=1), 2, replace=True)
+    assert [1, 2] in seats.generations
+    assert sorted(found) == [2, 3]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_parameters_after_a_death_are_those_of_a_job_of_the_same_sizes_without(tmp_path: Path, victim: int) -> None:
+    kept, folder = {"HORO_ELASTIC_DIR": str(tmp_path / "kept")}, tmp_path / "without"
+    folder.mkdir()
+    with Seats(train, str(folder), Plan(), replace=False, environment=kept) as seats:
+        seats.leaves = True
+        assert seats.run(3) == {0: 0, 1: 0, 2: 0}, seats.logs()
+    left = CommitFile(kept["HORO_ELASTIC_DIR"]).read()
+    assert left is not None
+    with Seats(train, str(folder), Plan(), replace=False, environment=kept) as seats:
+        assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
+    expected = json.loads((folder / "result.0").read_text())["digest"]
+    found, _ = run(tmp_path, Plan({victim: (left.commit.number, "backward")}), 3)
+    assert {result["digest"] for result in found.values()} == {expected}
 
 
 def test_a_job_whose_ranks_all_die_goes_on_from_the_memory_of_their_slots(tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ VARIABLES = [*names_of(*GROUPS), "HORO_HOST_MARK", "HORO_END"]
 """The last two are no settings: one marks the processes of a job for other processes, one is an event of a timeline."""
 
 # fmt: off
-FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun
+FOREIGN_OPTIONS = {  # of srun and sbatch, mpirun and mpiexec, containers, torchrun, Lightning
     "--mpi", "--cpus-per-task", "--cpu-bind", "--ntasks", "--ntasks-per-node", "--distribution", "--signal",
     "--requeue", "--kill-on-bad-exit", "--open-mode", "--time", "--bind-to", "--map-by", "--mca",
     "--allow-run-as-root", "--cleanenv", "--contain", "--bind", "--network", "--ipc", "--env",
     "--disable-auto-cleanup", "--rdzv-endpoint", "--master-addr", "--max-restarts", "--nnodes", "--pid", "--nv",
-    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs", "--gpus-per-task",
+    "--fakeroot", "--no-capture-output", "--overlap", "--mem", "--smpiargs", "--gpus-per-task", "--trainer",
 }
 # fmt: on
 
@@ -254,9 +254,7 @@ WHOLE_LOSS = (
     [('reduction="sum"', ()), ("def gather(features)", ()), ("def gather(features)", WHOLE_LOSS)],
     ids=["sum", "contrastive", "contrastive, the whole loss on each rank"],
 )
-def test_a_recipe_takes_the_steps_of_one_process(
-    three: RankPool, words: str, changes: tuple[tuple[str, str], ...]
-) -> None:
+def test_a_recipe_steps_as_one_process_does(three: RankPool, words: str, changes: tuple[tuple[str, str], ...]) -> None:
     text = block_with(words, "recipes.md").code
     for old, new in changes:
         assert old in text

@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,29 @@ def test_missing_scikit_learn_is_one_sentence() -> None:
     done = start([sys.executable, "-W", "ignore", "-c", code], expected_code=1)
     assert done.stderr.startswith("digits.py: scikit-learn, which brings the images, is not installed")
     assert len(done.stderr.splitlines()) == 1
+
+
+@functools.cache
+def lightning_line(launcher_name: str, ranks: int, *words: str) -> str:
+    """The result of two epochs with Lightning, which two ranks reach alike, whoever has started them."""
+    if find_spec("lightning_utilities") is None:
+        pytest.skip("lightning is not installed")
+    command = [*launcher(launcher_name, ranks), str(ROOT / "examples" / "lightning_digits.py"), "--epochs", "2", *words]
+    lines = start(command, environment=as_users_start()).stdout.splitlines()
+    (found,) = [line for line in lines if line.startswith("test accuracy")]
+    return found
+
+
+def test_lightning_learns_the_digits() -> None:
+    match = re.fullmatch(r"test accuracy: (0\.\d{4}) of 360 images", lightning_line("hororun", 2))
+    assert match
+    assert float(match.group(1)) > 0.9
+
+
+@pytest.mark.parametrize(("launcher_name", "ranks"), [("python", 1), pytest.param("torchrun", 2, marks=whole)])
+def test_lightning_learns_them_alike_under_other_launchers(launcher_name: str, ranks: int) -> None:
+    devices = ["--devices", "2"] if launcher_name == "python" else []
+    assert lightning_line(launcher_name, ranks, *devices) == lightning_line("hororun", 2)
 
 
 SYNTHETIC = str(ROOT / "examples" / "synthetic_benchmark.py")

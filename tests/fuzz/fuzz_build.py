@@ -12,25 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FUZZ = ROOT / "tests" / "fuzz"
 SHIM = ROOT / "tests" / "native" / "shim"
 SOURCES = [
-    FUZZ / "fuzz_wire.c",
-    SHIM / "wire_walk.c",
-    ROOT / "native/src/wire/decode.c",
-    ROOT / "native/src/wire/encode.c",
-    ROOT / "native/src/base/traits.c",
-    ROOT / "native/src/base/buffer.c",
-    ROOT / "native/src/base/pool.c",
+    FUZZ / "fuzz_wire.c", SHIM / "wire_walk.c", ROOT / "native/src/wire/decode.c", ROOT / "native/src/wire/encode.c",
+    ROOT / "native/src/base/traits.c", ROOT / "native/src/base/buffer.c", ROOT / "native/src/base/pool.c",
     ROOT / "native/src/base/status.c",
-]
+]  # fmt: skip
 FLAGS = [
-    "-std=gnu11",
-    "-O1",
-    "-g",
-    "-fno-omit-frame-pointer",
-    "-fno-sanitize-recover=all",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-]
+    "-std=gnu11", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror",
+]  # fmt: skip
 INCLUDES = [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}", f"-I{SHIM}"]
 
 

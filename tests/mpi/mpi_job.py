@@ -53,15 +53,10 @@ def _environ(comm: Any, server: StoreServer | None, secret: str) -> dict[str, st
     host, port = comm.bcast(address)
     rank, size = comm.Get_rank(), comm.Get_size()
     return {
-        "HORO_RANK": str(rank),
-        "HORO_SIZE": str(size),
-        "HORO_STORE": f"{host}:{port}",
-        "HORO_SECRET": comm.bcast(secret),
-        "HORO_JOB_ID": "mpi",
-        "HORO_HOST_ID": str(rank * 2 // size),
-        "HORO_SEGMENT_BYTES": str(SEGMENT_BYTES),
-        "HORO_STALL_CHECK_TIME_SECONDS": "20",
-    }
+        "HORO_RANK": str(rank), "HORO_SIZE": str(size), "HORO_STORE": f"{host}:{port}",
+        "HORO_SECRET": comm.bcast(secret), "HORO_JOB_ID": "mpi", "HORO_HOST_ID": str(rank * 2 // size),
+        "HORO_SEGMENT_BYTES": str(SEGMENT_BYTES), "HORO_STALL_CHECK_TIME_SECONDS": "20",
+    }  # fmt: skip
 
 
 def _use(setup: Setup, mode: Mode, comm: Any) -> MpiUse:

@@ -39,15 +39,11 @@ class Proposals:
     def __init__(self, seed: int, slot: int, sockets: int) -> None:
         self._chance = random.Random(seed)
         self._choices: dict[str, list[int]] = {
-            "segment": [4096 << k for k in range(20) if 4096 << k <= slot],
-            "piece": [4096 << k for k in range(11)],
-            "sockets": list(range(1, sockets + 1)),
-            "fusion": [0, *(1 << k for k in range(18, 31))],
-            "doubling": [1 << k for k in range(10, 21)],
-            "carried": [0, *(1 << k for k in range(9, 15))],
-            "cycle": [0, 128, 200],
-            "overlap": [1, 2],
-        }
+            "segment": [4096 << k for k in range(20) if 4096 << k <= slot], "piece": [4096 << k for k in range(11)],
+            "sockets": list(range(1, sockets + 1)), "fusion": [0, *(1 << k for k in range(18, 31))],
+            "doubling": [1 << k for k in range(10, 21)], "carried": [0, *(1 << k for k in range(9, 15))],
+            "cycle": [0, 128, 200], "overlap": [1, 2],
+        }  # fmt: skip
 
     def propose(self, rank: Any) -> None:
         """Other values than before, if this is rank 0."""

@@ -36,20 +36,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
-_NAMES = (
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "bool",
-    "uint16",
-    "uint32",
-    "uint64",
-)
+_NAMES = [
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool", "uint16", "uint32", "uint64",
+]  # fmt: skip
 NUMPY_OF_DTYPE = {name: np.dtype(name).type for name in _NAMES}
 NUMPY_OF_COMPLEX: dict[str, Any] = {
     "complex32": np.dtype([("real", np.float16), ("imag", np.float16)]),
@@ -60,19 +49,10 @@ _DTYPE_OF_NUMPY = {np.dtype(t): _core.DTYPES[name] for name, t in (NUMPY_OF_DTYP
 
 
 LAYOUTS = {
-    "1": [0],
-    "2": [0, 0],
-    "3": [0, 0, 0],
-    "8": [0] * 8,
-    "1+1": [0, 1],
-    "2+2": [0, 0, 1, 1],
-    "1+3": [0, 1, 1, 1],
-    "3+1+2": [0, 0, 0, 1, 2, 2],
-    "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3],
-    "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
-    "9 hosts, a tree of four levels": [*range(9), 7],
-    "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
-}
+    "1": [0], "2": [0, 0], "3": [0, 0, 0], "8": [0] * 8, "1+1": [0, 1], "2+2": [0, 0, 1, 1], "1+3": [0, 1, 1, 1],
+    "3+1+2": [0, 0, 0, 1, 2, 2], "2+2+2+2": [0, 0, 1, 1, 2, 2, 3, 3], "3 interleaved hosts": [0, 1, 2, 0, 1, 2, 0],
+    "9 hosts, a tree of four levels": [*range(9), 7], "5 interleaved hosts": [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 3],
+}  # fmt: skip
 over_every_layout = pytest.mark.parametrize("host_of_rank", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 

@@ -143,13 +143,10 @@ class Schedule:
         self.options: dict[str, Any] = {
             "segment_bytes": chance.choice([4096, 8192, 1 << 16, 1 << 18]),
             "fusion_bytes": chance.choice([0, 4096, 1 << 16, 1 << 20, 128 << 20]),
-            "direct_bytes": chance.choice([0, 1, 1, 500, 8192]),
-            "cache_capacity": chance.choice([0, 4, 64, 4096]),
-            "spin_us": chance.choice([0, 50, 1000]),
-            "cycle_time_us": chance.choice([0, 0, 0, 100, 500]),
-            "tuned": chance.choice([None, {}]),
-            **options,
-        }
+            "direct_bytes": chance.choice([0, 1, 1, 500, 8192]), "cache_capacity": chance.choice([0, 4, 64, 4096]),
+            "spin_us": chance.choice([0, 50, 1000]), "cycle_time_us": chance.choice([0, 0, 0, 100, 500]),
+            "tuned": chance.choice([None, {}]), **options,
+        }  # fmt: skip
         self.joins_in = chance.choice([0, 0, 3, 15])
         self.is_hasty = self.size < 9 and chance.random() < 0.5
         """Ranks report as blocked as soon as a wait lasts a moment: many reports, and of states that pass."""

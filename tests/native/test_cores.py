@@ -49,9 +49,7 @@ def sleeping_until(
         pytest.param([(LONG, MS), (SHORT, 201 * MS), (LONG, 202 * MS)], [101 * MS, 101 * MS, 302 * MS], id="forgotten"),
     ],
 )
-def test_waits_sleep_while_others_take_the_cores(
-    native: ModuleType, yields: list[tuple[int, int]], expected: list[int]
-) -> None:
+def test_waits_sleep_on_taken_cores(native: ModuleType, yields: list[tuple[int, int]], expected: list[int]) -> None:
     assert sleeping_until(native, yields) == expected
 
 
@@ -136,9 +134,7 @@ def test_the_last_rank_on_a_crowded_core_goes_where_fewer_are(
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 7), min_size=1))
-def test_moving_all_at_once_and_again_ends_with_ranks_spread_evenly(
-    native: ModuleType, core_of: list[int], allowed: set[int]
-) -> None:
+def test_moving_all_at_once_and_again_spreads_evenly(native: ModuleType, core_of: list[int], allowed: set[int]) -> None:
     cores = [core if core in allowed else min(allowed) for core in core_of]
     for _ in range(100):
         moves = [choose(native, cores, me, sorted(allowed)) for me in range(len(cores))]
@@ -227,9 +223,7 @@ class Choices:
 
 
 @pytest.mark.parametrize(("costs", "better"), [(NEAR, ORDINARY), (FAR, STREAM)])
-def test_the_cheaper_store_is_used_from_the_first_operations_on(
-    native: Any, costs: tuple[int, int], better: int
-) -> None:
+def test_the_cheaper_store_is_used_from_the_first_operations(native: Any, costs: tuple[int, int], better: int) -> None:
     """But for two that pay for page faults, four with each store, and one in 251 with the other."""
     stores = Choices(native).run(2000, lambda number, store: costs[store] * (20 if number < 2 else 1))
     assert stores[:10] == [ORDINARY, ORDINARY, *[STREAM, STREAM, ORDINARY, ORDINARY] * 2]
@@ -237,9 +231,7 @@ def test_the_cheaper_store_is_used_from_the_first_operations_on(
 
 
 @pytest.mark.parametrize(("before", "after", "better"), [(NEAR, FAR, STREAM), (FAR, NEAR, ORDINARY)])
-def test_a_machine_that_changes_is_followed(
-    native: Any, before: tuple[int, int], after: tuple[int, int], better: int
-) -> None:
+def test_changes_are_followed(native: Any, before: tuple[int, int], after: tuple[int, int], better: int) -> None:
     """At once where the store in use becomes dear; where the other one becomes cheaper, when it is tried."""
     choices = Choices(native)
     choices.run(300, lambda _, store: before[store])

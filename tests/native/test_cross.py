@@ -161,9 +161,7 @@ def test_each_member_sends_so_many_times_the_data(native: ModuleType, algorithm:
 
 @settings(max_examples=400)
 @given(data=st.data())
-def test_a_link_cut_at_any_moment_never_hangs_and_never_gives_a_wrong_result(
-    native: ModuleType, data: st.DataObject
-) -> None:
+def test_a_link_cut_at_any_moment_never_hangs_nor_gives_a_wrong_result(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from(ALGORITHMS), "algorithm")
     parts = data.draw(st.lists(st.integers(0, 200), min_size=2, max_size=7), "parts")
     cut = data.draw(st.permutations(range(len(parts))), "order")[:2]

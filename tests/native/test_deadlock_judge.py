@@ -159,9 +159,7 @@ ALL_NAMES, JOIN = 0, 9
         ([[ALL_NAMES, JOIN, 1], [1], [2]], False),
     ],
 )
-def test_a_rank_that_has_joined_has_submitted_every_name(
-    judges: list[Judge], submitted: list[list[int]], can_finish: bool
-) -> None:
+def test_who_has_joined_has_submitted_all(judges: list[Judge], submitted: list[list[int]], can_finish: bool) -> None:
     """Beside rank 3, which has joined."""
     reports = [*submitted, [ALL_NAMES, JOIN]]
     for rank, hashes in enumerate(reports):

@@ -84,9 +84,7 @@ def test_a_driver_that_cannot_be_initialized_says_why(find: Find, make: Any) -> 
         (NCCL, {"VERSION_CODE": 2}, "{} ncclGetVersion failed with code 2: unhandled system error"),
     ],
 )
-def test_a_library_that_is_of_no_use_says_why(
-    find: Find, make: Any, library: str, defines: dict[str, int], reason: str
-) -> None:
+def test_a_useless_library_says_why(find: Find, make: Any, library: str, defines: dict[str, int], reason: str) -> None:
     path = make(library, **defines)
     what = "CUDA driver" if library == CUDA else "NCCL"
     found = find(library, [path])

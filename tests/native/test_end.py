@@ -224,7 +224,7 @@ def test_links_are_silent_again_after_an_operation_that_took_long() -> None:
 
 @pytest.mark.parametrize(("hosts", "leaver", "dead", "asker"), [([3], 1, 0, 2), ([2, 2], 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("asks_before", [False, True])
-def test_a_death_after_the_end_is_not_its_cause(
+def test_a_later_death_is_not_the_cause(
     hosts: list[int], leaver: int, dead: int, asker: int, asks_before: bool
 ) -> None:
     """Also to a rank that had nothing pending, and so has not looked at the log since."""

@@ -113,9 +113,7 @@ def gather(rank: Rank, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[in
     ("shape", "dtype"), [((1 << 62,), "uint8"), ((1 << 59, 1), "float64"), ((1 << 62, 0), "int32")], ids=str
 )
 @on_ranks([2], [1, 1], [2, 1])
-def test_more_rows_than_a_result_can_have_are_refused_on_all_ranks(
-    rank: Rank, shape: tuple[int, ...], dtype: str
-) -> None:
+def test_more_rows_than_a_result_can_have_are_refused_by_all(rank: Rank, shape: tuple[int, ...], dtype: str) -> None:
     for _ in range(2):
         with pytest.raises(
             UsageError, match=rf"'huge': the rows of all {rank.size} ranks .* of tensor 1 of the group larger"

@@ -319,9 +319,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize(("hosts", "members", "orders"), ORDERS, ids=str)
-def test_it_is_the_last_one(
-    hosts: list[int], members: list[int] | None, orders: list[list[int]], pending: bool
-) -> None:
+def test_it_is_the_last(hosts: list[int], members: list[int] | None, orders: list[list[int]], pending: bool) -> None:
     """A rank joins once the one before has called, and the root has heard of that if it is on another host."""
     ranks = members or list(range(sum(hosts)))
     called = {(turn, place): threading.Event() for turn in range(len(orders)) for place in range(len(ranks))}

@@ -160,9 +160,7 @@ def test_dtypes_have_names_and_sizes_and_reduce_but_for_the_average_of_bool(nati
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
-def test_reduce_gives_the_exact_result_for_all_counts_alignments_and_scales(
-    kernel: Kernel, scalar: Kernel, dtype: Dtype, op: int
-) -> None:
+def test_reduce_gives_exact_results_at_all_alignments(kernel: Kernel, scalar: Kernel, dtype: Dtype, op: int) -> None:
     """Payload and sign of a NaN are the scalar kernel's, too, but where there were two NaN to choose from."""
     rng = np.random.default_rng([dtype.code, op])
     size = dtype.storage.itemsize
@@ -236,9 +234,7 @@ CONVERSIONS = [pair for half in HALVES for wide in WIDES for pair in ((half, wid
 
 @by_store
 @pytest.mark.parametrize(("to_name", "from_name"), CONVERSIONS)
-def test_convert_gives_the_exact_result(
-    kernel: Kernel, scalar: Kernel, to_name: str, from_name: str, store: int
-) -> None:
+def test_convert_gives_exact_results(kernel: Kernel, scalar: Kernel, to_name: str, from_name: str, store: int) -> None:
     """Payload and sign of a NaN are the scalar kernel's."""
     to, origin = DTYPES[to_name], DTYPES[from_name]
     rng = np.random.default_rng([6, to.code, origin.code])
@@ -275,9 +271,7 @@ NARROWED = [
 
 
 @pytest.mark.parametrize(("half_name", "value", "expected"), NARROWED)
-def test_known_values_are_narrowed_to_nearest_even(
-    kernel: Kernel, half_name: str, value: float, expected: float
-) -> None:
+def test_known_values_narrow_to_nearest_even(kernel: Kernel, half_name: str, value: float, expected: float) -> None:
     half = DTYPES[half_name]
     for wide in (DTYPES[name] for name in WIDES):
         dst, back = np.empty(100, half.storage), np.empty(100, wide.storage)
@@ -312,9 +306,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize("case", SCALED, ids=str)
-def test_scaled_and_divided_integers_truncate_once_and_saturate(
-    kernel: Kernel, case: tuple[str, int, float, int, int]
-) -> None:
+def test_scaled_integers_truncate_once_and_saturate(kernel: Kernel, case: tuple[str, int, float, int, int]) -> None:
     dtype_name, value, scale, divisor, expected = case
     dtype = DTYPES[dtype_name]
     src = np.full(77, value, dtype=dtype.storage)

@@ -181,9 +181,7 @@ def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) 
         assert "horo [0] warning: waiting for 0.3 s" in written()
 
 
-def test_a_handler_that_hangs_holds_up_no_operation_and_not_the_end(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_handler_holds_up_nothing(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_lines, "_END_S", 0.0)
     goes_on = threading.Event()
     handler = kept(lambda: goes_on.wait(60))

@@ -127,14 +127,8 @@ def barrier(rank: Rank, step: int, count: int) -> None:
 
 
 OPERATIONS: list[Callable[[Rank, int, int], None]] = [
-    allreduce,
-    broadcast,
-    reducescatter,
-    allgather,
-    alltoall,
-    barrier,
-    *map(rooted, ["reduce", "gather", "scatter"]),
-]
+    allreduce, broadcast, reducescatter, allgather, alltoall, barrier, *map(rooted, ["reduce", "gather", "scatter"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [1, 1500, 40_000])

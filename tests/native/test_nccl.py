@@ -53,12 +53,9 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         numbers = [each // 4 for each in numbers]
     integers = ["uint8", "int8", "int32", "int64"]
     expected = {
-        "sum": sum(numbers),
-        "average": sum(numbers) / size,
-        "min": np.min(numbers, axis=0),
-        "max": np.max(numbers, axis=0),
-        "product": np.prod(numbers, axis=0),
-    }[op]
+        "sum": sum(numbers), "average": sum(numbers) / size, "min": np.min(numbers, axis=0),
+        "max": np.max(numbers, axis=0), "product": np.prod(numbers, axis=0),
+    }[op]  # fmt: skip
     chosen = [*(integers if op != "product" else integers[2:]), "float16", "float32", "float64"]
 
     def body(rank: Rank) -> list[np.ndarray]:
@@ -171,9 +168,7 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED.values(), ids=STAGED)
-def test_what_nccl_cannot_do_is_staged(
-    gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]
-) -> None:
+def test_what_nccl_lacks_is_staged(gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]) -> None:
     op, dtype, options, expected = case
 
     def body(rank: Rank) -> np.ndarray:

@@ -42,9 +42,7 @@ def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type
         ("connect", 1, "NCCL's connecting"),
     ],
 )
-def test_a_failure_to_connect_is_told_to_all(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], failure: tuple[str, int, str]
-) -> None:
+def test_a_failed_connect_is_told(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], failure: tuple[str, int, str]) -> None:
     place, victim, function = failure
     nccl.fail(place, victim)
     words = f"^NCCL on rank {victim}: {function} failed with code 2: unhandled system error"
@@ -52,9 +50,7 @@ def test_a_failure_to_connect_is_told_to_all(
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_ranks_that_cannot_be_connected_are_told_why(
-    gpu: Gpu, make_nccl: Callable[..., Nccl], hosts: tuple[int, ...]
-) -> None:
+def test_unconnected_ranks_are_told_why(gpu: Gpu, make_nccl: Callable[..., Nccl], hosts: tuple[int, ...]) -> None:
     good, bare, old = make_nccl(), make_nccl(LACKS_ABORT=1), make_nccl(VERSION=22105)
 
     def with_on_rank_1(path: Path) -> Callable[[Rank], OnGpu]:
@@ -77,9 +73,7 @@ def test_ranks_that_cannot_be_connected_are_told_why(
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
-def test_a_rank_dies_while_nccl_connects(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_of_a_set: bool
-) -> None:
+def test_death_as_nccl_connects(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_of_a_set: bool) -> None:
     size = sum(hosts)
     there = threading.Barrier(size)
     links = Links(hosts_of(list(hosts)))
@@ -150,12 +144,9 @@ def test_the_gpu_of_a_rank() -> None:
 RUNNING = "(a collective of NCCL|nccl(AllReduce|GroupEnd|RedOpCreatePreMulSum))"
 """Who tells that what runs has failed: a look, or a call that comes just then."""
 FUNCTIONS = {
-    "call": "ncclAllReduce",
-    "group end": "ncclGroupEnd",
-    "run": RUNNING,
-    "scale": "ncclRedOpCreatePreMulSum",
+    "call": "ncclAllReduce", "group end": "ncclGroupEnd", "run": RUNNING, "scale": "ncclRedOpCreatePreMulSum",
     "end": "ncclCommFinalize",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
@@ -227,9 +218,7 @@ def before_it_proposes(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: li
 @pytest.mark.parametrize(
     "until", [before_it_has_a_tensor, while_a_call_is_launched, while_kernels_run, before_it_proposes]
 )
-def test_a_rank_dies(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, until: Callable[..., list[int]]
-) -> None:
+def test_rank_dies(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, until: Callable[..., list[int]]) -> None:
     links = Links(hosts_of(list(hosts)))
     there = threading.Barrier(3)
 

@@ -110,9 +110,7 @@ def test_shares_are_whole_lines_and_cover_everything_in_order(native: ModuleType
 
 
 @given(count=st.integers(0, 1 << 24), owners=st.integers(1, 200), data=st.data())
-def test_no_share_of_a_shorter_segment_is_longer_than_the_bound(
-    native: ModuleType, count: int, owners: int, data: st.DataObject
-) -> None:
+def test_no_shorter_segment_has_longer_shares(native: ModuleType, count: int, owners: int, data: st.DataObject) -> None:
     most = native.lib.shim_share_most(count, owners)
     shorter = data.draw(st.integers(0, count), "shorter")
     assert max(length for _, length in shares(native, shorter, owners)) <= most
@@ -122,9 +120,7 @@ def test_no_share_of_a_shorter_segment_is_longer_than_the_bound(
 @pytest.mark.parametrize("segment_bytes", [4096, 8192, 1 << 16, 1 << 18, 1 << 20])
 @pytest.mark.parametrize("hosts", [2, 3, 8, 129, 256, 300])
 @pytest.mark.parametrize("value", [1, 4, 16])
-def test_scratch_holds_every_share_of_every_segment(
-    native: ModuleType, value: int, hosts: int, segment_bytes: int
-) -> None:
+def test_scratch_holds_every_share_of_segments(native: ModuleType, value: int, hosts: int, segment_bytes: int) -> None:
     """Also where the last segment is shorter, but cut so that somebody's share of it is longer."""
     for owners in (*range(1, 14), 24, 33, 48, 63, 64, 100):
         reserved = native.lib.shim_two_level_reserved(hosts, owners, value, segment_bytes)

@@ -93,20 +93,13 @@ def test_rows_without_elements_are_gathered(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("op", "shape", "dimension"),
     [
-        ("allreduce", (HUGE, HUGE), 1),
-        ("broadcast", (1, 1 << 61), 1),
-        ("reducescatter", (HUGE, HUGE), 1),
-        ("allreduce", (0, -1), 1),
-        ("allgather", (0, HUGE, HUGE), 2),
-        ("allgather", (HUGE, HUGE), 1),
-        ("allgather", (0, -1, 0), 1),
-        ("alltoall", (0, HUGE, HUGE), 2),
+        ("allreduce", (HUGE, HUGE), 1), ("broadcast", (1, 1 << 61), 1), ("reducescatter", (HUGE, HUGE), 1),
+        ("allreduce", (0, -1), 1), ("allgather", (0, HUGE, HUGE), 2), ("allgather", (HUGE, HUGE), 1),
+        ("allgather", (0, -1, 0), 1), ("alltoall", (0, HUGE, HUGE), 2),
     ],
-)
+)  # fmt: skip
 @on_ranks([2])
-def test_a_shape_of_too_many_bytes_is_refused_where_it_is_submitted(
-    rank: Rank, op: str, shape: tuple[int, ...], dimension: int
-) -> None:
+def test_shapes_of_too_many_bytes_are_refused(rank: Rank, op: str, shape: tuple[int, ...], dimension: int) -> None:
     """One row of an allgather must fit even where there is none: another rank may have some."""
     with pytest.raises(UsageError, match=f"extent {shape[dimension]} of dimension {dimension} is impossible"):
         tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])

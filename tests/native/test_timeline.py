@@ -194,9 +194,7 @@ def test_an_event_that_is_never_written_does_not_hold_up_the_end(timeline: Recor
     assert lost_in(timeline.stop()) == [1]
 
 
-def test_a_full_disk_ends_the_timeline_with_a_warning_and_nothing_else(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_the_timeline_with_a_warning_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Group([1]) as group:

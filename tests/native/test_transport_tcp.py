@@ -131,9 +131,7 @@ def ends_of_a_pipe() -> list[Any]:
         (lambda: [socket.socket()], "for host 2 is not connected"),
     ],
 )
-def test_a_bad_descriptor_is_named_and_all_stay_with_the_caller(
-    native: ModuleType, make: Callable[[], list[Any]], sentence: str
-) -> None:
+def test_a_bad_descriptor_is_named_none_taken(native: ModuleType, make: Callable[[], list[Any]], sentence: str) -> None:
     kept = make()
     bad = kept[0].fileno() if kept else 1_000_000
     near, far = socket.socketpair()
@@ -186,9 +184,7 @@ def test_receives_take_the_sockets_in_turn_of_their_own(striped: tuple[Rank, lis
 
 @pytest.mark.parametrize("broken", range(3))
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_the_loss_of_one_socket_is_the_loss_of_the_peer(
-    striped: tuple[Rank, list[socket.socket]], broken: int, how: str
-) -> None:
+def test_a_lost_socket_is_a_lost_peer(striped: tuple[Rank, list[socket.socket]], broken: int, how: str) -> None:
     rank, far = striped
     receives = [rank.recv(1, 1) for _ in range(6)]
     for end in far:

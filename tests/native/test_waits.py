@@ -40,9 +40,7 @@ def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
 
 @pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
 @pytest.mark.parametrize("spin_us", [0, 1000])
-def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
-    monkeypatch: pytest.MonkeyPatch, hosts: list[int], spin_us: int
-) -> None:
+def test_a_result_goes_into_offered_memory(monkeypatch: pytest.MonkeyPatch, hosts: list[int], spin_us: int) -> None:
     """Else the handle of the request, which is done, is left, and the result is to be taken."""
     monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # after so long a wait the handle is left, too
 
@@ -72,9 +70,7 @@ def test_a_result_goes_into_the_memory_that_is_offered_if_it_fits(
 
 @pytest.mark.parametrize("check_ms", [0, 1])
 @pytest.mark.parametrize("rows", [3, 4])
-def test_a_wait_that_ends_early_goes_on_until_the_result_is_there(
-    monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int
-) -> None:
+def test_a_wait_ended_early_goes_on_until_the_result(monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int) -> None:
     """The way out and in again by which signal handlers run."""
     monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
 

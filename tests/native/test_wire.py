@@ -168,9 +168,7 @@ def test_every_message_is_read_and_written_as_the_same_bytes(wire: Wire, data: b
 
 
 @given(a=requests, field=st.sampled_from([f.name for f in dataclasses.fields(Request)]), data=st.data())
-def test_requests_agree_exactly_when_their_bytes_are_equal(
-    wire: Wire, a: Request, field: str, data: st.DataObject
-) -> None:
+def test_requests_agree_exactly_when_their_bytes_do(wire: Wire, a: Request, field: str, data: st.DataObject) -> None:
     """NaN aside, of which there are many."""
     a = dataclasses.replace(a, prescale=data.draw(numbers), postscale=data.draw(numbers))
     other = numbers if field.endswith("scale") else requests.map(lambda r: getattr(r, field))
@@ -341,15 +339,12 @@ def test_what_is_just_within_the_limits_is_accepted(wire: Wire, data: bytes) -> 
 @pytest.mark.parametrize(
     ("tensor", "room", "expected"),
     [
-        (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"),
-        (Tensor(8, (), 5), 17, b"float64 [] as fl"),
-        (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"),
-        (Tensor(99, (1,)), 100, b"unknown [1]"),
-        (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"),
-        (Tensor(7, (64, 128)), 12, b"float32 [64"),
+        (Tensor(7, (64, 128), 6), 100, b"float32 [64, 128] as bfloat16"), (Tensor(8, (), 5), 17, b"float64 [] as fl"),
+        (Tensor(0, (INT64_MAX,)), 100, b"uint8 [9223372036854775807]"), (Tensor(99, (1,)), 100, b"unknown [1]"),
+        (Tensor(7, (64, 128)), 18, b"float32 [64, 128]"), (Tensor(7, (64, 128)), 12, b"float32 [64"),
         (Tensor(7, (64, 128)), 1, b""),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_is_described_in_words_that_fit(wire: Wire, tensor: Tensor, room: int, expected: bytes) -> None:
     out = wire.ffi.new("char[]", b"#" * 100)
     wire.lib.shim_wire_describe(tensor.dtype, tensor.wire_dtype, len(tensor.shape), list(tensor.shape), out, room)

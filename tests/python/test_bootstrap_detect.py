@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from horo.bootstrap.launchers import detect as detect_module
-from horo.bootstrap.launchers.detect import detect_launch
+from horo.bootstrap.launchers.detect import detect_launch, rank_of_launcher
 from horo.bootstrap.mpi import world as mpi_launch
 from horo.bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
 from horo.config.table import read_config
@@ -113,6 +113,26 @@ def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_launcher_variables_of_mpi(environ: dict[str, str], variable: MpiLauncherVariable | None) -> None:
     assert read_launcher_variable(environ) == variable
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        (HYDRA, 1),
+        (OPEN_MPI, 1),
+        (SRUN, 1),
+        (HORORUN, 0),
+        (TORCHRUN, 0),
+        ({}, None),
+        ({"RANK": "0"}, None),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+    ],
+)
+def test_the_rank_is_known_before_anything_is_loaded(
+    environ: dict[str, str], rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect_module, "load_mpi", lambda why: pytest.fail("MPI was imported"))
+    assert rank_of_launcher(environ) == rank
 
 
 @pytest.mark.parametrize("environ", [HYDRA, OPEN_MPI, {"PMIX_RANK": "1"}, {"HOROVOD_CONTROLLER": "mpi"}])
@@ -298,9 +318,7 @@ def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_told_what_to_type(
 
 
 @pytest.mark.parametrize("environ", NOT_ALONE_OR_ON_PURPOSE)
-def test_nobody_is_told_so_who_is_not_alone_or_wants_to_be(
-    environ: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_not_alone_or_wants_to_be_is_not_told(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     detect_launch(environ, read_config(environ))
     detect_launch(BATCH_SCRIPT, read_config(BATCH_SCRIPT), comm=[0])
     assert "alone" not in caplog.text

@@ -230,9 +230,7 @@ def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     return log
 
 
-def test_a_second_start_does_not_say_everything_twice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_start_says_nothing_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     log = bare_logging(monkeypatch)
     prepare_log("warning", 3)
     prepare_log("info", 1)

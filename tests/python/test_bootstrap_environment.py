@@ -138,15 +138,12 @@ def test_a_subset_is_numbered_by_its_list_and_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
-        ([], "the list names no rank"),
-        ([5, 8], "8 is no rank of this job, which has ranks 0 to 7"),
-        ([-1, 5], "-1 is no rank of this job"),
-        ([5, 0, 5], "rank 5 is listed 2 times"),
+        ([], "the list names no rank"), ([5, 8], "8 is no rank of this job, which has ranks 0 to 7"),
+        ([-1, 5], "-1 is no rank of this job"), ([5, 0, 5], "rank 5 is listed 2 times"),
         ([0, 1], "this process is rank 5, which is not in the list"),
-        ([5, "0"], "a list of ranks holds integers only"),
-        ([5, 0.5], "a list of ranks holds integers only"),
+        ([5, "0"], "a list of ranks holds integers only"), ([5, 0.5], "a list of ranks holds integers only"),
     ],
-)
+)  # fmt: skip
 def test_a_list_that_cannot_be_a_job_is_refused(ranks: list[Any], told: str) -> None:
     with pytest.raises(UsageError) as caught:
         subset(read_launch(HORORUN), ranks)
@@ -196,16 +193,13 @@ def test_any_environment_is_understood_or_a_usage_error(environ: dict[str, str])
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("x", ["x"]),
-        ("a,b.example.org", ["a", "b.example.org"]),
+        ("x", ["x"]), ("a,b.example.org", ["a", "b.example.org"]),
         ("h[1-3,07-10],x", ["h1", "h2", "h3", "h07", "h08", "h09", "h10", "x"]),
-        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("r[0-1]n[01-02]-ib", ["r0n01-ib", "r0n02-ib", "r1n01-ib", "r1n02-ib"]),
-        ("[3,1]", ["3", "1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]), ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[0-1]n[01-02]-ib", ["r0n01-ib", "r0n02-ib", "r1n01-ib", "r1n02-ib"]), ("[3,1]", ["3", "1"]),
         ("b,a[2,1]", ["b", "a2", "a1"]),
     ],
-)
+)  # fmt: skip
 def test_a_list_names_its_hosts_in_order(text: str, hosts: list[str]) -> None:
     assert parse_host_list(text) == hosts
 
@@ -305,18 +299,13 @@ def test_a_child_with_the_ranks_place_is_refused(
 @pytest.mark.parametrize(
     ("rank", "own"),
     [
-        (HORORUN_PLACE, {"HORO_JOB_ID": "k"}),
-        (HORORUN_PLACE, {"HOROVOD_RANK": "0"}),
-        (HORORUN_PLACE, dict.fromkeys(HORORUN_PLACE, "")),
-        (TORCHRUN_PLACE, {"MASTER_PORT": "2"}),
-        (TORCHRUN_PLACE, {"TORCHELASTIC_RESTART_COUNT": "1"}),
-        (TORCHRUN_PLACE, HORORUN_PLACE),
-        (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-h-8@1"}),
-        (MPICH, {"PMI_FD": "99999"}),
-        (SLURM_PLACE, {"SLURM_STEP_ID": "1"}),
-        (SLURM_PLACE, HORORUN_PLACE),
+        (HORORUN_PLACE, {"HORO_JOB_ID": "k"}), (HORORUN_PLACE, {"HOROVOD_RANK": "0"}),
+        (HORORUN_PLACE, dict.fromkeys(HORORUN_PLACE, "")), (TORCHRUN_PLACE, {"MASTER_PORT": "2"}),
+        (TORCHRUN_PLACE, {"TORCHELASTIC_RESTART_COUNT": "1"}), (TORCHRUN_PLACE, HORORUN_PLACE),
+        (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-h-8@1"}), (MPICH, {"PMI_FD": "99999"}),
+        (SLURM_PLACE, {"SLURM_STEP_ID": "1"}), (SLURM_PLACE, HORORUN_PLACE),
     ],
-)
+)  # fmt: skip
 def test_a_child_with_another_place_or_none_is_let_in(
     rank: dict[str, str], own: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,13 +293,10 @@ def world(multiple: bool = True) -> Any:
 @pytest.mark.parametrize(
     ("settings", "grouping", "carries"),
     [
-        ({}, ONE_HOST, False),
-        ({}, TWO_HOSTS, True),
-        ({"transport": "mpi"}, TWO_HOSTS, True),
-        ({"transport": "mpi"}, ONE_HOST, False),
-        ({"transport": "tcp"}, TWO_HOSTS, False),
+        ({}, ONE_HOST, False), ({}, TWO_HOSTS, True), ({"transport": "mpi"}, TWO_HOSTS, True),
+        ({"transport": "mpi"}, ONE_HOST, False), ({"transport": "tcp"}, TWO_HOSTS, False),
     ],
-)
+)  # fmt: skip
 def test_what_mpi_carries(settings: dict[str, str], grouping: Grouping, carries: bool) -> None:
     config = Config(**settings)
     check_mpi(config, world())

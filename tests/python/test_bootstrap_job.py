@@ -122,9 +122,7 @@ def test_the_shortest_times_and_none_at_all(environ: dict[str, str], times: tupl
 
 
 @pytest.mark.parametrize(("host_ids", "segment_bytes"), [(("a", "a"), 1 << 18), (("a", "b"), 1 << 20)])
-def test_segments_are_small_where_they_stay_in_one_host(
-    server: StoreServer, host_ids: tuple[str, str], segment_bytes: int
-) -> None:
+def test_segments_inside_a_host_are_small(server: StoreServer, host_ids: tuple[str, str], segment_bytes: int) -> None:
     environs = environments(server, 2)
     for environ, host_id in zip(environs, host_ids, strict=True):
         environ["HORO_HOST_ID"] = host_id
@@ -158,9 +156,7 @@ def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
     wait_until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
-def test_leader_without_a_socket_leaves_every_rank_on_its_own(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_without_a_socket_leaves_all_on_their_own(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> bytes:
         raise ResourceError("cannot listen on an abstract unix socket: Operation not permitted")
 
@@ -241,14 +237,10 @@ def test_rank_that_does_not_come_is_named_to_all(
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("HORO_SEGMENT_BYTES", "4096"),
-        ("HOROVOD_FUSION_THRESHOLD", "5"),
-        ("HOROVOD_CACHE_CAPACITY", "7"),
-        ("HORO_TRANSPORT", "tcp"),
-        ("HORO_SOCKETS_PER_PEER", "2"),
-        ("HOROVOD_GRADIENTS_READY", "step"),
+        ("HORO_SEGMENT_BYTES", "4096"), ("HOROVOD_FUSION_THRESHOLD", "5"), ("HOROVOD_CACHE_CAPACITY", "7"),
+        ("HORO_TRANSPORT", "tcp"), ("HORO_SOCKETS_PER_PEER", "2"), ("HOROVOD_GRADIENTS_READY", "step"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_must_be_equal_are_compared(server: StoreServer, variable: str, value: str) -> None:
     environs = environments(server, 3)
     environs[2][variable] = value
@@ -275,9 +267,7 @@ def test_rank_started_twice_is_refused(server: StoreServer) -> None:
     assert sum(isinstance(error, UsageError) for error in errors) == 1
 
 
-def test_failure_of_one_rank_ends_the_wait_of_the_others_with_its_reason(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_stop_waiting_with_the_reason_of_a_failure(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     environs = environments(server, 3)
     environs[1]["HORO_HOST_ID"] = "elsewhere"
     environs[0]["HORO_NETWORK_INTERFACES"] = "no-such-interface"

@@ -197,9 +197,7 @@ def test_ports_differ_between_starts_and_are_the_same_for_all_ranks() -> None:
         assert 1 <= len(set(own)) == len(own) and set(own) <= set(few)
 
 
-def test_a_credential_of_another_user_or_a_used_one_is_refused(
-    fake_munge: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_credential_of_others_or_a_used_one_is_refused(fake_munge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(fake_munge))
     credential = encode(b"secret\n\nwith an empty line")
     assert decode(credential) == b"secret\n\nwith an empty line"

@@ -227,9 +227,7 @@ def test_a_member_that_never_connects_is_named_to_all(tight: None) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_cannot_connect_tells_its_own_reason_to_all(
-    tight: None, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
+def test_a_rank_that_cannot_connect_tells_all_why(tight: None, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     """Long before the timeout of 20 s, at which the others would speak of a firewall."""
     real = Links.dial
 

@@ -67,9 +67,7 @@ def edges(variable: Variable) -> tuple[list[str], list[str]]:
     ("group", "variable", "name"),
     [pytest.param(group, variable, name, id=name) for group, variable in EVERY for name in variable.names],
 )
-def test_every_variable_takes_what_it_allows_and_refuses_the_rest(
-    group: type[object], variable: Variable, name: str
-) -> None:
+def test_variables_take_what_they_allow_and_refuse_the_rest(group: type[object], variable: Variable, name: str) -> None:
     field = next(key for key, each in variables_of(group).items() if each is variable)
     inside, outside = edges(variable)
     for text in inside:

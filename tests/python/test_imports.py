@@ -238,9 +238,7 @@ def test_check_build_says_why_not(tmp_path: Path) -> None:
     assert f"{tmp_path / NCCL} is NCCL 2.0.0; horo needs 2.18.1" in nccl
 
 
-def test_a_package_that_is_a_part_of_nvidia_does_not_hide_that_of_nccl(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_package_of_nvidia_does_not_hide_that_of_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Some of NVIDIA's packages bring an ``__init__.py``: of two folders, Python then sees one."""
     whole, part = tmp_path / "site" / "nvidia", tmp_path / "user" / "nvidia"
     file = part / "nccl" / "lib" / NCCL

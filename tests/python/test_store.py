@@ -197,9 +197,7 @@ def test_server_that_closes_is_an_error_that_says_so() -> None:
         client_of(server, timeout_s=0.05)
 
 
-def test_an_answer_is_awaited_as_long_as_a_connection_and_its_lack_is_named(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_awaited_and_its_lack_is_named(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with client_of(server, timeout_s=300) as patient, client_of(server, timeout_s=0.1) as client:
         with pytest.raises(StoreTimeoutError):
             patient.get("a", 0.01)

@@ -302,9 +302,7 @@ def test_an_interrupted_command_leaves_the_rows_and_how_to_go_on(tmp_path: Path,
     assert sorted(tmp_path.iterdir()) == [path, Path(f"{path}.rows")]
 
 
-def test_a_disk_that_is_full_before_the_first_row_is_an_error_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.json"
     monkeypatch.setattr(os, "write", lambda _, data: len(data) - 1)
     with pytest.raises(TimelineError, match=f"'{path}' cannot be written: No space left on device"):
@@ -321,9 +319,7 @@ def test_of_rows_that_are_cut_short_only_the_cut_one_is_lost(tmp_path: Path, byt
     assert [event["ph"] for event in parse_timeline(path, is_ended=False)[-3:]] == ["E", "B", "B"]
 
 
-def test_a_file_that_is_being_written_is_shown_and_left_to_its_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_growing_file_is_shown_and_left_to_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.json"
     recording = left_behind(path, WHOLE[:1], is_alive=True)
     assert not finish(str(path))

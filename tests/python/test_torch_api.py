@@ -33,33 +33,27 @@ REDUCE = "tensor average name op prescale_factor postscale_factor process_set"
 COMPRESSED = "tensor average name compression op prescale_factor postscale_factor process_set"
 ARGUMENTS = {
     "allreduce": COMPRESSED,
-    "allreduce_": REDUCE,
-    "allreduce_async": REDUCE,
-    "allreduce_async_": REDUCE,
+    **dict.fromkeys(["allreduce_", "allreduce_async", "allreduce_async_"], REDUCE),
     "grouped_allreduce": COMPRESSED.replace("tensor", "tensors"),
-    "grouped_allreduce_": REDUCE.replace("tensor", "tensors"),
-    "grouped_allreduce_async": REDUCE.replace("tensor", "tensors"),
-    "grouped_allreduce_async_": REDUCE.replace("tensor", "tensors"),
-    "allgather": "tensor name process_set",
-    "allgather_async": "tensor name process_set",
-    "grouped_allgather": "tensors name process_set",
-    "grouped_allgather_async": "tensors name process_set",
-    "broadcast": "tensor root_rank name process_set",
-    "broadcast_": "tensor root_rank name process_set",
-    "broadcast_async": "tensor root_rank name process_set",
-    "broadcast_async_": "tensor root_rank name process_set",
+    **dict.fromkeys(
+        ["grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"],
+        REDUCE.replace("tensor", "tensors"),
+    ),
+    **dict.fromkeys(["allgather", "allgather_async"], "tensor name process_set"),
+    **dict.fromkeys(["grouped_allgather", "grouped_allgather_async"], "tensors name process_set"),
+    **dict.fromkeys(
+        ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"], "tensor root_rank name process_set"
+    ),
     "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
     "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
     "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
     "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
     "sparse_allreduce_async": "tensor name op process_set",
     "SyncBatchNorm": "num_features eps momentum affine track_running_stats process_set factory",
-    "alltoall": "tensor splits name process_set",
-    "alltoall_async": "tensor splits name process_set",
+    **dict.fromkeys(["alltoall", "alltoall_async"], "tensor splits name process_set"),
     "barrier": "process_set",
     "join": "device",
-    "poll": "handle",
-    "synchronize": "handle",
+    **dict.fromkeys(["poll", "synchronize"], "handle"),
     "average_buffers": "model process_set",
     "broadcast_parameters": "params root_rank process_set",
     "broadcast_optimizer_state": "optimizer root_rank model process_set",
@@ -103,28 +97,15 @@ def test_reductions_are_shown_and_kept_as_what_they_are() -> None:
         assert kept is hvd.Sum
 
 
+PLACE = [hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous]
 BEFORE_INIT: list[Callable[[], Any]] = [
-    hvd.rank,
-    hvd.size,
-    hvd.local_rank,
-    hvd.local_size,
-    hvd.cross_rank,
-    hvd.cross_size,
-    hvd.is_homogeneous,
-    hvd.mpi_threads_supported,
-    hvd.barrier,
-    lambda: hvd.allreduce(torch.ones(1)),
-    lambda: hvd.allreduce_async_(torch.ones(1)),
-    lambda: hvd.allgather(torch.ones(1)),
-    lambda: hvd.broadcast(torch.ones(1), 0),
-    lambda: hvd.poll(1),
-    lambda: hvd.synchronize(1),
-    lambda: hvd.average_buffers(torch.nn.BatchNorm1d(2)),
-    lambda: hvd.broadcast_parameters({}, 0),
-    lambda: hvd.broadcast_object(1),
-    lambda: hvd.allgather_object(1),
+    *PLACE, hvd.mpi_threads_supported, hvd.barrier, lambda: hvd.allreduce(torch.ones(1)),
+    lambda: hvd.allreduce_async_(torch.ones(1)), lambda: hvd.allgather(torch.ones(1)),
+    lambda: hvd.broadcast(torch.ones(1), 0), lambda: hvd.poll(1), lambda: hvd.synchronize(1),
+    lambda: hvd.average_buffers(torch.nn.BatchNorm1d(2)), lambda: hvd.broadcast_parameters({}, 0),
+    lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1),
     lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", BEFORE_INIT)

@@ -113,7 +113,7 @@ def test_an_exception_beside_the_lock_of_a_start_is_the_one_that_is_raised(monke
     gate.set()
 
 
-def test_a_thread_that_cannot_be_started_is_told_also_while_another_error_is_handled(
+def test_a_thread_that_cannot_start_is_told_while_another_error_is_handled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_args: Any, **_named: Any) -> None:
@@ -269,7 +269,7 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
         assert private.has_step_hooks(Unhooked())
 
 
-def test_older_torch_skips_code_by_another_function_and_one_without_any_does_nothing(
+def test_older_torch_skips_code_by_another_function_or_does_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skipped: list[Any] = []

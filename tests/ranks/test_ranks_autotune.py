@@ -13,12 +13,9 @@ import horo.torch as hvd
 from horo.torch.engine import runtime
 
 SEARCH = {
-    "HORO_AUTOTUNE": "1",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20",
-    "HORO_OVERLAP": "always",
-}
+    "HORO_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20", "HORO_OVERLAP": "always",
+}  # fmt: skip
 
 
 def train(steps: int) -> tuple[list[torch.Tensor], bool]:

@@ -37,9 +37,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("workers", "where", "overlap"), [(0, "localhost:2", "always"), (1, "one:1,two:1", "never")])
-def test_a_rank_with_fewer_batches_is_told_and_reported(
-    hororun: Hororun, tmp_path: Path, workers: int, where: str, overlap: str
-) -> None:
+def test_fewer_batches_are_reported(hororun: Hororun, tmp_path: Path, workers: int, where: str, overlap: str) -> None:
     """Both ranks end with the error, and hororun reports it."""
     (tmp_path / "train.py").write_text(UNEVEN.replace("WORKERS", str(workers)))
     job = hororun.start("-np", "2", "train.py", where=where, cwd=tmp_path, environment={"HORO_OVERLAP": overlap})

@@ -148,9 +148,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_becomes_the_roots_and_parameters_do_not_move(
-    ranks: RankPool, name: str, wrapped: bool
-) -> None:
+def test_optimizer_state_becomes_the_roots_and_parameters_stay(ranks: RankPool, name: str, wrapped: bool) -> None:
     def check(make: Any, wrapped: bool) -> dict[str, Any]:
         r, root = hvd.rank(), hvd.size() - 1
         model = _model(0)

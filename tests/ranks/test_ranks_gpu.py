@@ -112,9 +112,7 @@ def test_an_exception_of_a_signal_handler_while_values_are_on_their_way_loses_no
 
 
 @pytest.mark.parametrize("on_gpu", [(0, 1), (0,), (1,)], ids=str)
-def test_a_rank_that_is_killed_while_values_are_on_their_way_is_named(
-    pool: RankPool, double: str, on_gpu: tuple[int, ...]
-) -> None:
+def test_a_rank_killed_while_values_travel_is_named(pool: RankPool, double: str, on_gpu: tuple[int, ...]) -> None:
     def check(path: str, on_gpu: tuple[int, ...]) -> str:
         gpu, r = gpu_double.load(path), hvd.rank()
         x = gpu.put(torch.ones(1000)) if r in on_gpu else torch.ones(1000)

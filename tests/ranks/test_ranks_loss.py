@@ -69,9 +69,7 @@ def test_ranks_in_the_middle_of_large_transfers_get_the_error(tmp_path: Path, ho
 
 
 @pytest.mark.parametrize(("hosts", "victim", "follower"), [("aab", 1, 0), ("aabb", 0, 1), ("aabb", 1, 0)])
-def test_ranks_that_end_at_their_error_are_not_taken_for_its_cause(
-    tmp_path: Path, hosts: str, victim: int, follower: int
-) -> None:
+def test_ranks_that_end_at_an_error_are_not_its_cause(tmp_path: Path, hosts: str, victim: int, follower: int) -> None:
     with PlainRanks(tmp_path, hosts) as ranks:
         ranks.all("start")
         ranks.all("be_hasty")
@@ -178,9 +176,7 @@ def logs_of_others(ranks: PlainRanks, victim: int) -> str:
 
 
 @where_one_stops
-def test_a_stopped_rank_is_named_with_what_it_has_not_submitted_and_may_go_on(
-    tmp_path: Path, hosts: str, victim: int
-) -> None:
+def test_a_stopped_rank_is_named_with_what_it_lacks_and_may_go_on(tmp_path: Path, hosts: str, victim: int) -> None:
     with PlainRanks(tmp_path, hosts, WARN) as ranks:
         ranks.all("start")
         ranks.all("allreduce", "x")

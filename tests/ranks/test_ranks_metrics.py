@@ -10,28 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, on
 from small_model import make_model
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
 
 
-def uneven_means() -> tuple[dict[str, float], dict[str, float], int]:
-    averages = hvd.MetricAverage("loss", "accuracy", "never")
-    for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
-        averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
-    averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
-    before = runtime.current().core.counters()["requests"]
-    first = averages.compute()
-    requests = runtime.current().core.counters()["requests"] - before
-    averages.reset()
-    averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
-    return first, averages.compute(), requests
-
-
 def test_means_are_over_all_samples_of_all_ranks(ranks: RankPool) -> None:
-    results = ranks.run(uneven_means)
+    def check() -> tuple[dict[str, float], dict[str, float], int]:
+        averages = hvd.MetricAverage("loss", "accuracy", "never")
+        for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
+            averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
+        averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
+        before = runtime.current().core.counters()["requests"]
+        first = averages.compute()
+        requests = runtime.current().core.counters()["requests"] - before
+        averages.reset()
+        averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
+        return first, averages.compute(), requests
+
+    results = ranks.run(check)
     weights = {rank: [batch + 1 for batch in range(rank)] for rank in range(ranks.size)}
     total = sum(sum(own) for own in weights.values())
     loss = sum(rank * sum(own) for rank, own in weights.items()) / total
@@ -47,17 +46,14 @@ def test_means_are_over_all_samples_of_all_ranks(ranks: RankPool) -> None:
     assert len({tuple(map(repr, first.values())) for first, _, _ in results}) == 1
 
 
-def means_of_a_set() -> Any:
+@on("ranks4")
+def test_a_process_set_averages_among_its_members() -> None:
     evens = hvd.add_process_set(range(0, hvd.size(), 2))
     averages = hvd.MetricAverage("x", process_set=evens)
     averages.update(x=hvd.rank())
-    found = averages.compute() if evens.included() else None
+    if evens.included():
+        assert averages.compute() == {"x": 1.0}
     hvd.remove_process_set(evens)
-    return found
-
-
-def test_a_process_set_averages_among_its_members(ranks4: RankPool) -> None:
-    assert ranks4.run(means_of_a_set) == [{"x": 1.0}, None, {"x": 1.0}, None]
 
 
 def test_what_is_wrong_with_a_metric_is_named() -> None:
@@ -128,7 +124,8 @@ def test_the_rate_rises_from_that_of_one_rank_to_that_of_all(ranks: RankPool) ->
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def resumed_rates() -> tuple[list[float], list[float]]:
+@on("ranks2")
+def test_a_warmup_goes_on_from_its_state() -> None:
     def make() -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5 * hvd.size())
         return optimizer, hvd.LearningRateWarmup(optimizer, 5)
@@ -148,25 +145,17 @@ def resumed_rates() -> tuple[list[float], list[float]]:
     optimizer, warmup = make()
     optimizer.load_state_dict(saved[0])
     warmup.load_state_dict(saved[1])
-    return whole, begun + go_on(optimizer, warmup, 5)
+    assert begun + go_on(optimizer, warmup, 5) == pytest.approx(whole, rel=1e-12)
+    assert whole[-1] == pytest.approx(1.0)
 
 
-def test_a_warmup_goes_on_from_its_state(ranks2: RankPool) -> None:
-    for whole, parts in ranks2.run(resumed_rates):
-        assert parts == pytest.approx(whole, rel=1e-12)
-        assert whole[-1] == pytest.approx(1.0)
-
-
-def rates_in_a_set() -> float:
+@on("ranks4")
+def test_a_process_set_has_as_many_ranks_as_it_has() -> None:
     first = hvd.add_process_set([0, 1, 2])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
     hvd.LearningRateWarmup(optimizer, 5, process_set=first)
     hvd.remove_process_set(first)
-    return float(optimizer.param_groups[0]["lr"])
-
-
-def test_a_process_set_has_as_many_ranks_as_it_has(ranks4: RankPool) -> None:
-    assert ranks4.run(rates_in_a_set) == pytest.approx([1.0, 1.0, 1.0, 3.0])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0 if hvd.rank() < 3 else 3.0)
 
 
 def test_what_is_wrong_with_a_warmup_is_named() -> None:
@@ -213,8 +202,5 @@ def test_examples_run_on_one_rank_and_on_two(one_or_two: RankPool) -> None:
             hvd.init()
         torch.set_num_threads(1)
 
-    codes = {}
-    for name in EXAMPLES:
-        rest = (inspect.getdoc(getattr(hvd, name)) or "").split("Example:\n")[1]
-        codes[name] = textwrap.dedent(rest)
-    one_or_two.run(check, codes)
+    said = {name: inspect.getdoc(getattr(hvd, name)) or "" for name in EXAMPLES}
+    one_or_two.run(check, {name: textwrap.dedent(text.split("Example:\n")[1]) for name, text in said.items()})

@@ -217,9 +217,7 @@ def test_no_rank_can_join() -> None:
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
 
 
-def test_a_rank_that_is_killed_while_kernels_run_frees_the_gpus_of_others(
-    pool: RankPool, doubles: tuple[str, str]
-) -> None:
+def test_a_rank_killed_while_kernels_run_frees_the_gpus_of_others(pool: RankPool, doubles: tuple[str, str]) -> None:
     def check(*paths: str) -> str:
         gpu, r = gpu_double.load(*paths), hvd.rank()
         x = gpu.put(torch.ones(50), r)

@@ -38,13 +38,8 @@ def test_ranks_are_numbered_on_one_host(ranks: RankPool) -> None:
 
 def _expected(op: int, dtype: torch.dtype) -> torch.Tensor:
     stacked = torch.stack([_values(rank, dtype).double() for rank in range(hvd.size())])
-    result = {
-        hvd.Sum: stacked.sum(0),
-        hvd.Average: stacked.mean(0),
-        hvd.Min: stacked.amin(0),
-        hvd.Max: stacked.amax(0),
-        hvd.Product: stacked.prod(0),
-    }[op]
+    names = {hvd.Sum: "sum", hvd.Average: "mean", hvd.Min: "amin", hvd.Max: "amax", hvd.Product: "prod"}
+    result = getattr(stacked, names[op])(0)
     return (result if dtype.is_floating_point else result.trunc()).to(dtype)
 
 
@@ -155,20 +150,15 @@ def test_a_rank_with_other_strides_is_combined_by_position() -> None:
     assert torch.equal(hvd.allreduce(own), torch.arange(12.0).reshape(3, 4))
 
 
-def poll_before_the_others_have_come() -> list[bool]:
-    found = []
-    handle = hvd.allreduce_async(torch.ones(3), name="late") if hvd.rank() == 0 else None
-    if handle is not None:
-        found = [hvd.poll(handle) for _ in range(3)]
+@on("ranks")
+def test_poll_is_false_before_the_other_ranks_have_come() -> None:
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(3), name="late")
+        assert [hvd.poll(handle) for _ in range(3)] == [False] * 3
     hvd.broadcast_object("go on", root_rank=0)  # the others come to their part only now
-    if handle is None:
+    if hvd.rank() > 0:
         handle = hvd.allreduce_async(torch.ones(3), name="late")
     hvd.synchronize(handle)
-    return found
-
-
-def test_poll_is_false_before_the_other_ranks_have_come(ranks: RankPool) -> None:
-    assert ranks.run(poll_before_the_others_have_come) == [[False] * 3, *([[]] * (ranks.size - 1))]
 
 
 @on("ranks2")
@@ -188,14 +178,12 @@ def test_groups_mix_dtypes_and_shapes() -> None:
     n, r = hvd.size(), hvd.rank()
     tensors = [_values(r, dtype, (2, i + 1)) for i, dtype in enumerate([*FLOATS, torch.int64])]
     expected = [sum(_values(k, t.dtype, tuple(t.shape)) for k in range(n)) for t in tensors]
-    results = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
-    assert isinstance(results, list)
-    for result, wanted in zip(results, expected, strict=True):
+    given = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
+    waited_for = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum))
+    assert (type(given), type(waited_for)) == (list, tuple)
+    for result, other, wanted in zip(given, waited_for, expected, strict=True):
         assert torch.equal(result, wanted)
-    results = hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=hvd.Sum))
-    assert isinstance(results, tuple)
-    for result, wanted in zip(results, expected, strict=True):
-        assert torch.equal(result, wanted)
+        assert torch.equal(other, wanted)
     in_place = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
     for tensor, result, wanted in zip(tensors, in_place, expected, strict=True):
         assert result is tensor
@@ -217,19 +205,19 @@ def test_allgather_concatenates_different_numbers_of_rows(dtype: torch.dtype) ->
     assert second.flatten().tolist() == list(range(n))
 
 
-def _count(folder: Path, late: int) -> int:
-    return len(list(folder.glob(f"{late} *")))
-
-
 @on_own(4, ranks_per_host=2)
 def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(tmp_path: Path) -> None:
     """Whichever it is: the first one of the job, of another host, or of one that hears of it through a third."""
+
+    def come(late: int) -> int:
+        return len([*tmp_path.glob(f"{late} *")])
+
     for late in range(hvd.size()):
         if hvd.rank() == late:
-            wait_until(lambda late=late: _count(tmp_path, late) == 3, "the others come", deadline_s=60)
+            wait_until(lambda late=late: come(late) == 3, "the others come", deadline_s=60)
         (tmp_path / f"{late} {hvd.rank()}").touch()
         hvd.barrier()
-        assert _count(tmp_path, late) == 4
+        assert come(late) == 4
 
 
 def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors(ranks: RankPool) -> None:

@@ -316,20 +316,13 @@ def test_a_step_moves_what_it_moves_in_one_process(make: Make, use: Use) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"groups": 2},
-        {"op": hvd.Sum},
-        {"op": hvd.Sum, "passes": 3},
-        {"gradient_predivide_factor": 2.0},
-        {"passes": 3},
-        {"passes": 3, "backward_passes_per_step": 3},
-        {"passes": 3, "backward_passes_per_step": 2},
-        {"passes": 3, "in_no_sync": True},
-        {"set_to_none": False},
-        {"compression": hvd.Compression.bf16, "tolerance": 0.02},
-        {"compression": OwnCompressor, "tolerance": 1e-5},
+        {"groups": 2}, {"op": hvd.Sum}, {"op": hvd.Sum, "passes": 3}, {"gradient_predivide_factor": 2.0},
+        {"passes": 3}, {"passes": 3, "backward_passes_per_step": 3}, {"passes": 3, "backward_passes_per_step": 2},
+        {"passes": 3, "in_no_sync": True}, {"set_to_none": False},
+        {"compression": hvd.Compression.bf16, "tolerance": 0.02}, {"compression": OwnCompressor, "tolerance": 1e-5},
     ],
     ids=str,
-)
+)  # fmt: skip
 @on("ranks2_always")
 def test_so_it_does_with_options(options: dict[str, Any]) -> None:
     compare(momentum_sgd, by_step, **options)

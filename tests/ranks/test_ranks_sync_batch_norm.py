@@ -28,14 +28,10 @@ def _layer(layer_class: type[nn.Module], dtype: torch.dtype, **options: object) 
 
 
 CASES = [
-    ([4, 4], (3,), torch.float64, {}),
-    ([5, 2], (3, 4, 3), torch.float64, {}),
-    ([5, 2], (3, 4, 3), torch.float32, {}),
-    ([6, 0], (3, 2), torch.float64, {}),
-    ([3, 2], (3, 2, 2, 2), torch.float64, {"affine": False}),
-    ([3, 2], (3,), torch.float64, {"momentum": None}),
-    ([3, 2], (3,), torch.float64, {"track_running_stats": False}),
-]
+    ([4, 4], (3,), torch.float64, {}), ([5, 2], (3, 4, 3), torch.float64, {}), ([5, 2], (3, 4, 3), torch.float32, {}),
+    ([6, 0], (3, 2), torch.float64, {}), ([3, 2], (3, 2, 2, 2), torch.float64, {"affine": False}),
+    ([3, 2], (3,), torch.float64, {"momentum": None}), ([3, 2], (3,), torch.float64, {"track_running_stats": False}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "shape", "dtype", "options"), CASES, ids=str)

@@ -77,9 +77,7 @@ def send_noise(stack: contextlib.ExitStack, port: int) -> None:
         authenticate(connect(), os.urandom(32), Claim(Purpose.DATA, 1, 0, 1), time.monotonic() + 10)
 
 
-def test_connections_without_the_secret_are_refused_and_reported_and_the_job_goes_on(
-    hororun: Hororun, tmp_path: Path
-) -> None:
+def test_who_lacks_the_secret_is_refused_and_reported_and_the_job_goes_on(hororun: Hororun, tmp_path: Path) -> None:
     script = WORK.format(tests=str(TESTS), flags=str(tmp_path), deadline_s=DEADLINE_S)
     temporary = tmp_path / "temporary"
     temporary.mkdir()

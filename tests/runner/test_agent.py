@@ -1,6 +1,7 @@
 """The agent, spoken to directly, and its messages; hosts that a job names, and those that it cannot use."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -197,6 +198,23 @@ def test_it_kills_workers_at_once_when_nobody_listens_any_more(agent: Agent) -> 
     assert gone(pid)
 
 
+@pytest.mark.parametrize("comes_again", [True, False])
+def test_sigterm_takes_the_workers_of_an_elastic_job_away_and_ends_those_that_stay(
+    agent: Agent, comes_again: bool
+) -> None:
+    agent.job(ranks={})
+    agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 7))
+    pid = agent.message(Kind.STARTED).json()["pid"]
+    agent.process.send_signal(signal.SIGTERM)
+    agent.message(Kind.LEAVING)
+    assert not gone(pid)
+    if comes_again:  # else the grace time ends
+        agent.process.send_signal(signal.SIGTERM)
+    assert "SIGTERM came to the agent" in agent.message(Kind.FAILED).json()["message"]
+    assert agent.message(Kind.EXITED).json()["signal"] == signal.SIGTERM
+    assert agent.process.wait(30) == 0
+
+
 @pytest.mark.parametrize("start", [{"slot": "x", "environment": {}}, {"slot": 0}, {"slot": 0, "environment": {"A": 1}}])
 def test_a_worker_that_is_none_is_refused(agent: Agent, start: dict[str, object]) -> None:
     agent.job(ranks={})
@@ -235,9 +253,7 @@ def python_that(tmp_path: Path, code: str) -> str:
         ("import os; os.kill(os.getpid(), 11)", 70, "the agent ended with code 139"),
     ],
 )
-def test_an_agent_that_is_not_as_it_should_be_is_explained(
-    hororun: Hororun, tmp_path: Path, code: str, exit_code: int, fact: str
-) -> None:
+def test_a_wrong_agent_is_explained(hororun: Hororun, tmp_path: Path, code: str, exit_code: int, fact: str) -> None:
     done = hororun.run("-np", "2", "--remote-python", python_that(tmp_path, code), "true", where="localhost:1,one:1")
     assert done.returncode == exit_code
     assert fact in done.stderr
@@ -395,9 +411,7 @@ def test_every_host_gets_its_part_where_no_slots_are_said(hororun: Hororun, wher
     ],
     ids=str,
 )
-def test_without_a_number_there_is_a_rank_for_each_slot_or_gpu(
-    hororun: Hororun, where: str | None, ranks: list[str]
-) -> None:
+def test_without_a_number_each_slot_or_gpu_has_a_rank(hororun: Hororun, where: str | None, ranks: list[str]) -> None:
     if where is None:
         hororun.remote_shell = ""  # which is for remote hosts
     done = hororun.run(*SHOW, where=where, environment={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})

@@ -31,7 +31,7 @@ from horo.runner.network import (
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
     slot = place([2, 2], 4)[3]
     told = rank_variables(
-        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), cores=8, threads_set=False
+        slot, host="h2", mark="m", store="10.0.0.1:5", master=("10.0.0.1", 6), exports=(), cores=8, threads_set=False
     )
     assert told == {
         "HORO_HOST_MARK": "m", "HORO_STORE": "10.0.0.1:5", "HORO_HOSTNAME": "h2", "HORO_RANK": "3", "HORO_SIZE": "4",
@@ -94,16 +94,10 @@ def test_exports_take_values_given_or_present_and_a_wrong_one_is_named() -> None
 @pytest.mark.parametrize(
     ("visible", "found"),
     [
-        ("0,1", "0 1"),
-        ("", ""),
-        ("-1", ""),
-        ("0,-1,1", "0"),
-        ("2, 1", "2 1"),
-        ("NoDevFiles", ""),
-        ("GPU-1a, GPU-2b", "GPU-1a GPU-2b"),
-        ("MIG-8f/1/0,MIG-4c", "MIG-8f/1/0 MIG-4c"),
+        ("0,1", "0 1"), ("", ""), ("-1", ""), ("0,-1,1", "0"), ("2, 1", "2 1"), ("NoDevFiles", ""),
+        ("GPU-1a, GPU-2b", "GPU-1a GPU-2b"), ("MIG-8f/1/0,MIG-4c", "MIG-8f/1/0 MIG-4c"),
     ],
-)
+)  # fmt: skip
 def test_visible_gpus_are_those_that_cuda_would_take(visible: str, found: str, tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == found.split()
 

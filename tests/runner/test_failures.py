@@ -137,9 +137,7 @@ def run(hororun: Hororun, folder: Path, last: str, where: str = "localhost:8") -
 
 
 @pytest.mark.parametrize(("status", "code"), [("7", 7), ("'no data in /x'", 1), ("-1", 255)])
-def test_a_code_that_is_not_0_is_heard_with_its_words(
-    hororun: Hororun, where: str, tmp_path: Path, status: str, code: int
-) -> None:
+def test_a_code_is_heard_with_its_words(hororun: Hororun, where: str, tmp_path: Path, status: str, code: int) -> None:
     words = f"SystemExit: {eval(status)}"
     ended, said, (heard,) = run(hororun, tmp_path, f"    sys.exit({status})\n", where)
     assert ended == code

@@ -321,14 +321,11 @@ def test_horovodrun_is_installed_and_is_hororun_for_horovod(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--mpi-args=-v", "started by ssh"),
-        ("--binding-args=-v", "started by ssh"),
-        ("--tcp", "started by ssh"),
-        ("-p 22", "no remote hosts"),
-        ("--ssh-identity-file key", "no remote hosts"),
+        ("--mpi-args=-v", "started by ssh"), ("--binding-args=-v", "started by ssh"), ("--tcp", "started by ssh"),
+        ("-p 22", "no remote hosts"), ("--ssh-identity-file key", "no remote hosts"),
         ("--gloo --mpi-args=-v", "started by ssh"),
     ],
-)
+)  # fmt: skip
 def test_an_option_for_another_job_is_passed_over(words: str, reason: str) -> None:
     """Horovod takes it without a word."""
     with pytest.raises(JobError):

@@ -296,9 +296,7 @@ def test_damaged_words_of_other_systems_are_named(environ: dict[str, str], fault
         ("PE_HOSTFILE", b"a 0 q x\n", "its line 'a 0 q x'"),
     ],
 )
-def test_a_damaged_host_file_is_named_with_its_variable(
-    tmp_path: Path, variable: str, content: bytes, fault: str
-) -> None:
+def test_a_bad_host_file_is_named_with_its_variable(tmp_path: Path, variable: str, content: bytes, fault: str) -> None:
     (tmp_path / "hosts").write_bytes(content)
     with pytest.raises(AllocationError, match=f"{variable}='{tmp_path}/hosts'.*{fault}"):
         find_allocation({variable: f"{tmp_path}/hosts"}, read)
@@ -328,26 +326,16 @@ LOCAL = (HostSpec("localhost"),)
 
 ME, PORT = (HostSpec("a", user="me"),), (HostSpec("a", port=22),)
 CHOSEN = [
-    ("auto", LOCAL, None, True, "ssh"),
-    ("auto", HOSTS, SLURM, True, "slurm"),
-    ("auto", HOSTS, SLURM, False, "ssh"),
-    ("auto", HOSTS[1:], SLURM, True, "slurm"),
-    ("auto", LOCAL, SLURM, True, "slurm"),
-    ("auto", (HostSpec("c"),), SLURM, True, "ssh"),
-    ("auto", ME, SLURM, True, "ssh"),
-    ("auto", PORT, SLURM, True, "ssh"),
-    ("auto", HOSTS, LSF, True, "jsrun"),
-    ("auto", HOSTS, LSF, False, "ssh"),
-    ("auto", HOSTS[1:], LSF, True, "ssh"),
-    ("auto", HOSTS, PBS, True, "ssh"),
-    ("ssh", HOSTS, SLURM, True, "ssh"),
-    ("mpi", HOSTS, SLURM, True, "mpi"),
-    ("slurm", HOSTS, None, True, "this is no Slurm job"),
+    ("auto", LOCAL, None, True, "ssh"), ("auto", HOSTS, SLURM, True, "slurm"), ("auto", HOSTS, SLURM, False, "ssh"),
+    ("auto", HOSTS[1:], SLURM, True, "slurm"), ("auto", LOCAL, SLURM, True, "slurm"),
+    ("auto", (HostSpec("c"),), SLURM, True, "ssh"), ("auto", ME, SLURM, True, "ssh"),
+    ("auto", PORT, SLURM, True, "ssh"), ("auto", HOSTS, LSF, True, "jsrun"), ("auto", HOSTS, LSF, False, "ssh"),
+    ("auto", HOSTS[1:], LSF, True, "ssh"), ("auto", HOSTS, PBS, True, "ssh"), ("ssh", HOSTS, SLURM, True, "ssh"),
+    ("mpi", HOSTS, SLURM, True, "mpi"), ("slurm", HOSTS, None, True, "this is no Slurm job"),
     ("slurm", ME, SLURM, True, "host a is named with a user or a port"),
-    ("jsrun", HOSTS, SLURM, True, "this is no LSF job"),
-    ("jsrun", HOSTS[1:], LSF, True, "leave out -H"),
+    ("jsrun", HOSTS, SLURM, True, "this is no LSF job"), ("jsrun", HOSTS[1:], LSF, True, "leave out -H"),
     ("jsrun", HOSTS, LSF, False, "there is no jsrun in PATH"),
-]
+]  # fmt: skip
 """What is asked for, the hosts, the batch job, whether its program is there, and what is chosen or said."""
 
 

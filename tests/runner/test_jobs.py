@@ -34,8 +34,8 @@ def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.mark.parametrize("words", [[], ["--torch-env"], ["--master-port", "{port}"]])
-def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [[], ["--no-torch-env"], ["-x", "MASTER_PORT={port}"], ["--master-port", "{port}"]])
+def test_variables_of_torch_are_set_unless_they_are_not_wanted(hororun: Hororun, where: str, words: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     script = "echo " + " ".join(f"${{{name}-unset}}" for name in TORCH_NAMES)
@@ -43,7 +43,7 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
     done = hororun.run("-np", "3", *words, "--no-prefix", *shell(script), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(line.split() for line in done.stdout.splitlines())
-    if words not in (["--torch-env"], ["--master-port", port]):
+    if words == ["--no-torch-env"]:
         assert lines == [["unset"] * 6] * 3
         return
     local = {"localhost:8": ["0/3", "1/3", "2/3"], "one:2,two:2": ["0/2", "1/2", "0/1"]}[where]
@@ -51,11 +51,11 @@ def test_variables_of_torch_are_set_when_asked_for(hororun: Hororun, where: str,
         [str(rank), "3", place, "127.0.0.1"] for rank, place in enumerate(local)
     ]
     ports = {line[5] for line in lines}
-    assert ports == {port} if words[-1] == port else len(ports) == 1
+    assert ports == {port} if words and port in words[-1] else len(ports) == 1
 
 
 def test_a_job_listens_on_the_ports_that_are_named(hororun: Hororun, where: str) -> None:
-    told = ["--port-range", "21100-21140", "--torch-env", "--no-prefix"]
+    told = ["--port-range", "21100-21140", "--no-prefix"]
     done = hororun.run("-np", "3", *told, *shell("echo $HORO_PORT_RANGE $MASTER_PORT $HORO_STORE"), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     for line in done.stdout.splitlines():
@@ -94,9 +94,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
 
 
 @pytest.mark.parametrize(("name", "code"), [("SEGV", 139), ("KILL", 137), ("TERM", 143)])
-def test_a_rank_killed_by_a_signal_is_reported_by_name(
-    hororun: Hororun, where: str, flags: Flags, name: str, code: int
-) -> None:
+def test_a_rank_killed_by_a_signal_is_named(hororun: Hororun, where: str, flags: Flags, name: str, code: int) -> None:
     script = f"flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.1; do sleep 0.02; done\n"
     script += f"test $HOROVOD_RANK = 2 && kill -{name} $$; exec sleep 60"
     done = hororun.run("-np", "3", *shell(script, flags), where=where)
@@ -106,9 +104,7 @@ def test_a_rank_killed_by_a_signal_is_reported_by_name(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_hororun_ends_all_ranks(
-    hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int
-) -> None:
+def test_a_signal_ends_all_ranks(hororun: Hororun, where: str, flags: Flags, number: signal.Signals, code: int) -> None:
     # No shell: one that forks just when SIGTERM comes to its group may leave a child that the signal has missed.
     comes = "SIGINT" if number == signal.SIGINT else "SIGTERM"
     script = f"import os, signal, sys\ndef end(*_): print('saved'); sys.exit(0)\nsignal.signal(signal.{comes}, end)\n"
@@ -276,13 +272,10 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     for name in ("no-line", "bad-line"):
         (tmp_path / name).chmod(0o755)
     cases = {
-        "no-such-command": (127, "command not found on"),
-        "./no-such-file": (127, "no such file on"),
-        "./data.txt": (126, "is not executable"),
-        "./bad-line": (127, "an interpreter that does not exist"),
-        "./no-line": (126, "neither a program nor a script"),
-        str(tmp_path): (126, "is a folder"),
-    }
+        "no-such-command": (127, "command not found on"), "./no-such-file": (127, "no such file on"),
+        "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
+        "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
+    }  # fmt: skip
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

@@ -75,9 +75,7 @@ def test_slow_callbacks_do_not_hold_up_a_deadline(loop: Loop, clock: Clock, slow
     assert 1002.0 <= due[0] <= 1002.0 + 2 * slow_s
 
 
-def test_a_sleep_in_which_the_process_was_stopped_does_not_count(
-    loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sleep_of_a_stopped_process_does_not_count(loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     due: list[str] = []
     sleeps = iter([3600.0, 1.0, 0.5])  # the first lasts an hour longer than asked for
 
@@ -94,7 +92,7 @@ def test_a_sleep_in_which_the_process_was_stopped_does_not_count(
     assert next(sleeps, None) is None
 
 
-def test_short_sleeps_on_a_crowded_host_come_to_a_deadline(
+def test_short_sleeps_on_a_busy_host_reach_a_deadline(
     loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     due: list[float] = []
@@ -110,9 +108,7 @@ def test_short_sleeps_on_a_crowded_host_come_to_a_deadline(
     assert 1005 <= due[0] <= 1006
 
 
-def test_the_time_until_ctrl_z_is_undone_does_not_count(
-    loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_until_ctrl_z_is_undone_does_not_count(loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test.os, "kill", lambda _pid, _number: clock.passes(3600))
     before_s = loop.now_s
     loop.stop_process()

@@ -145,9 +145,7 @@ def test_an_mpirun_killed_by_a_signal_is_128_and_the_signal(hororun: Hororun, fa
     assert done.returncode == 137
 
 
-def test_an_mpirun_that_ignores_sigterm_is_killed_after_the_grace_time(
-    hororun: Hororun, fake: Path, flags: Flags
-) -> None:
+def test_an_mpirun_that_ignores_sigterm_is_killed_after_grace_time(hororun: Hororun, fake: Path, flags: Flags) -> None:
     script = f"trap '' TERM; : > {flags.folder}/up; while :; do sleep 0.1; done"
     words = ["--mpi", "-np", "1", "--grace-seconds", "0.2", "--", "sh", "-c", script]
     job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
@@ -191,7 +189,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
         (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
         (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
         (["--master-port", "5000"], 2, "--master-port is for"),
-        (["--torch-env"], 2, "--torch-env is for"),
+        (["--no-torch-env"], 2, "--no-torch-env is for"),
         (["--host-timeout", "5"], 2, "--host-timeout is for"),
         (["--remote-python", "/p"], 2, "--remote-python is for"),
         (["--tcp"], 2, "--tcp: only Spectrum MPI"),
@@ -199,9 +197,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
         (["--binding-args", "'"], 2, "--binding-args"),
     ],
 )
-def test_what_mpirun_cannot_do_is_one_sentence(
-    hororun: Hororun, fake: Path, words: list[str], code: int, fact: str
-) -> None:
+def test_what_mpirun_cannot_do_is_told(hororun: Hororun, fake: Path, words: list[str], code: int, fact: str) -> None:
     done = hororun.run("--mpi", "-np", "1", *words, "true", where="localhost:1", environment=path_with(fake))
     assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
     assert fact in done.stderr

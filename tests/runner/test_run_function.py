@@ -205,9 +205,7 @@ def test_a_function_of_main_finds_the_modules_beside_its_script(script: Path, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_caller_is_ended(
-    hororun: Hororun, script: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_nothing_outlives_the_caller(hororun: Hororun, script: Path, tmp_path: Path, number: signal.Signals) -> None:
     (script.parent / "helper.py").write_text("WORD = ''\nWAITS = True\n")
     launched = hororun.launch([sys.executable, str(script), str(tmp_path)], cwd=tmp_path)
     wait_until(lambda: all((tmp_path / f"began{rank}").exists() for rank in (0, 1)), "both ranks", deadline_s=TORCH_S)

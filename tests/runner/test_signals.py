@@ -156,9 +156,7 @@ def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Fl
 
 
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGRTMIN + 1])
-def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
-    hororun: Hororun, where: str, flags: Flags, number: int
-) -> None:
+def test_a_signal_without_trap_ends_ranks_and_is_named(hororun: Hororun, where: str, flags: Flags, number: int) -> None:
     job = hororun.start("-np", "3", *noting(flags, []), where=where)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.send_signal(number)
@@ -169,9 +167,7 @@ def test_a_signal_that_ranks_do_not_trap_ends_them_and_is_named(
     assert "SIGTERM" not in done.stderr
 
 
-def test_a_signal_that_comes_twice_does_not_change_the_code_of_sys_exit(
-    hororun: Hororun, where: str, flags: Flags
-) -> None:
+def test_a_signal_that_comes_twice_keeps_the_code_of_sys_exit(hororun: Hororun, where: str, flags: Flags) -> None:
     # Python traps no signals any more while it ends. The rank has said by then that it ends by sys.exit(75).
     script = "import json, os, signal\nfd = os.environ['HORO_END_PIPE'].split(':')[0]\n"
     script += "rank = os.environ['HOROVOD_RANK']\n"
@@ -215,9 +211,7 @@ def test_a_terminal_that_is_closed_ends_an_interactive_batch_job(flags: Flags) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
-def test_a_signal_while_hosts_are_reached_ends_that(
-    hororun: Hororun, tmp_path: Path, flags: Flags, number: signal.Signals
-) -> None:
+def test_a_signal_ends_reaching_hosts(hororun: Hororun, tmp_path: Path, flags: Flags, number: signal.Signals) -> None:
     hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
     job = hororun.start("-np", "1", "true", where="one:1")
     flags.wait(["called"])

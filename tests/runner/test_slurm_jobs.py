@@ -80,9 +80,7 @@ def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, sl
     assert "--nodelist=one" in first and "--nodelist=two" in second
 
 
-def test_an_allocation_that_makes_no_sense_is_one_sentence_unless_hosts_are_named(
-    hororun: Hororun, slurm: Slurm
-) -> None:
+def test_an_allocation_without_sense_is_one_sentence_unless_hosts_are_named(hororun: Hororun, slurm: Slurm) -> None:
     environment = {**slurm.environment, "SLURM_TASKS_PER_NODE": "two"}
     done = hororun.run("-np", "1", "true", where=None, environment=environment)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -211,9 +209,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("launcher", "code", "stderr", "exit_code", "fact"), FAILURES)
-def test_a_failure_is_explained_from_stderr(
-    launcher: RemoteLauncher, code: int, stderr: bytes, exit_code: int, fact: str
-) -> None:
+def test_stderr_tells_why(launcher: RemoteLauncher, code: int, stderr: bytes, exit_code: int, fact: str) -> None:
     error = launcher.explain_failure("h", code, stderr)
     assert (error.code, fact in str(error)) == (exit_code, True), str(error)
     assert "host h" in str(error)
@@ -237,9 +233,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("launcher", "lines", "cause"), CAUSES)
-def test_the_line_that_says_why_a_connection_ended_is_found(
-    launcher: RemoteLauncher, lines: list[str], cause: str
-) -> None:
+def test_what_says_why_a_connection_ended_is_found(launcher: RemoteLauncher, lines: list[str], cause: str) -> None:
     assert launcher.cause(lines) == cause
 
 

@@ -134,9 +134,7 @@ def test_what_is_on_other_hosts_or_of_an_earlier_job_is_named(tmp_path: Path) ->
     assert not (tmp_path / "all.json").exists()
 
 
-def test_a_merge_that_fails_or_is_interrupted_leaves_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_fails_or_is_interrupted_leaves_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = TimelineMerge(str(tmp_path / "all.json"), str(tmp_path / "t-{rank}.json"))
     said: list[str] = []
 

@@ -138,9 +138,7 @@ WRITERS = [merge_timelines, start_timeline, start_log]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_no_file_that_horo_writes_is_one_that_others_have_planted(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_no_file_that_horo_writes_is_one_that_others_planted(tmp_path: Path, write: Callable[[Path], None]) -> None:
     _, secret = prepare(tmp_path)
     reader = None
     try:
@@ -171,9 +169,7 @@ def test_no_file_that_horo_writes_belongs_to_another_user(tmp_path: Path, write:
 
 @needs_root
 @pytest.mark.parametrize("write", WRITERS[:2])
-def test_a_file_made_just_now_is_nobody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
-) -> None:
+def test_new_files_are_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]) -> None:
     """File systems that give all files to one user, as NFS does with those of root, name that one as its owner."""
     tmp_path.chmod(0o777)
     monkeypatch.chdir(tmp_path)

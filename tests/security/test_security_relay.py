@@ -360,28 +360,17 @@ def check_serves(server: StoreServer) -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
-        b"\x00",
-        b"\xff" + pack_fields([]),
-        bytes([StoreRequest.SET]),
-        message(StoreRequest.SET),
-        message(StoreRequest.SET, b"key"),
-        message(StoreRequest.SET, b"key", b"value", b"more"),
-        message(StoreRequest.SET, b"", b"value"),
-        message(StoreRequest.SET, b"k" * (KEY_BYTES_MAX + 1), b"value"),
-        message(StoreRequest.GET),
-        message(StoreRequest.GET, NOW),
-        message(StoreRequest.GET, b"", b"", b"key"),
-        message(StoreRequest.GET, NOW, b"", b""),
-        message(StoreRequest.ADD, b"key"),
-        message(StoreRequest.ADD, b"key", b"1"),
-        message(StoreRequest.ADD, b"", NOW),
-        message(StoreRequest.DELETE, b""),
-        message(StoreRequest.ON_DISCONNECT, b"key"),
+        b"", b"\x00", b"\xff" + pack_fields([]), bytes([StoreRequest.SET]), message(StoreRequest.SET),
+        message(StoreRequest.SET, b"key"), message(StoreRequest.SET, b"key", b"value", b"more"),
+        message(StoreRequest.SET, b"", b"value"), message(StoreRequest.SET, b"k" * (KEY_BYTES_MAX + 1), b"value"),
+        message(StoreRequest.GET), message(StoreRequest.GET, NOW), message(StoreRequest.GET, b"", b"", b"key"),
+        message(StoreRequest.GET, NOW, b"", b""), message(StoreRequest.ADD, b"key"),
+        message(StoreRequest.ADD, b"key", b"1"), message(StoreRequest.ADD, b"", NOW),
+        message(StoreRequest.DELETE, b""), message(StoreRequest.ON_DISCONNECT, b"key"),
         message(StoreRequest.ON_DISCONNECT, b"", b"value"),
         message(StoreRequest.ON_DISCONNECT, b"key", b"value", b"more"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_request_ends_its_connection_alone(server: StoreServer, payload: bytes) -> None:
     assert send(server, payload) == b""
     check_serves(server)

@@ -36,7 +36,7 @@ def test_every_pair_of_values_of_any_two_parameters_occurs() -> None:
 
 
 @pytest.mark.parametrize("cases", [_product(100), _product(3, 4), _product(4, 5)[1:]], ids=len)
-def test_few_cases_and_those_of_one_list_or_of_no_product_are_all_taken(
+def test_few_cases_and_those_of_one_list_or_no_product_are_all_taken(
     cases: list[tuple[str, dict[str, int]]],
 ) -> None:
     assert pairwise(cases) == {name for name, _ in cases}

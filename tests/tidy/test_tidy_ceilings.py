@@ -22,9 +22,7 @@ def test_numbers_are_at_their_ceilings() -> None:
         ({}, {"functions": 100}, "functions: delete the row"),
     ],
 )
-def test_a_number_that_is_not_at_its_ceiling_is_found(
-    measured: dict[str, Number], ceilings: dict[str, int], expected: str
-) -> None:
+def test_what_is_off_its_ceiling_is_found(measured: dict[str, Number], ceilings: dict[str, int], expected: str) -> None:
     (finding,) = compare(measured, ceilings)
     assert finding.endswith(expected)
 
@@ -90,13 +88,10 @@ def test_a_subject_is_named_outside_its_rooms_in_code_alone() -> None:
 
 
 MODULES = {
-    "horo": "",
-    "horo.a": "from horo import b\n",
-    "horo.b": "if TYPE_CHECKING:\n    from . import c\n",
-    "horo.c": "def f():\n    from horo.a import name\n",
-    "horo.p": "from horo.p.inner import x\n",
+    "horo": "", "horo.a": "from horo import b\n", "horo.b": "if TYPE_CHECKING:\n    from . import c\n",
+    "horo.c": "def f():\n    from horo.a import name\n", "horo.p": "from horo.p.inner import x\n",
     "horo.p.inner": "import horo.a\n",
-}
+}  # fmt: skip
 
 
 def test_circles_of_modules_have_imports_for_types_and_in_functions() -> None:

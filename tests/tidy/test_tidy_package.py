@@ -132,14 +132,11 @@ def test_the_linker_gets_no_paths_to_libraries(words: str, kept: str) -> None:
 @pytest.mark.parametrize(
     ("without", "lack"),
     [
-        ("-fno-stack-protector", ["a stack protector"]),
-        ("-U_FORTIFY_SOURCE", ["checked calls of libc (FORTIFY)"]),
-        ("-Wl,-z,lazy", ["BIND_NOW"]),
-        ("-Wl,-z,norelro", ["RELRO"]),
-        ("-Wl,-z,execstack", ["a stack without code"]),
+        ("-fno-stack-protector", ["a stack protector"]), ("-U_FORTIFY_SOURCE", ["checked calls of libc (FORTIFY)"]),
+        ("-Wl,-z,lazy", ["BIND_NOW"]), ("-Wl,-z,norelro", ["RELRO"]), ("-Wl,-z,execstack", ["a stack without code"]),
         ("-Wl,-rpath,/a", ["no path to libraries"]),
     ],
-)
+)  # fmt: skip
 def test_each_lack_of_protection_is_found(tmp_path: Path, without: str, lack: list[str]) -> None:
     source, library = tmp_path / "one.c", tmp_path / "one.so"
     source.write_text(

@@ -177,15 +177,11 @@ def test_what_is_read_of_texts(found: object, expected: object) -> None:
 
 
 BAD_SENTENCES = [
-    "The rank says that it is late.",
-    "Rank 0 is told of the loss.",
-    "A kernel stands in front of the copy.",
-    "When the driver comes to the record, it stops.",
-    "It is known what word that rank has.",
-    "What a rank has submitted goes on.",
-    "A set that is gone has no deadline, since none is set.",
+    "The rank says that it is late.", "Rank 0 is told of the loss.", "A kernel stands in front of the copy.",
+    "When the driver comes to the record, it stops.", "It is known what word that rank has.",
+    "What a rank has submitted goes on.", "A set that is gone has no deadline, since none is set.",
     "One " + "word " * 40 + "too many.",
-]
+]  # fmt: skip
 GOOD_TEXTS = [
     "The rank logs a warning when another rank is late.",
     "What does a rank do?",

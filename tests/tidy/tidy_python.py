@@ -36,6 +36,9 @@ IMPORT_RULES = (
     ImportRule("horo/bootstrap", ("horo.torch",), "arrows point down: torch uses the bootstrap"),
     ImportRule("horo/bootstrap", ("torch",), "hororun uses parts of the bootstrap", lazily=True),
     ImportRule("horo/torch", ("horo.runner",), "arrows point down: a rank does not know its launcher"),
+    ImportRule(
+        "horo/torch", ("horo.lightning", "lightning", "pytorch_lightning"), "arrows point down: Lightning uses torch"
+    ),
     ImportRule("horo/errors.py", ("horo",), "the bottom imports nothing of horo"),
     ImportRule("horo/config/table.py", (*TORCH, *CORE), "knobs are read before anything is loaded"),
 )
@@ -58,6 +61,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.torch.optimizer": ("compat", "engine", "ops", "functions"),
     "horo.torch.distributed": ("compat", "engine"),
     "horo.torch.elastic": ("compat", "engine", "ops", "functions", "optimizer"),
+    "horo.lightning": ("bootstrap.launchers", "config", "errors", "runner.call", "torch"),
     "horo.runner.hosts": (),
     "horo.runner.loop": (),
     "horo.runner.processes": (),

@@ -240,12 +240,20 @@ def test_futures_have_the_results_and_run_what_is_behind_them() -> None:
     # What is put behind may begin and await operations itself.
     chained = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: again(done.value()[0]))
     assert chained.wait().item() == size * size
+    nested = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: later(done.value()[0]))
+    assert nested.wait().item() == size * size
     assert dist.barrier(async_op=True).get_future().wait() == []
 
 
 def again(tensor: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(tensor)
     return tensor
+
+
+def later(tensor: torch.Tensor) -> torch.Tensor:
+    """As hooks such as PowerSGD's, waits for a future inside what is behind another."""
+    found: list[torch.Tensor] = dist.all_reduce(tensor, async_op=True).get_future().wait()
+    return found[0]
 
 
 @on("group2")

@@ -227,7 +227,7 @@ def test_without_an_import_of_horo_by_hororun_torchrun_and_alone(tmp_path: Path,
         "dist.all_reduce(tensor)\n"
         "print('sum', tensor.tolist(), 'horo.torch' in sys.modules, flush=True)\n"
     )
-    done = hororun.start("-np", "2", "--torch-env", "--no-prefix", sys.executable, str(script)).finish(TORCH_S)
+    done = hororun.start("-np", "2", "--no-prefix", sys.executable, str(script)).finish(TORCH_S)
     assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True"), done.stderr) == (0, 2, "")
     done = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", str(script))
     assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True")) == (0, 2), done.stderr

@@ -27,7 +27,7 @@ from horo.bootstrap.mpi.world import (
 from horo.config.table import Config, LaunchVariables, read_variables
 from horo.errors import ResourceError, UsageError
 
-__all__ = ["detect_launch"]
+__all__ = ["detect_launch", "rank_of_launcher"]
 
 _INSTEAD = "HORO_CONTROLLER=slurm does so without asking MPI"
 
@@ -60,6 +60,21 @@ def detect_launch(environ: Mapping[str, str], config: Config, comm: Any = None) 
     if comm is None:
         return _mpi_launch(environ, world_of(found, found.COMM_WORLD, config.start_timeout_s))
     return _mpi_launch(environ, *world_of_ranks(found, comm, config.start_timeout_s))
+
+
+def rank_of_launcher(environ: Mapping[str, str]) -> int | None:
+    """The rank by the variables of a launcher, as far as they go: nothing is loaded, and nobody is asked.
+
+    None: no launcher has started this process, or its variables are incomplete, which ``init()`` will refuse.
+    """
+    try:
+        launch = read_launch(environ)
+    except UsageError:
+        return None
+    if launch.kind != "none":
+        return launch.rank
+    variable = read_launcher_variable(environ)
+    return None if variable is None or (variable.size is None and is_lone_step(environ)) else variable.rank
 
 
 def _warn_if_alone(environ: Mapping[str, str], config: Config) -> None:

@@ -86,8 +86,6 @@ class Exchange:
             self.check_open()
             _copy_alone(call)
             return _finish(call)
-        if call.op not in OPS:
-            raise UnsupportedError(f"{call.op}: horo does not offer it yet")
         self.check_open()
         is_async = getattr(opts, "asyncOp", True)
         buffer = RequestBuffer.of(

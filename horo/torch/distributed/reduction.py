@@ -17,11 +17,9 @@ _NUMBERS = {
     torch_distributed.ReduceOp.MIN: REDUCE_OPS["min"],
     torch_distributed.ReduceOp.MAX: REDUCE_OPS["max"],
     torch_distributed.ReduceOp.PRODUCT: REDUCE_OPS["product"],
-}
-_NUMBERS |= {
-    getattr(torch_distributed.ReduceOp, theirs): REDUCE_OPS[ours]
-    for theirs, ours in (("BAND", "bitwise_and"), ("BOR", "bitwise_or"), ("BXOR", "bitwise_xor"))
-    if ours in REDUCE_OPS
+    torch_distributed.ReduceOp.BAND: REDUCE_OPS["band"],
+    torch_distributed.ReduceOp.BOR: REDUCE_OPS["bor"],
+    torch_distributed.ReduceOp.BXOR: REDUCE_OPS["bxor"],
 }
 
 
@@ -47,4 +45,4 @@ def reduction_of(op: Any, what: str) -> Reduction:
         if isinstance(factor, float):
             return Reduction(REDUCE_OPS["sum"], factor)
         raise UnsupportedError(f"{what}: PREMUL_SUM takes a number as its factor here, not a tensor")
-    raise UnsupportedError(f"{what}: {kind} is not offered; SUM, AVG, MIN, MAX, PRODUCT and PREMUL_SUM are")
+    raise UnsupportedError(f"{what}: {kind} is not one of torch's reductions")

@@ -186,10 +186,11 @@ class HoroWork(torch_distributed.Work):
 
 
 class Pending:
-    """The operations in progress of one group, and the thread that completes their futures.
+    """The operations in progress of one group, and the threads that complete their futures.
 
-    The thread exists from the first future on. It sleeps in the core; completing a future runs what the program has
-    put behind it with ``then``, which may itself wait for operations, but not for futures of this group.
+    One thread at a time sleeps in the core. Completing a future runs what the program has put behind it with ``then``,
+    which may wait for other futures: another thread sleeps in the core meanwhile. There are as many threads as were
+    ever needed at once, and none before the first future.
     """
 
     def __init__(self, core: Context) -> None:
@@ -197,44 +198,60 @@ class Pending:
         self.works: weakref.WeakSet[HoroWork] = weakref.WeakSet()
         self._futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._idle = 0
+        """Threads that neither sleep in the core nor complete a future."""
+        self._is_awaited = False
+        """A thread is in the core."""
         self._stopping = False
 
     def complete_later(self, work: HoroWork, future: torch.futures.Future[Any]) -> None:
-        """Has the thread complete ``future`` when ``work`` is done."""
+        """Has a thread complete ``future`` when ``work`` is done."""
         with self._changed:
             if not self._stopping:
-                if self._thread is None:
-                    self._thread = OwnThread(target=self._complete, name="horo futures", daemon=True)
-                    self._thread.start()
                 self._futures.append((work, future))
-                self._changed.notify()
+                self._find_thread()
                 return
         work.settle(future)
+
+    def _find_thread(self) -> None:
+        if self._futures and not self._is_awaited:
+            if self._idle:
+                self._changed.notify_all()
+            else:
+                OwnThread(target=self._complete, name="horo futures", daemon=True).start()
 
     def _complete(self) -> None:
         while True:
             with self._changed:
-                while not self._futures and not self._stopping:
+                self._idle += 1
+                while (self._is_awaited or not self._futures) and not self._stopping:
                     self._changed.wait()
+                self._idle -= 1
                 if self._stopping:
                     return
+                self._is_awaited = True
                 waited = list(self._futures)
             if not any(work.is_completed() for work, _ in waited):
                 wait_a_moment(self.core, [work.handle for work, _ in waited])
-            for pair in waited:
-                if pair[0].is_completed() and not self._stopping:
-                    with self._changed:
-                        self._futures.remove(pair)
-                    pair[0].settle(pair[1])
+            done = [pair for pair in waited if pair[0].is_completed()]
+            for work, _ in done:
+                work.exception()  # its results come to their places
+            with self._changed:
+                for pair in done:
+                    self._futures.remove(pair)
+                self._is_awaited = False
+                self._changed.notify_all()
+                self._find_thread()
+            for work, future in done:
+                work.settle(future)
 
     def stop(self) -> None:
-        """Returns when the thread has left the core. Futures that are not complete wait for ``give_up``."""
+        """Returns when no thread is in the core. Futures that are not complete wait for ``give_up``."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._changed.notify_all()
+            while self._is_awaited:
+                self._changed.wait()
 
     def give_up(self, error: HoroError) -> None:
         """Ends what is left with ``error``, when the context is gone."""

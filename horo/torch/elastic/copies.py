@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import mmap
 from collections.abc import Sequence
@@ -43,8 +44,7 @@ class Copies:
         self._memory = memory
         self._views: list[tuple[mmap.mmap, _Layout, list[torch.Tensor]]] = []
         """The tensors of the layout that each slot had last."""
-        self._layout: _Layout = ()
-        self._digest = _digest(())
+        self._set_layout(())
 
     def write(self, commit: Commit, objects: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps tensors, on any device, and picklable objects.
@@ -55,14 +55,19 @@ class Copies:
         """
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
         if layout != self._layout:
-            self._layout, self._digest = layout, _digest(layout)
+            self._set_layout(layout)
 
         def fill(data: mmap.mmap) -> None:
             with torch.no_grad():
                 for view, tensor in zip(self._views_of(data, layout), tensors, strict=True):
-                    view.copy_(tensor.detach())
+                    view.copy_(tensor)
 
-        self._memory.write(commit, self._digest, _places(layout)[-1], pickled((layout, objects)), fill)
+        self._memory.write(commit, self._digest, self._end, self._pickled_layout + pickled(objects), fill)
+
+    def _set_layout(self, layout: _Layout) -> None:
+        """Sets the layout of the next commits: most have that of the one before."""
+        self._layout, self._digest = layout, _digest(layout)
+        self._pickled_layout, self._end = pickled(layout), _places(layout)[-1]
 
     def read(self) -> Kept | None:
         """The commit that was written last, by this process or an earlier one of its slot; None: there is none."""
@@ -80,7 +85,8 @@ class Copies:
 
     def unpacked(self, found: Found) -> Kept | None:
         """A commit that was read elsewhere; None: its layout is not that of its tensors."""
-        layout, objects = cloudpickle.loads(found.objects)
+        stream = io.BytesIO(found.objects)
+        layout, objects = cloudpickle.load(stream), cloudpickle.load(stream)
         if _digest(layout) != found.layout:
             return None
         return Kept(found.commit, objects, self._views_of(found.data, layout))

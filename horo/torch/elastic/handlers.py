@@ -96,13 +96,13 @@ class ModelStateHandler(PartHandler):
 
     def capture(self, tensors: list[torch.Tensor]) -> Any:
         """As in the base class."""
-        state = model_state(self.value)
+        state = model_state(self.value, detached=False)
         for name, tensor in state.tensors:
             check_tensor(tensor, "the state's model", name)
             tensors.append(tensor)
-        trained = [part.training for part in self.value.modules()]
-        free = [parameter.requires_grad for parameter in self.value.parameters()]
-        return [name for name, _ in state.tensors], state.objects, trained, free
+        parts = list(self.value.modules())
+        trained = [part.training for part in parts]
+        return [name for name, _ in state.tensors], state.objects, trained, [each.requires_grad for each in _own(parts)]
 
     def accept(self, objects: Any) -> list[torch.Tensor]:
         """As in the base class."""
@@ -111,9 +111,10 @@ class ModelStateHandler(PartHandler):
         if names != [name for name, _ in state.tensors]:
             raise UsageError("the model has other parameters than the one whose state comes from a commit")
         state.replace(extra)
-        for part, is_trained in zip(self.value.modules(), trained, strict=False):
+        parts = list(self.value.modules())
+        for part, is_trained in zip(parts, trained, strict=False):
             part.training = is_trained
-        for parameter, is_free in zip(self.value.parameters(), free, strict=False):
+        for parameter, is_free in zip(_own(parts), free, strict=False):
             if parameter.requires_grad != is_free:
                 parameter.requires_grad_(is_free)
         return [tensor for _, tensor in state.tensors]
@@ -121,6 +122,11 @@ class ModelStateHandler(PartHandler):
     def parameters(self) -> Iterable[torch.Tensor]:
         """As in the base class."""
         return self.value.parameters()
+
+
+def _own(parts: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters of modules; one that several have comes several times."""
+    return [each for part in parts for each in part._parameters.values() if each is not None]
 
 
 class _Steps:

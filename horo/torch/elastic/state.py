@@ -137,7 +137,7 @@ class TorchState(ObjectState):
         objects = share_object(lambda: self._capture(tensors), root_rank, _SYNC, None, 0)
         if topology.rank() != root_rank:
             tensors = self._accept(objects)
-        overwrite(tensors, root_rank, _SYNC, 0)
+        overwrite([tensor.detach() for tensor in tensors], root_rank, _SYNC, 0)
         for handler in self._own_handlers():
             handler.sync()
 

@@ -254,8 +254,11 @@ def refuse_lazy(tensor: torch.Tensor, what: str) -> None:
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:
     """From the begin of its storage to the end of its last element."""
-    if tensor.numel() == 0:
+    count = tensor.numel()
+    if count == 0:
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + count) * tensor.element_size()
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 

@@ -27,14 +27,16 @@ class ModelState(NamedTuple):
     """Takes the root's objects instead of these."""
 
 
-def model_state(params: Any) -> ModelState:
+def model_state(params: Any, *, detached: bool = True) -> ModelState:
     """The tensors and objects in the argument of ``broadcast_parameters``.
+
+    The tensors of a module are detached, or else its parameters and buffers themselves, which takes half the time.
 
     Raises:
         UsageError: It is something else, or has an entry that is neither a tensor nor an extra state.
     """
     if isinstance(params, torch.nn.Module):
-        return _of_module(params)
+        return _of_module(params, detached)
     objects: dict[str, Any] = {}
     if isinstance(params, Mapping):
         entries: list[Any] = sorted(params.items(), key=lambda item: str(item[0]))
@@ -51,7 +53,7 @@ def model_state(params: Any) -> ModelState:
     return ModelState(_named_tensors(entries), objects, lambda found: _replace_in(params, found))
 
 
-def _of_module(module: torch.nn.Module) -> ModelState:
+def _of_module(module: torch.nn.Module, detached: bool) -> ModelState:
     owners = {
         name: part
         for name, part in module.named_modules()
@@ -62,7 +64,7 @@ def _of_module(module: torch.nn.Module) -> ModelState:
         for name, state in found.items():
             owners[name].set_extra_state(state)
 
-    entries = [entry for entry in sorted(module.state_dict().items()) if not _is_extra(entry[0])]
+    entries = [entry for entry in sorted(module.state_dict(keep_vars=not detached).items()) if not _is_extra(entry[0])]
     objects = {name: part.get_extra_state() for name, part in owners.items()}
     return ModelState(_named_tensors(entries), objects, replace)
 

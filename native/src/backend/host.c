@@ -330,18 +330,6 @@ static hr_status begin_move(struct host_backend *host) {
 
 /* ---- The table ---- */
 
-static hr_status reserve_pieces(struct host_backend *host, size_t count) {
-    if (count > host->piece_capacity) {
-        struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
-        if (larger == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        host->pieces = larger;
-        host->piece_capacity = count;
-    }
-    return HORO_OK;
-}
-
 static hr_status host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
@@ -359,7 +347,15 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     /* each vector needs a piece for each tensor */
     const size_t vectors = op == HORO_ALLREDUCE || op == HORO_BROADCAST ? 1
                            : (size_t)host->team->size * (hr_op_exchanges(op) ? 2 : 1);
-    HR_TRY(reserve_pieces(host, vectors * work->count));
+    const size_t count = vectors * work->count;
+    if (count > host->piece_capacity) {
+        struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        host->pieces = larger;
+        host->piece_capacity = count;
+    }
     switch (op) {
     case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     case HORO_REDUCESCATTER:

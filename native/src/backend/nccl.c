@@ -23,15 +23,6 @@ static int dtype_of(int dtype) {
     }
 }
 
-static int op_of(int reduce_op) {
-    switch (reduce_op) {
-    case HORO_MIN: return HR_NCCL_MIN;
-    case HORO_MAX: return HR_NCCL_MAX;
-    case HORO_PRODUCT: return HR_NCCL_PRODUCT;
-    default: return HR_NCCL_SUM;
-    }
-}
-
 int hr_nccl_can(const horo_request *call) {
     /* NCCL multiplies the values of each rank before it sums floats, and nothing else */
     const int is_scaled = call->reduce_op == HORO_AVERAGE || call->prescale != 1.0 || call->postscale != 1.0;
@@ -142,7 +133,12 @@ static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_team *team, 
                                        comm->handle, comm->stream),
                        "ncclBroadcast");
     }
-    const int op = comm->has_scale[dtype] ? comm->scales[dtype] : op_of(work->reduce_op);
+    static const int ops[] = {[HORO_AVERAGE] = HR_NCCL_SUM,
+                              [HORO_SUM] = HR_NCCL_SUM,
+                              [HORO_MIN] = HR_NCCL_MIN,
+                              [HORO_MAX] = HR_NCCL_MAX,
+                              [HORO_PRODUCT] = HR_NCCL_PRODUCT};
+    const int op = comm->has_scale[dtype] ? comm->scales[dtype] : ops[work->reduce_op];
     if (work->op == HORO_REDUCESCATTER) {
         return scatter(comm, team, operand, dtype, op);
     }

@@ -38,16 +38,12 @@ void hr_recorder_trace(struct hr_recorder *recorder, int is_traced) {
     atomic_store_explicit(&recorder->mask, (uint64_t)records - 1, memory_order_relaxed);
 }
 
-static struct hr_record *record_at(const struct hr_recorder *recorder, uint64_t place) {
-    return &recorder->records[place & atomic_load_explicit(&recorder->mask, memory_order_relaxed)];
-}
-
 /*
  * The words are stored with release and loaded with acquire: whoever has seen a word of a record also sees that it is
  * being written. A fence would do the same, but ThreadSanitizer does not know fences.
  */
 static void write_at(struct hr_recorder *recorder, uint64_t place, const struct hr_event *event) {
-    struct hr_record *record = record_at(recorder, place);
+    struct hr_record *record = &recorder->records[place & atomic_load_explicit(&recorder->mask, memory_order_relaxed)];
     const uint64_t writing = 2 * place + 1;
     uint64_t seen = atomic_load_explicit(&record->mark, memory_order_relaxed);
     /* Partner: the release of the last store below, by the one before. */
@@ -164,7 +160,8 @@ int hr_recorder_next(const struct hr_recorder *recorder, struct hr_recorder_tail
             tail->place++;
             return 1;
         }
-        const uint64_t mark = atomic_load_explicit(&record_at(recorder, tail->place)->mark, memory_order_relaxed);
+        const struct hr_record *record = &recorder->records[tail->place % records];
+        const uint64_t mark = atomic_load_explicit(&record->mark, memory_order_relaxed);
         if (mark == 2 * tail->place + 2) {
             continue; /* since the look */
         }
@@ -241,17 +238,12 @@ static const char *size_text(int64_t bytes, char *out, size_t out_bytes) {
     return out;
 }
 
-static const char *verb(int event) {
-    switch (event) {
-    case HORO_EVENT_SUBMITTED: return "submitted";
-    case HORO_EVENT_BEGUN: return "began";
-    case HORO_EVENT_ENDED: return "finished";
-    case HORO_EVENT_FAILED: return "failed";
-    default: return "did";
-    }
-}
-
 static void write_run(const struct run *run, char *line, size_t line_bytes) {
+    static const char *const verbs[] = {[HORO_EVENT_SUBMITTED] = "submitted",
+                                        [HORO_EVENT_AGREED] = "did",
+                                        [HORO_EVENT_BEGUN] = "began",
+                                        [HORO_EVENT_ENDED] = "finished",
+                                        [HORO_EVENT_FAILED] = "failed"};
     const horo_event *event = &run->last;
     if (event->event == HORO_EVENT_LEFT) {
         (void)snprintf(line, line_bytes, "the group ended: rank %d has shut horo down", (int)event->number);
@@ -273,7 +265,7 @@ static void write_run(const struct run *run, char *line, size_t line_bytes) {
         } else if (first->event == HORO_EVENT_FAILED) {
             (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
         }
-        (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verb(first->event), hr_op_name(first->op), first->name,
+        (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verbs[first->event], hr_op_name(first->op), first->name,
                        rest, run->bytes > 0 ? ", " : "",
                        run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
     }

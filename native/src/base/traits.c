@@ -49,8 +49,8 @@ int hr_op_is_last(int op) {
     return op == HORO_JOIN;
 }
 
-int hr_op_is_of_members(int op) {
-    return hr_op_is_of_teams(op) || hr_op_is_last(op);
+int hr_op_is_begun_ahead(int op) {
+    return hr_op_has_tensors(op) && !hr_op_tells_rows(op);
 }
 
 int hr_op_moves_data(int op) {

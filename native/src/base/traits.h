@@ -39,8 +39,8 @@ int hr_op_is_last(int op);
 #define HR_CHANGE_NAME "add_process_set or remove_process_set"
 int hr_op_is_of_teams(int op);
 
-/* Whether it changes who takes part, in one of these ways. */
-int hr_op_is_of_members(int op);
+/* Whether its batch is begun before it is agreed on: not without data, or with sizes of other ranks. */
+int hr_op_is_begun_ahead(int op);
 
 /* Whether it moves data. */
 int hr_op_moves_data(int op);

@@ -177,21 +177,16 @@ static int begin_next_run(struct hr_segments *segments) {
     return 1;
 }
 
-static hr_status begin_between_hosts(struct hr_allgather *run) {
-    struct hr_team *team = run->segments.team;
-    HR_TRY(hr_segments_reserve_scratch(
-        team, HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count * sizeof(struct hr_cross_part)));
-    run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
-    (void)begin_next_run(&run->segments);
-    return HORO_OK;
-}
-
 /* ---- The beginning ---- */
 
 hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
     *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
     if (team->host_count > 1) {
-        return begin_between_hosts(run);
+        const size_t parts = HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
+        HR_TRY(hr_segments_reserve_scratch(team, parts * sizeof *run->parts));
+        run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
+        (void)begin_next_run(&run->segments);
+        return HORO_OK;
     }
     size_t count = 0;
     size_t total = 0;

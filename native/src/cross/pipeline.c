@@ -16,18 +16,6 @@
 #include "cross/cross.h"
 #include "horo.h"
 
-/* In values. */
-static size_t longest_part(const struct hr_cross *state) {
-    if (state->call.parts == NULL) {
-        return hr_divide_up(state->call.count, state->plan.part_count);
-    }
-    size_t longest = 0;
-    for (size_t i = 0; i < state->plan.part_count; i++) {
-        longest = state->call.parts[i].bytes > longest ? state->call.parts[i].bytes : longest;
-    }
-    return longest / state->call.codec->wire_bytes;
-}
-
 size_t hr_cross_scratch_bytes(const struct hr_cross_ops *ops, int host_count, size_t value_bytes, size_t bytes,
                               size_t piece_bytes) {
     /* a part of a ring is at most one value longer than the mean */
@@ -41,7 +29,11 @@ void hr_cross_begin(const struct hr_cross_ops *ops, struct hr_cross *state, cons
     ops->plan(state, &state->plan);
     const size_t value_bytes = call->codec->wire_bytes;
     const size_t piece_values = call->piece_bytes < value_bytes ? 1 : call->piece_bytes / call->codec->wire_bytes;
-    const size_t part_values = longest_part(state);
+    size_t part_values = call->parts == NULL ? hr_divide_up(call->count, state->plan.part_count) : 0; /* the longest */
+    for (size_t i = 0; call->parts != NULL && i < state->plan.part_count; i++) {
+        const size_t values = call->parts[i].bytes / value_bytes;
+        part_values = values > part_values ? values : part_values;
+    }
     state->piece_count = hr_divide_up(part_values, piece_values);
     if (state->piece_count > 0) {
         state->slot_bytes =

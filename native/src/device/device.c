@@ -7,11 +7,6 @@
 
 enum { LOOK_NS = 100000, RARE_LOOK_NS = 900000000 }; /* between looks at what runs: at least, and at most */
 
-static void restore(const struct hr_cuda *cuda, const struct hr_device_visit *visit) {
-    int mode = visit->capture_mode;
-    (void)cuda->thread_exchange_capture_mode(&mode);
-}
-
 int hr_device_enter(const struct hr_device *device, struct hr_device_visit *visit, struct hr_error *error) {
     visit->capture_mode = HR_CUDA_CAPTURE_RELAXED;
     HR_TRY(hr_cuda_check(device->cuda, device->cuda->thread_exchange_capture_mode(&visit->capture_mode),
@@ -19,15 +14,16 @@ int hr_device_enter(const struct hr_device *device, struct hr_device_visit *visi
     const int status =
         hr_cuda_check(device->cuda, device->cuda->context_push(device->context), "cuCtxPushCurrent", error);
     if (status != HORO_OK) {
-        restore(device->cuda, visit);
+        (void)device->cuda->thread_exchange_capture_mode(&visit->capture_mode); /* back to the former one */
     }
     return status;
 }
 
 void hr_device_leave(const struct hr_device *device, const struct hr_device_visit *visit) {
     void *popped;
+    int mode = visit->capture_mode;
     (void)device->cuda->context_pop(&popped);
-    restore(device->cuda, visit);
+    (void)device->cuda->thread_exchange_capture_mode(&mode);
 }
 
 int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error) {

@@ -19,8 +19,7 @@ struct hr_library_kind {
     /* Its version by its own numbering, asked through a table that is full; else a status with a sentence. */
     int (*version_of)(const void *table, int *version, struct hr_error *error);
     int least_version;
-    /* Writes such a version as people do: 22304 is "2.23.4". */
-    void (*write_version)(int version, char *text, size_t text_bytes);
+    int version_units[3]; /* of its numbers as people write them: {10000, 100, 1} makes "2.23.4" of 22304; 0: none */
 };
 
 /* The reasons why each place is of no use, one behind the other; cut where the text is full. */
@@ -35,6 +34,15 @@ static void add_reason(struct reasons *reasons, const char *reason) {
         snprintf(reasons->text + reasons->length, room, "%s%s", reasons->length == 0 ? "" : "; ", reason);
     const int fits = written >= 0 && (size_t)written < room;
     reasons->length = fits ? reasons->length + (size_t)written : sizeof reasons->text - 1;
+}
+
+static void write_version(const struct hr_library_kind *kind, int version, char *text, size_t text_bytes) {
+    const int *units = kind->version_units;
+    char last[16] = "";
+    if (units[2] != 0) {
+        (void)snprintf(last, sizeof last, ".%d", version % units[1] / units[2]);
+    }
+    (void)snprintf(text, text_bytes, "%d.%d%s", version / units[0], version % units[0] / units[1], last);
 }
 
 static hr_status check(const struct hr_library_kind *kind, void *library, const char *name, void *table,
@@ -56,9 +64,9 @@ static hr_status check(const struct hr_library_kind *kind, void *library, const 
     if (kind->version_of(table, &version, &refusal) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "%s %s", path, refusal.text);
     }
-    kind->write_version(version, version_text, sizeof version_text);
+    write_version(kind, version, version_text, sizeof version_text);
     if (version < kind->least_version) {
-        kind->write_version(kind->least_version, least_text, sizeof least_text);
+        write_version(kind, kind->least_version, least_text, sizeof least_text);
         return hr_fail(error, HORO_ERR_RESOURCE, "%s is %s %s; horo needs %s", path, kind->what, version_text,
                        least_text);
     }
@@ -150,10 +158,6 @@ static int cuda_version_of(const void *table, int *version, struct hr_error *err
     return hr_cuda_check(cuda, cuda->driver_get_version(version), "cuDriverGetVersion", error);
 }
 
-static void write_cuda_version(int version, char *text, size_t text_bytes) {
-    (void)snprintf(text, text_bytes, "%d.%d", version / 1000, version % 1000 / 10);
-}
-
 const struct hr_library_kind hr_cuda_library = {
     .what = "CUDA driver",
     .soname = "libcuda.so.1",
@@ -161,7 +165,7 @@ const struct hr_library_kind hr_cuda_library = {
     .symbol_count = sizeof cuda_symbols / sizeof cuda_symbols[0],
     .version_of = cuda_version_of,
     .least_version = HR_CUDA_VERSION_LEAST,
-    .write_version = write_cuda_version,
+    .version_units = {1000, 10},
 };
 
 int hr_cuda_initialize(const struct hr_cuda *cuda, int *device_count, struct hr_error *error) {
@@ -199,10 +203,6 @@ static hr_status nccl_version_of(const void *table, int *version, struct hr_erro
                                         nccl->get_error_string(code));
 }
 
-static void write_nccl_version(int version, char *text, size_t text_bytes) {
-    (void)snprintf(text, text_bytes, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
-}
-
 const struct hr_library_kind hr_nccl_library = {
     .what = "NCCL",
     .soname = "libnccl.so.2",
@@ -210,7 +210,7 @@ const struct hr_library_kind hr_nccl_library = {
     .symbol_count = sizeof nccl_symbols / sizeof nccl_symbols[0],
     .version_of = nccl_version_of,
     .least_version = HR_NCCL_VERSION_LEAST,
-    .write_version = write_nccl_version,
+    .version_units = {10000, 100, 1},
 };
 
 hr_status hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,

@@ -55,11 +55,6 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
     return staging->block->data + staging->tensors[tensor].offset;
 }
 
-/* on_ready or on_failed is called later for `request`, unless it drops the staging first. HORO_OK or as create. */
-static inline int hr_staging_launch(const struct hr_staging *staging, void *request, struct hr_error *error) {
-    return hr_stager_launch(staging->block, staging->from_device, request, error);
-}
-
 /*
  * Makes `stream` wait for the results, once they are ready: `bytes[i]` of tensor i go to its target. NULL: their copies
  * have been begun by another call. HORO_OK or as create.

@@ -67,13 +67,6 @@ static int execute_tune(void *owner, const struct hr_wire_message *record) {
     return HORO_OK;
 }
 
-void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final) {
-    hr_drive_lock(&engine->drive);
-    memcpy(values, engine->tuned.values, sizeof engine->tuned.values);
-    *is_final = engine->tuned.is_final;
-    hr_drive_unlock(&engine->drive);
-}
-
 /* Before anything drives. The world begins with setup->tuned. HORO_OK or a status with *error set. */
 static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct hr_error *error) {
     struct hr_tuned *tuned = &engine->tuned;
@@ -104,9 +97,20 @@ static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct
 
 /* ---- The part that takes what callers have submitted, and their reports, to the lanes ---- */
 
-/* All of the queue is announced, or fails with the group, since it is no longer there. */
-static int announce(struct hr_engine *engine) {
-    int status = HORO_OK;
+static int turn(struct hr_part *part) {
+    struct hr_engine *engine = part->owner;
+    struct hr_blocked *blocked = &engine->blocked;
+    int moved = HR_STILL;
+    const int has_queue = atomic_load(&engine->requests.queued) != 0;
+    /* where something is announced, the last report about this rank holds no more */
+    if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
+        HR_TRY(hr_engine_tell_blocked(engine));
+        moved = HR_MOVED;
+    }
+    if (!has_queue) {
+        return moved;
+    }
+    int status = HORO_OK; /* all of the queue is announced, or fails with the group, since it is no longer there */
     struct hr_request *next = NULL;
     for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
         struct hr_lane *lane = request->port->lane;
@@ -121,24 +125,7 @@ static int announce(struct hr_engine *engine) {
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
                           atomic_load(&engine->drive.pending), memory_order_relaxed);
-    return status;
-}
-
-static int turn(struct hr_part *part) {
-    struct hr_engine *engine = part->owner;
-    struct hr_blocked *blocked = &engine->blocked;
-    int moved = HR_STILL;
-    const int has_queue = atomic_load(&engine->requests.queued) != 0;
-    /* where something is announced, the last report about this rank holds no more */
-    if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
-        HR_TRY(hr_engine_tell_blocked(engine));
-        moved = HR_MOVED;
-    }
-    if (has_queue) {
-        HR_TRY(announce(engine));
-        moved = HR_MOVED;
-    }
-    return moved;
+    return status == HORO_OK ? HR_MOVED : status;
 }
 
 static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .turn = turn};
@@ -256,7 +243,11 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
 
 void hr_engine_fini(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
-    hr_requests_await_calls(&engine->requests); /* which end now, for all that they wait for has ended */
+    hr_drive_lock(&engine->drive);
+    while (engine->requests.calls > 0) { /* which end now, for all that they wait for has ended */
+        hr_drive_wait(&engine->drive, INT64_MAX);
+    }
+    hr_drive_unlock(&engine->drive);
     hr_gpu_end(engine);
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);

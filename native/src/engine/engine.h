@@ -123,8 +123,7 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request
 /* Of data, handed to the links of all teams, those that are gone included. Any thread. */
 uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 
-/* As horo_read_tuning and horo_propose_tuning. */
-void hr_engine_read_tuning(struct hr_engine *engine, uint64_t *values, int32_t *is_final);
+/* As horo_propose_tuning. */
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
 /* ---- Between the files of the engine ---- */

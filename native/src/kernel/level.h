@@ -89,10 +89,6 @@ HR_INLINE uint16_t narrow_float16(float value) {
     return (uint16_t)(sign | (kept + (lost > tie || (lost == tie && (kept & 1) != 0))));
 }
 
-HR_INLINE float widen_bfloat16(uint16_t half) {
-    return float_from_bits((uint32_t)half << 16);
-}
-
 HR_INLINE uint16_t narrow_bfloat16(float value) {
     const uint32_t bits = float_bits(value);
     if (value != value) {
@@ -109,7 +105,7 @@ HR_INLINE float load_float(int dtype, const uint8_t *at) {
     }
     uint16_t half;
     memcpy(&half, at, sizeof half);
-    return dtype == HORO_FLOAT16 ? widen_float16(half) : widen_bfloat16(half);
+    return dtype == HORO_FLOAT16 ? widen_float16(half) : float_from_bits((uint32_t)half << 16);
 }
 
 HR_INLINE void store_float(int dtype, uint8_t *at, float value) {

@@ -38,10 +38,6 @@ HR_INLINE int is_half(int dtype) {
     return dtype == HORO_FLOAT16 || dtype == HORO_BFLOAT16;
 }
 
-HR_INLINE int is_floating(int dtype) {
-    return is_half(dtype) || dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64;
-}
-
 HR_INLINE vector_uint8 load(int dtype, const uint8_t *at) {
     if (is_half(dtype)) {
         vector_half half;
@@ -225,7 +221,7 @@ HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_
     uint8_t *dst = span->dst;
     uint8_t *copy = span->copy;
     const double scale = span->scale;
-    const int is_scaled = scale != 1.0 && is_floating(dtype);
+    const int is_scaled = scale != 1.0 && (is_half(dtype) || dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64);
     size_t at = begin * element_bytes(dtype);
     for (; end - at >= block_bytes; at += block_bytes) {
         if (end - at >= PREFETCH_AHEAD + block_bytes) { /* never beyond the end: what lies there is another core's */

@@ -16,14 +16,6 @@ struct status {
     _Alignas(16) char bytes[HORO_MPI_STATUS_MAX];
 };
 
-/* Calls a function that changes one handle. */
-static int change(uint64_t *value, int (*function)(HANDLE *)) {
-    HANDLE handle = TO_HANDLE(*value);
-    const int code = function(&handle);
-    *value = TO_VALUE(handle);
-    return code;
-}
-
 typedef int issend_function(const void *, int, HANDLE, int, int, HANDLE, HANDLE *);
 
 static int call_issend(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request) {
@@ -57,18 +49,16 @@ static int call_test(const struct hr_mpi *mpi, uint64_t *request, int *done) {
 
 typedef int change_function(HANDLE *);
 
-static int call_cancel(const struct hr_mpi *mpi, uint64_t *request) {
-    return change(request, FUNCTION(mpi, HORO_MPI_CANCEL, change_function));
-}
-
-static int call_request_free(const struct hr_mpi *mpi, uint64_t *request) {
-    return change(request, FUNCTION(mpi, HORO_MPI_REQUEST_FREE, change_function));
+static int call_change(const struct hr_mpi *mpi, enum horo_mpi_function function, uint64_t *request) {
+    HANDLE handle = TO_HANDLE(*request);
+    const int code = FUNCTION(mpi, function, change_function)(&handle);
+    *request = TO_VALUE(handle);
+    return code;
 }
 
 const struct hr_mpi_ops TABLE = {
     .issend = call_issend,
     .irecv = call_irecv,
     .test = call_test,
-    .cancel = call_cancel,
-    .request_free = call_request_free,
+    .change = call_change,
 };

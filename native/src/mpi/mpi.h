@@ -24,8 +24,8 @@ struct hr_mpi_ops {
     int (*irecv)(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request);
     /* *done: the request is over and gone. Makes progress on all requests. */
     int (*test)(const struct hr_mpi *mpi, uint64_t *request, int *done);
-    int (*cancel)(const struct hr_mpi *mpi, uint64_t *request);
-    int (*request_free)(const struct hr_mpi *mpi, uint64_t *request);
+    /* HORO_MPI_CANCEL or HORO_MPI_REQUEST_FREE. */
+    int (*change)(const struct hr_mpi *mpi, enum horo_mpi_function function, uint64_t *request);
 };
 
 extern const struct hr_mpi_ops hr_mpi_int_ops;

@@ -83,7 +83,7 @@ static void strand(struct mpi_transport *self, struct hr_stream *stream) {
     for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
         if (m->bytes > 0 && !m->is_over) {
             atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
-            (void)self->mpi->ops->request_free(self->mpi, &m->request);
+            (void)self->mpi->ops->change(self->mpi, HORO_MPI_REQUEST_FREE, &m->request);
         }
     }
 }
@@ -97,7 +97,7 @@ static void take_back(struct mpi_transport *self, int begin, int end) {
         struct hr_stream *stream = &self->peers[peer].stream[RECV];
         for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
             if (m->bytes > 0 && !m->is_over) {
-                (void)self->mpi->ops->cancel(self->mpi, &m->request);
+                (void)self->mpi->ops->change(self->mpi, HORO_MPI_CANCEL, &m->request);
             }
         }
     }
@@ -208,11 +208,6 @@ static int peer_progress(struct mpi_transport *self, int peer) {
 
 /* ---- Silence ---- */
 
-static int connection_has_ended(int fd) {
-    struct pollfd polled = {.fd = fd, .events = POLLRDHUP};
-    return fd >= 0 && poll(&polled, 1, 0) > 0 && (polled.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
-}
-
 /* 1: the peer is lost now. */
 static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     struct peer *at = &self->peers[peer];
@@ -222,7 +217,9 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
         lose_peer(self, peer, HR_LOSS_SILENT);
         return 1;
     }
-    if (at->ended_ns == 0 && connection_has_ended(at->control_fd)) {
+    struct pollfd connection = {.fd = at->control_fd, .events = POLLRDHUP};
+    if (at->ended_ns == 0 && connection.fd >= 0 && poll(&connection, 1, 0) > 0 &&
+        (connection.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
         at->ended_ns = now_ns;
     }
     if (at->ended_ns != 0 && now_ns - (moved_ns > at->ended_ns ? moved_ns : at->ended_ns) >= END_GRACE_NS) {

@@ -149,8 +149,8 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
     return count;
 }
 
-int64_t hr_agree_waiting_since(const struct hr_agree *agree) {
-    const struct hr_agree_entry *first = agree->lists[HR_AGREE_WAITING].first;
+int64_t hr_agree_since(const struct hr_agree *agree, enum hr_agree_state state) {
+    const struct hr_agree_entry *first = agree->lists[state].first;
     return first == NULL ? 0 : first->first_ns;
 }
 
@@ -177,7 +177,7 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
                                       .status = entry->failure,
                                       .request = {.bytes = request->bytes, .byte_count = request->count}};
     if (entry->failure != 0) {
-        message.text = failure_text_of(entry);
+        message.text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
     } else {
         HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     }
@@ -331,12 +331,6 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     return count;
 }
 
-int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes) {
-    *bytes = agree->ready_bytes;
-    const struct hr_agree_entry *first = agree->lists[HR_AGREE_READY].first;
-    return first == NULL ? 0 : first->first_ns;
-}
-
 static int is_known_by_id(const struct hr_agree_entry *entry) {
     return entry->id != 0 && entry->current.bytes == NULL;
 }
@@ -358,15 +352,14 @@ static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) 
 
 /* One ref; a tensor that is new or has changed gets an id with it. */
 static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
-    const struct hr_wire_text none = {NULL, 0};
     if (is_known_by_id(entry)) {
-        return hr_wire_put_ref(out, entry->id, none);
+        return hr_wire_put_ref(out, entry->id, (struct hr_wire_text){NULL, 0});
     }
     uint32_t id = 0;
     if (entry->is_call) {
         const struct hr_agree_entry *form = hr_agree_find_form(agree, entry);
         if (form != NULL) {
-            return hr_wire_put_ref(out, form->id, none);
+            return hr_wire_put_ref(out, form->id, (struct hr_wire_text){NULL, 0});
         }
         const struct hr_agree_copy *request = hr_agree_request(entry);
         const uint32_t hash = (uint32_t)hr_hash((const char *)request->bytes, request->count);
@@ -382,7 +375,7 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
     if (id != 0) {
         HR_TRY(hr_agree_assign(agree, entry, id));
     }
-    return hr_wire_put_ref(out, id, name_of(entry));
+    return hr_wire_put_ref(out, id, (struct hr_wire_text){entry->name, entry->name_bytes});
 }
 
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {

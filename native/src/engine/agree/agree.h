@@ -131,8 +131,6 @@ void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
 /* All have made their next ordered call, which nobody has announced. */
 void hr_agree_skip_call(struct hr_agree *agree);
 
-/* Root: whether something is ready, since when (0 if nothing), and how many bytes. */
-int64_t hr_agree_ready_since(const struct hr_agree *agree, uint64_t *bytes);
 /* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
 
@@ -162,7 +160,7 @@ static inline int hr_agree_has(const uint64_t *members, int member) {
 /* Lists what has waited for at least age_ns; the first `capacity` of them are written. Returns how many there are. */
 int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
                           int capacity);
-/* Since when some member has waited for others, about; 0 if none does. */
-int64_t hr_agree_waiting_since(const struct hr_agree *agree);
+/* Since when a tensor has been in this state, WAITING (for members) or, at the root, READY; about; 0: there is none. */
+int64_t hr_agree_since(const struct hr_agree *agree, enum hr_agree_state state);
 
 #endif

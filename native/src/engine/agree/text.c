@@ -98,21 +98,18 @@ static void describe_change(const struct hr_wire_request *request, uint32_t diff
     (void)snprintf(text + used, VALUE_BYTES - used, end == request->value_count ? "]" : ", ...]");
 }
 
-static uint32_t first_difference(const struct hr_wire_request *a, const struct hr_wire_request *b) {
-    uint32_t i = 0;
-    while (i < a->value_count && i < b->value_count && hr_wire_u32(a->values, i) == hr_wire_u32(b->values, i)) {
-        i++;
-    }
-    return i;
-}
-
 /* Both values, in the order in which a user would want to know. Returns a prefix such as "tensor 3: ". */
 static void describe_difference(const struct hr_wire_request *a, const struct hr_wire_request *b, char *prefix,
                                 char *a_text, char *b_text) {
     uint32_t index = 0;
     prefix[0] = '\0';
     if (hr_op_is_of_teams(a->op) || hr_op_is_of_teams(b->op)) {
-        const uint32_t difference = a->op == b->op ? first_difference(a, b) : 0;
+        const uint32_t count = a->value_count < b->value_count ? a->value_count : b->value_count;
+        uint32_t difference = 0;
+        while (a->op == b->op && difference < count &&
+               hr_wire_u32(a->values, difference) == hr_wire_u32(b->values, difference)) {
+            difference++;
+        }
         describe_change(a, difference, a_text);
         describe_change(b, difference, b_text);
     } else if (a->op != b->op) {

@@ -135,7 +135,7 @@ int hr_announcer_flush(struct hr_announcer *announcer) {
     if (written == 0) {
         return HR_STILL;
     }
-    atomic_fetch_add(&partition->header->announced, 1); /* partner: collect_local */
+    atomic_fetch_add(&partition->header->announced, 1); /* partner: hr_leader_collect */
     hr_team_wake_leader(team);
     return HR_MOVED;
 }

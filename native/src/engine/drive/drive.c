@@ -100,14 +100,6 @@ uint64_t hr_drive_moves(const struct hr_drive *drive) {
     return moves;
 }
 
-void hr_drive_end_parts(struct hr_drive *drive, int has_failed) {
-    for (struct hr_part *part = drive->parts; part != NULL; part = part->next) {
-        if (part->ops->end != NULL) {
-            part->ops->end(part, has_failed);
-        }
-    }
-}
-
 /*
  * As hr_node_wait calls it: whether anything has moved, or failed. The first part alone has turns once the group comes
  * to its end. A part may add and remove others behind it.
@@ -208,14 +200,6 @@ static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadli
 }
 
 /* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
-static int prepare_watch(struct hr_drive *drive) {
-    const int64_t now_ns = hr_now_ns();
-    await_others(drive, 0);
-    const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */
-    return (until_ns == 0 || now_ns < until_ns) &&
-           !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns);
-}
-
 /* ---- The loop ---- */
 
 static int may_return(const struct hr_drive *drive, const _Atomic int *word, int value) {
@@ -252,7 +236,11 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
                 return 0;
             }
         } else if (word == NULL && may_yield(drive)) {
-            if (prepare_watch(drive)) {
+            const int64_t now_ns = hr_now_ns();
+            await_others(drive, 0);
+            const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */
+            if ((until_ns == 0 || now_ns < until_ns) &&
+                !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns)) {
                 return 1;
             }
         } else if (!wait_for_move(drive, spin_ns, deadline_ns)) {
@@ -366,16 +354,6 @@ static void run(struct hr_drive *drive) {
     drive->is_kicked |= !watches && hr_drive_needs(drive); /* since its last look */
 }
 
-/* Sleeps on all that may come, but leaves the token to a caller that comes. */
-static void watch(struct hr_drive *drive) {
-    park(drive);
-    if (drive->owner == HR_TOKEN_WATCH) {
-        hr_node_end_sleep(drive->node, &drive->sleep);
-        drive->owner = HR_TOKEN_FREE;
-        drive->since_ns = 0; /* it has been so for long enough */
-    }
-}
-
 static void rest(struct hr_drive *drive) {
     const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
     drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
@@ -411,12 +389,19 @@ static void *thread_main(void *arg) {
     (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
     hr_drive_lock(drive);
     while (!atomic_load(&drive->stop)) {
+        if (drive->owner != HR_TOKEN_WATCH) {
+            if (may_drive(drive)) {
+                run(drive);
+            } else {
+                rest(drive);
+            }
+            continue;
+        }
+        park(drive); /* on all that may come, but leaves the token to a caller that comes */
         if (drive->owner == HR_TOKEN_WATCH) {
-            watch(drive);
-        } else if (may_drive(drive)) {
-            run(drive);
-        } else {
-            rest(drive);
+            hr_node_end_sleep(node, &drive->sleep);
+            drive->owner = HR_TOKEN_FREE;
+            drive->since_ns = 0; /* it has been so for long enough */
         }
     }
     while (drive->owner == HR_TOKEN_CALLER) { /* a call that still waits */

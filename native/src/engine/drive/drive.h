@@ -142,7 +142,5 @@ void hr_drive_remove(struct hr_drive *drive, const struct hr_part *part);
 int hr_drive_needs(const struct hr_drive *drive);
 /* A number that changes whenever something has moved here, in any part. The driver. */
 uint64_t hr_drive_moves(const struct hr_drive *drive);
-/* The driver, from the first part: the group ends, and no part begins anything more. */
-void hr_drive_end_parts(struct hr_drive *drive, int has_failed);
 
 #endif

@@ -94,11 +94,6 @@ static int reserve(void **array, size_t *capacity, size_t count, size_t element_
     return HORO_OK;
 }
 
-static int reserve_requests(struct hr_batch *batch, size_t count) {
-    batch->request_count = 0;
-    return reserve((void **)&batch->requests, &batch->request_capacity, count, sizeof *batch->requests);
-}
-
 /* The operands of the requests that are in the batch. */
 static int add_operands(struct hr_batch *batch) {
     size_t count = 0;
@@ -187,7 +182,7 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     }
     note_begun(lane, batch->requests, batch->request_count, batch->bytes, batch->operand_count > 0);
     struct hr_request *first = batch->requests[0];
-    if (hr_op_is_of_members(first->call.op)) {
+    if (hr_op_is_of_teams(first->call.op) || hr_op_is_last(first->call.op)) {
         const uint8_t *cursor = rows.data;
         executor->row = rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
         executor->state = HR_EXECUTION_CHANGING;
@@ -218,7 +213,8 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
 static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_batch *batch = &lane->executor.batch;
     const uint8_t *cursor = record->items;
-    HR_TRY(reserve_requests(batch, record->count));
+    batch->request_count = 0;
+    HR_TRY(reserve((void **)&batch->requests, &batch->request_capacity, record->count, sizeof *batch->requests));
     for (uint32_t i = 0; i < record->count; i++) {
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
@@ -269,7 +265,8 @@ static int progress_task(struct hr_lane *lane) {
 /* ---- Batches without a record ---- */
 
 static int load_lone(struct hr_batch *batch, struct hr_request *request) {
-    HR_TRY(reserve_requests(batch, 1));
+    batch->request_count = 0;
+    HR_TRY(reserve((void **)&batch->requests, &batch->request_capacity, 1, sizeof *batch->requests));
     batch->requests[batch->request_count++] = request;
     return add_operands(batch);
 }
@@ -282,13 +279,15 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
     if (begin_batch(lane) == HR_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
         return 1;
     }
-    hr_batch_take_back(lane);
+    hr_batch_take_back(lane, request);
     return 0;
 }
 
-void hr_batch_take_back(const struct hr_lane *lane) {
-    lane->backend->ops->cancel(lane->backend);
-    lane->team->segment = lane->executor.batch.segment_before;
+void hr_batch_take_back(const struct hr_lane *lane, const struct hr_request *request) {
+    if (hr_op_is_begun_ahead(request->call.op)) {
+        lane->backend->ops->cancel(lane->backend);
+        lane->team->segment = lane->executor.batch.segment_before;
+    }
 }
 
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows) {
@@ -297,7 +296,7 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
     HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, request->announced_id, &request, &unused));
-    if (!hr_batch_is_begun_ahead(request->call.op)) {
+    if (!hr_op_is_begun_ahead(request->call.op)) {
         HR_TRY(load_lone(batch, request));
         return run_batch(lane, rows);
     }
@@ -418,21 +417,18 @@ static int change(struct hr_lane *lane) {
     return HR_MOVED;
 }
 
-/* The suspect is named, unless another rank has told of the cause. */
-static int confirm(const struct hr_lane *lane) {
-    const struct hr_abort who = lane->team->suspect;
-    if (hr_team_is_left(lane->team) || hr_now_ns() < lane->executor.confirm_ns) {
-        return HR_STILL;
-    }
-    hr_node_abort(lane->node, who.code, who.rank, who.reason);
-    return HR_MOVED;
-}
-
 int hr_lane_execute(struct hr_lane *lane) {
+    const struct hr_abort *who = &lane->team->suspect;
     switch (lane->executor.state) {
     case HR_EXECUTION_RUNNING: return progress_task(lane);
     case HR_EXECUTION_CHANGING: return change(lane);
-    case HR_EXECUTION_LOST: return confirm(lane);
+    case HR_EXECUTION_LOST:
+        /* the suspect is named, unless another rank has told of the cause */
+        if (hr_team_is_left(lane->team) || hr_now_ns() < lane->executor.confirm_ns) {
+            return HR_STILL;
+        }
+        hr_node_abort(lane->node, who->code, who->rank, who->reason);
+        return HR_MOVED;
     default: return execute_next(lane);
     }
 }
@@ -442,10 +438,4 @@ void hr_executor_cancel(struct hr_lane *lane) {
         cancel_task(lane);
     }
     lane->executor.state = HR_EXECUTION_IDLE;
-}
-
-void hr_executor_fini(struct hr_executor *executor) {
-    free((void *)executor->batch.requests);
-    free(executor->batch.operands);
-    hr_buffer_fini(&executor->log_in);
 }

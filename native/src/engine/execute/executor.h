@@ -20,8 +20,8 @@ typedef int hr_record_handler(void *owner, const struct hr_wire_message *record)
 struct hr_executor_ops {
     hr_record_handler *handlers[HR_WIRE_TYPES]; /* NULL: no correct log has such a record, unless it is done here */
     /*
-     * Does what a request is about that changes who takes part (hr_op_is_of_members), as hr_task.progress; `row` is
-     * that of its record, -1: it has none. HR_DONE: the status of the request is error->code, with its sentence.
+     * Does what a request is about that changes who takes part, as hr_task.progress; `row` is that of its record, -1:
+     * it has none. HR_DONE: the status of the request is error->code, with its sentence.
      */
     int (*change)(void *owner, struct hr_request *request, int64_t row, struct hr_error *error);
     /*
@@ -73,16 +73,12 @@ struct hr_executor {
 
 /* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
 int hr_lane_execute(struct hr_lane *lane);
-/* Whether the batch of an operation is begun before it is agreed on: not without data, or with sizes of other ranks. */
-static inline int hr_batch_is_begun_ahead(int op) {
-    return hr_op_has_tensors(op) && !hr_op_tells_rows(op);
-}
 /*
- * Begins such a batch, of one request, which the other ranks may not do: 1, or 0 where it cannot be prepared.
- * take_back: they do not; all is as before.
+ * Begins the batch of an operation that hr_op_is_begun_ahead, of one request, which the other ranks may not do: 1, or 0
+ * where it cannot be prepared. take_back, of any operation: they do not; all is as before.
  */
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request);
-void hr_batch_take_back(const struct hr_lane *lane);
+void hr_batch_take_back(const struct hr_lane *lane, const struct hr_request *request);
 /*
  * The batch of one request that has no record and is announced by id, with the rows of all ranks where it tells rows.
  * HORO_OK or a status.
@@ -90,7 +86,6 @@ void hr_batch_take_back(const struct hr_lane *lane);
 int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struct hr_wire_rows rows);
 /* After the end of the group: gives the current batch up. */
 void hr_executor_cancel(struct hr_lane *lane);
-void hr_executor_fini(struct hr_executor *executor);
 
 /* ---- rows.c ---- */
 

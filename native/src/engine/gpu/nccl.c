@@ -31,8 +31,7 @@ static void wait_a_moment(void) {
 
 /* ---- Callers: requests ---- */
 
-static void drop_mark(void *engine, void *mark) {
-    (void)engine;
+static void drop_mark(void *mark) {
     hr_mark_drop(mark);
 }
 

@@ -96,16 +96,11 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
     }
 }
 
-static void drop_staging(void *engine, void *staging) {
-    (void)engine;
+static void drop_staging(void *staging) {
     hr_staging_drop(staging);
 }
 
-static void bury_staging(void *staging) {
-    hr_staging_drop(staging);
-}
-
-static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = bury_staging};
+static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = drop_staging};
 
 /* NULL: its tensors are in host memory, or stay on the GPU. */
 static struct hr_staging *staging_of(const struct hr_request *request) {
@@ -177,7 +172,7 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
     struct hr_staging *staging = staging_of(request);
     HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
     /* one that is staged gets into the queue when its values are there */
-    if (staging != NULL && hr_staging_launch(staging, request, &failure) != HORO_OK) {
+    if (staging != NULL && hr_stager_launch(staging->block, staging->from_device, request, &failure) != HORO_OK) {
         hr_drive_lock(&engine->drive);
         struct hr_request *refused = hr_requests_find(&engine->requests, *handle); /* it may have been released */
         if (refused != NULL) {

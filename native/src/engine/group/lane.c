@@ -48,8 +48,11 @@ void hr_lane_destroy(struct hr_lane *lane) {
         hr_leader_fini(&lane->leader);
     }
     hr_announcer_fini(&lane->announcer);
-    hr_round_fini(&lane->round);
-    hr_executor_fini(&lane->executor);
+    hr_buffer_fini(&lane->round.out);
+    hr_buffer_fini(&lane->round.rows);
+    free((void *)lane->executor.batch.requests);
+    free(lane->executor.batch.operands);
+    hr_buffer_fini(&lane->executor.log_in);
     hr_map_fini(&lane->port.names);
     hr_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
@@ -122,30 +125,21 @@ void hr_lane_close(struct hr_lane *lane) {
 /* From how many bytes on what is announced goes to the leader before all of it is. */
 enum { FLUSH_BYTES = 1024 };
 
-/* All of the log has been executed, and nothing but the request has been announced and not been agreed on. */
-static int is_idle(const struct hr_lane *lane) {
+static int may_count(const struct hr_lane *lane, const struct hr_request *request) {
+    const horo_request *call = &request->call;
     const struct hr_executor *executor = &lane->executor;
-    return atomic_load(&lane->port.pending) == 1 && executor->state == HR_EXECUTION_IDLE &&
+    return lane->may_count && (call->flags & HORO_SUBMIT_SYNC) != 0 &&
+           (hr_op_has_tensors(call->op) || call->op == HORO_BARRIER) && call->reduce_op != HORO_ADASUM &&
+           call->device == 0 && !hr_recorder_is_traced(&lane->node->recorder) &&
+           /* nothing but the request has been announced and not been agreed on, and all of the log is executed */
+           atomic_load(&lane->port.pending) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
            hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->is_absent &&
            (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
            /* partner: hr_ring_write */
-           atomic_load(&lane->team->partition.header->log.written) == executor->log_executed;
-}
-
-static int may_count(const struct hr_lane *lane, const struct hr_request *request) {
-    const horo_request *call = &request->call;
-    return lane->may_count && (call->flags & HORO_SUBMIT_SYNC) != 0 &&
-           (hr_op_has_tensors(call->op) || call->op == HORO_BARRIER) && call->reduce_op != HORO_ADASUM &&
-           call->device == 0 && !hr_recorder_is_traced(&lane->node->recorder) && is_idle(lane) &&
+           atomic_load(&lane->team->partition.header->log.written) == executor->log_executed &&
            !hr_node_is_contended(lane->node, request->submit_ns) &&
-           hr_round_may_enter(&lane->round, lane->executor.log_executed, request->announced_id);
-}
-
-static void take_back(const struct hr_lane *lane, const struct hr_request *request) {
-    if (hr_batch_is_begun_ahead(request->call.op)) {
-        hr_batch_take_back(lane);
-    }
+           hr_round_may_enter(&lane->round, executor->log_executed, request->announced_id);
 }
 
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
@@ -156,12 +150,12 @@ static int count_in(struct hr_lane *lane, struct hr_request *request) {
     }
     /* puts what the other ranks read in the round where they do, if that is possible */
     const int is_prepared = hr_op_tells_rows(op) ? hr_round_show_rows(&lane->round, request)
-                                                 : !hr_batch_is_begun_ahead(op) || hr_batch_begin_ahead(lane, request);
+                                                 : !hr_op_is_begun_ahead(op) || hr_batch_begin_ahead(lane, request);
     if (!is_prepared) {
         return 0;
     }
     if (!hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
-        take_back(lane, request);
+        hr_batch_take_back(lane, request);
         return 0;
     }
     hr_part_expect(&lane->part, request->submit_ns + HR_ROUND_LIMIT_NS);
@@ -192,7 +186,7 @@ int hr_lane_announce(struct hr_lane *lane, struct hr_request *request) {
 /* The round has been closed, so its request is announced. */
 static int announce_counted(struct hr_lane *lane) {
     struct hr_request *request = hr_round_leave(&lane->round, 0);
-    take_back(lane, request);
+    hr_batch_take_back(lane, request);
     return announce_id(lane, request);
 }
 
@@ -261,7 +255,8 @@ static int lead(struct hr_lane *lane) {
     struct hr_leader *leader = &lane->leader;
     const int collected = hr_leader_collect(leader);
     HR_TRY(collected);
-    if (!hr_leader_has_news(leader)) {
+    /* before a sleep it does not rely on that */
+    if (!leader->has_news && !lane->node->looks_at_all && !HR_CHECK_QUIET) {
         return collected;
     }
     if (lane->team->host_count == 1 && !hr_leader_is_idle(leader)) {
@@ -325,7 +320,7 @@ static int needs(const struct hr_part *part) {
 void hr_lane_cancel(struct hr_lane *lane) {
     hr_executor_cancel(lane);
     if (lane->round.request != NULL) {
-        take_back(lane, hr_round_leave(&lane->round, 0));
+        hr_batch_take_back(lane, hr_round_leave(&lane->round, 0));
     }
     hr_announcer_drop(&lane->announcer, NULL); /* links may still bring messages about these requests */
 }

@@ -120,8 +120,8 @@ int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
 
 int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
     struct hr_carry *carry = &leader->carry;
-    const uint32_t id = hr_carry_whole(carry);
-    const int is_whole = id != 0 && hr_agree_lone(&leader->agree) == id;
+    const uint32_t id = carry->id;
+    const int is_whole = carry->count == carry->members && id != 0 && hr_agree_lone(&leader->agree) == id;
     /* this rank is a member, too, but has none any more where its requests have failed at the end of the group */
     const struct hr_request *request = is_whole ? hr_announcer_pending(leader->announcer, id) : NULL;
     *is_put = request != NULL;
@@ -313,7 +313,7 @@ int hr_leader_is_done(const struct hr_leader *world) {
 }
 
 /* Tells the neighbours, once of each: that all here is done, or of an abort. */
-static int tell_end(struct hr_leader *leader) {
+int hr_leader_flush_links(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
     const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
@@ -330,11 +330,6 @@ static int tell_end(struct hr_leader *leader) {
         HR_TRY(link->open ? hr_frame_put(&link->out, end.code == 0 ? &done : &lost) : HORO_OK);
     }
     *is_told = 1;
-    return HORO_OK;
-}
-
-int hr_leader_flush_links(struct hr_leader *leader) {
-    HR_TRY(tell_end(leader));
     (void)hr_node_progress(leader->team->node);
     for (int i = 0; i < leader->link_count; i++) {
         if (progress_link(leader, &leader->links[i]) < 0) {

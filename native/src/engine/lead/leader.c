@@ -141,20 +141,6 @@ static int collect_requests(struct hr_leader *leader, int local_rank, int64_t no
     return announce_frames(leader, in, local_rank, now_ns);
 }
 
-static int collect_local(struct hr_leader *leader) {
-    /* before looking: what comes later counts anew */
-    const uint64_t announced = atomic_load(&leader->team->partition.header->announced);
-    if (announced == leader->announced_seen) {
-        return HR_STILL;
-    }
-    leader->announced_seen = announced;
-    const int64_t now_ns = hr_now_ns();
-    for (int i = 1; i < leader->team->local_size; i++) {
-        HR_TRY(collect_requests(leader, i, now_ns));
-    }
-    return HR_MOVED;
-}
-
 /* Takes in the announcements of this rank. */
 static int collect_own(struct hr_leader *leader) {
     struct hr_announcer *announcer = leader->announcer;
@@ -167,12 +153,20 @@ static int collect_own(struct hr_leader *leader) {
 }
 
 int hr_leader_collect(struct hr_leader *leader) {
-    const int own = collect_own(leader);
-    HR_TRY(own);
-    const int local = collect_local(leader);
-    HR_TRY(local);
+    int moved = collect_own(leader);
+    HR_TRY(moved);
+    /* before looking at the others here: what comes later counts anew */
+    const uint64_t announced = atomic_load(&leader->team->partition.header->announced);
+    if (announced != leader->announced_seen) {
+        leader->announced_seen = announced;
+        const int64_t now_ns = hr_now_ns();
+        for (int i = 1; i < leader->team->local_size; i++) {
+            HR_TRY(collect_requests(leader, i, now_ns));
+        }
+        moved = HR_MOVED;
+    }
     const int linked = leader->link_count > 0 ? hr_leader_progress_links(leader, 0) : HR_STILL;
-    return linked < 0 ? linked : own | local | linked;
+    return linked < 0 ? linked : moved | linked;
 }
 
 /* ---- What goes out ---- */
@@ -193,9 +187,8 @@ static int may_form_batch(struct hr_leader *leader, uint64_t place, uint64_t end
     if (leader->cycle_ns == 0) {
         return 1;
     }
-    uint64_t bytes;
-    const int64_t since_ns = hr_agree_ready_since(&leader->agree, &bytes);
-    if (bytes >= leader->agree.config.fusion_bytes || hr_now_ns() - since_ns >= leader->cycle_ns) {
+    const int64_t since_ns = hr_agree_since(&leader->agree, HR_AGREE_READY);
+    if (leader->agree.ready_bytes >= leader->agree.config.fusion_bytes || hr_now_ns() - since_ns >= leader->cycle_ns) {
         return 1;
     }
     leader->batch_due_ns = since_ns + leader->cycle_ns;

@@ -91,10 +91,6 @@ void hr_leader_fini(struct hr_leader *leader);
 
 /* Takes in what this rank has announced, and what others have brought. HR_STILL, HR_MOVED or a status. */
 int hr_leader_collect(struct hr_leader *leader);
-/* Whether the second half may do something. It is cheap where not; before a sleep it does not rely on that. */
-static inline int hr_leader_has_news(const struct hr_leader *leader) {
-    return leader->has_news || leader->team->node->looks_at_all || HR_CHECK_QUIET;
-}
 /* Counts the ordered call of a round that is complete, once: before its batch, and before a later call is announced. */
 void hr_leader_take_up_round(struct hr_leader *leader);
 /* Whether no record is under way here or due: so long, a round on the host needs no leader. */

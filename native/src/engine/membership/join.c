@@ -298,14 +298,9 @@ static void end_stand_in(void *owner, struct hr_request *request, int status) {
     hr_request_destroy(request);
 }
 
-static void free_values(void *lane, void *values) {
-    (void)lane;
-    free(values);
-}
-
 /* The request, whose values are `data`. */
 static int create(struct hr_lane *lane, const horo_request *call, void *data, struct hr_request **request) {
-    static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free_values};
+    static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free};
     struct hr_error error = {0};
     const struct hr_cargo cargo = {&hooks, lane, data};
     struct hr_request *made = NULL;

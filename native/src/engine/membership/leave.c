@@ -157,7 +157,11 @@ static int has_failed(const struct hr_engine *engine) {
 
 static int begin_ending(struct hr_engine *engine) {
     hr_end_note(engine->node);
-    hr_drive_end_parts(&engine->drive, has_failed(engine));
+    for (struct hr_part *part = engine->drive.parts; part != NULL; part = part->next) {
+        if (part->ops->end != NULL) {
+            part->ops->end(part, has_failed(engine));
+        }
+    }
     begin_stage(engine, HR_STAGE_ENDING);
     return HR_MOVED;
 }

@@ -11,8 +11,7 @@
 
 /* ---- The callers' side ---- */
 
-static void destroy_lane(void *engine, void *lane) {
-    (void)engine;
+static void destroy_lane(void *lane) {
     if (lane != NULL) {
         hr_lane_destroy(lane);
     }

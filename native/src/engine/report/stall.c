@@ -40,23 +40,13 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
         oldest = is_excused ? lane->stall.all_moved_ns : request->submit_ns;
     }
     hr_drive_unlock(&lane->engine->drive);
-    const int64_t since = lane->is_leader ? hr_agree_waiting_since(&lane->leader.agree) : 0;
+    const int64_t since = lane->is_leader ? hr_agree_since(&lane->leader.agree, HR_AGREE_WAITING) : 0;
     return since != 0 && (oldest == 0 || since < oldest) ? since : oldest;
 }
 
 /* Until when the leader here has looked, at least. */
 static int64_t leader_looks_until_ns(const struct hr_lane *lane) {
     return atomic_load_explicit(&block_of(lane, 0)->alive_until_ns, memory_order_relaxed);
-}
-
-/* Nothing moves here: the leader is to collect what its ranks have announced, and to look at that for a while. */
-static void call_leader(const struct hr_lane *lane, int64_t now_ns) {
-    _Atomic int64_t *called_until_ns = &block_of(lane, 0)->called_until_ns; /* partner: needs */
-    const int64_t warning_ns = lane->node->stall_warning_ns;
-    if (atomic_load(called_until_ns) < now_ns + 2 * warning_ns / STEPS) {
-        atomic_store(called_until_ns, now_ns + warning_ns / 2);
-        hr_node_call(lane->node, lane->team->index_of_local[0]);
-    }
 }
 
 /*
@@ -312,8 +302,12 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     }
     const int has_moved = note_moves(lane, now_ns, was_stopped);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
-    if (!has_moved && !is_executing && !lane->is_leader) {
-        call_leader(lane, now_ns);
+    _Atomic int64_t *called_until_ns = &block_of(lane, 0)->called_until_ns; /* partner: needs */
+    /* nothing moves here: the leader is to collect what its ranks have announced, and to look at that for a while */
+    if (!has_moved && !is_executing && !lane->is_leader &&
+        atomic_load(called_until_ns) < now_ns + 2 * warning_ns / STEPS) {
+        atomic_store(called_until_ns, now_ns + warning_ns / 2);
+        hr_node_call(lane->node, lane->team->index_of_local[0]);
     }
     /*
      * Later requests are due later. So the time found here need not be looked for again before it has come.
@@ -384,7 +378,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 static int needs(const struct hr_part *part) {
     const struct hr_engine *engine = part->owner;
     const struct hr_node *node = engine->node;
-    /* partner: call_leader */
+    /* partner: check */
     const int64_t called_until_ns = atomic_load(&node->arena.blocks[node->local_rank].called_until_ns);
     if (called_until_ns == 0 || hr_now_ns() >= called_until_ns || engine->drive.stage != HR_STAGE_RUNNING) {
         return 0;

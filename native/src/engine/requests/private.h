@@ -7,9 +7,6 @@
 /* wait.c: the calling thread has submitted something, or waits. */
 void hr_requests_note_caller(struct hr_requests *requests);
 
-/* submit.c: events of the flight recorder. */
-void hr_requests_note_submitted(const struct hr_requests *requests, struct hr_request *request);
-
 /*
  * request.c. Whether the request may be the next one of its name, behind refusals or alone; it is in flight: HORO_OK or
  * HORO_ERR_RESOURCE; it is no longer, and the one behind it takes its place.

@@ -128,10 +128,6 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
     return HORO_OK;
 }
 
-static size_t splits_of(const horo_request *call, int i) {
-    return call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
-}
-
 static void set_hashes(struct hr_request *request, int is_call) {
     const horo_request *call = &request->call;
     request->name_hash = hr_hash(call->name, request->name_bytes) + (uint64_t)is_call;
@@ -150,7 +146,8 @@ void hr_request_set_number(struct hr_request *request, uint64_t number) {
 static hr_status copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
     for (int i = 0; i < call->tensor_count; i++) {
-        dims += (size_t)call->tensors[i].ndim + splits_of(call, i);
+        dims += (size_t)call->tensors[i].ndim;
+        dims += call->op == HORO_ALLTOALL ? (size_t)call->tensors[i].split_count : 0;
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
@@ -179,7 +176,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
             *shape++ = call->tensors[i].shape[d];
         }
         tensors[i].splits = shape;
-        for (size_t d = 0; d < splits_of(call, (int)i); d++) {
+        for (int d = 0; call->op == HORO_ALLTOALL && d < tensors[i].split_count; d++) {
             *shape++ = call->tensors[i].splits[d];
         }
         int64_t bytes = 0; /* it has been checked */
@@ -247,7 +244,7 @@ void hr_request_set_on_gpu(struct hr_request *request) {
 
 void hr_cargo_drop(const struct hr_cargo *cargo) {
     if (cargo->hooks != NULL && cargo->hooks->freed != NULL) {
-        cargo->hooks->freed(cargo->owner, cargo->data);
+        cargo->hooks->freed(cargo->data);
     }
 }
 
@@ -269,11 +266,6 @@ void hr_request_destroy(struct hr_request *request) {
 }
 
 /* ---- The same call again ---- */
-
-int hr_request_may_be_spare(const struct hr_request *request) {
-    return request->call.tensor_count <= 1 && request->call.device == 0 && request->cargo.hooks == NULL &&
-           request->gathered == NULL && request->splits == NULL && request->error_text == NULL;
-}
 
 int hr_request_is_like(const struct hr_request *request, const horo_request *call) {
     const horo_request *own = &request->call;

@@ -35,7 +35,7 @@ struct hr_hooks {
     /* With the lock held: it is over with this status, which nobody has seen yet. */
     void (*ended)(void *owner, struct hr_request *request, int status);
     /* Without the lock: it goes, and its cargo with it. */
-    void (*freed)(void *owner, void *data);
+    void (*freed)(void *data);
     /* The same for cargo that its batch, which was cut off, may still work on: see hr_node_bury. NULL: it stays. */
     void (*buried)(void *data);
 };
@@ -91,10 +91,9 @@ struct hr_request {
 hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
 /*
- * One that has ended can do for another call. may_be_spare: it holds nothing but what it was made of. is_like: the call
- * differs from its own by the memory of the tensor alone. renew: it is that call's, as if made anew.
+ * One that has ended can do for another call (the spare of struct hr_requests). is_like: the call differs from its own
+ * by the memory of the tensor alone. renew: it is that call's, as if made anew.
  */
-int hr_request_may_be_spare(const struct hr_request *request);
 int hr_request_is_like(const struct hr_request *request, const horo_request *call);
 void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Whether it is known by its number, not by a name. */

@@ -38,7 +38,7 @@ struct hr_requests {
     size_t handle_capacity, handle_count; /* half of the places are free at least */
     int64_t last_handle;
     struct hr_request *spare; /* of the last horo_run that has ended well, for another like it; NULL: there is none */
-    int calls; /* that wait for requests, in whatever way; each holds up hr_requests_await_calls */
+    int calls; /* that wait for requests, in whatever way; each holds up hr_engine_fini */
     uint64_t passed; /* records executed that ended no request of this rank */
     _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
     _Atomic uint32_t queued; /* requests in the queue */
@@ -102,7 +102,5 @@ int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int
 enum hr_wait_end { HR_WAIT_KEEPS, HR_WAIT_RELEASES, HR_WAIT_RELEASES_WHAT_FITS /* as horo_run */ };
 int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end,
                      char *text, size_t text_bytes);
-/* The group has ended: until all calls that wait have noticed. */
-void hr_requests_await_calls(struct hr_requests *requests);
 
 #endif

@@ -78,14 +78,6 @@ static void describe(struct hr_recorder *recorder, const struct hr_request *requ
     hr_recorder_add_text(recorder, (uint32_t)request->name_hash, text, at);
 }
 
-void hr_requests_note_submitted(const struct hr_requests *requests, struct hr_request *request) {
-    struct hr_recorder *recorder = &requests->node->recorder;
-    if (hr_recorder_is_traced(recorder)) {
-        describe(recorder, request);
-    }
-    note_all(recorder, HORO_EVENT_SUBMITTED, &request, 1, HORO_OK, hr_ticks());
-}
-
 void hr_requests_note_batch(const struct hr_requests *requests, struct hr_request *const *batch, size_t count,
                             uint64_t bytes) {
     if (count == 0) {
@@ -327,7 +319,11 @@ static hr_status add(struct hr_requests *requests, struct hr_request *request, s
     if (request->state == HR_REQUEST_QUEUED) {
         hr_requests_queue(requests, request);
     }
-    hr_requests_note_submitted(requests, request);
+    struct hr_recorder *recorder = &requests->node->recorder;
+    if (hr_recorder_is_traced(recorder)) {
+        describe(recorder, request);
+    }
+    note_all(recorder, HORO_EVENT_SUBMITTED, &request, 1, HORO_OK, hr_ticks());
     atomic_fetch_add_explicit(&requests->node->counts.requests, 1, memory_order_relaxed);
     _Atomic uint64_t *count = &requests->count_of[request->call.op]; /* changed here alone */
     atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);

@@ -131,7 +131,7 @@ static void end_call(struct hr_requests *requests, struct hr_request *unowned) {
         hr_drive_lock(requests->drive);
     }
     if (--requests->calls == 0 && atomic_load(&requests->drive->stop)) {
-        hr_drive_wake_waiters(requests->drive); /* hr_requests_await_calls is one */
+        hr_drive_wake_waiters(requests->drive); /* hr_engine_fini is one */
     }
     hr_drive_unlock(requests->drive);
 }
@@ -157,7 +157,9 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
         }
     }
     struct hr_request *unowned = --request->owners == 0 ? request : NULL;
-    if (unowned != NULL && status == HORO_OK && end == HR_WAIT_RELEASES_WHAT_FITS && hr_request_may_be_spare(unowned)) {
+    if (unowned != NULL && status == HORO_OK && end == HR_WAIT_RELEASES_WHAT_FITS && /* it can do for another call: */
+        request->call.tensor_count <= 1 && request->call.device == 0 && request->cargo.hooks == NULL &&
+        request->gathered == NULL && request->splits == NULL && request->error_text == NULL) {
         unowned = requests->spare;
         requests->spare = request;
     }
@@ -242,10 +244,3 @@ hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {
     return status;
 }
 
-void hr_requests_await_calls(struct hr_requests *requests) {
-    hr_drive_lock(requests->drive);
-    while (requests->calls > 0) {
-        hr_drive_wait(requests->drive, INT64_MAX);
-    }
-    hr_drive_unlock(requests->drive);
-}

@@ -44,11 +44,6 @@ int hr_round_is_for(const struct hr_team *team) {
     return team->host_count == 1 && team->size > 1 && team->size <= (int)MASK(COUNT_BITS);
 }
 
-void hr_round_fini(struct hr_round *round) {
-    hr_buffer_fini(&round->out);
-    hr_buffer_fini(&round->rows);
-}
-
 /* ---- Counting oneself in ---- */
 
 static struct hr_lone_rows *rows_of(const struct hr_round *round, int index) {

@@ -53,7 +53,6 @@ struct hr_round {
 
 /* Whether ranks of this team can count themselves in. */
 int hr_round_is_for(const struct hr_team *team);
-void hr_round_fini(struct hr_round *round);
 /* Whether this rank can do so for a request of this id, at this place of the log, as far as a look tells. */
 int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id);
 /* Before: writes the rows that this rank tells: 1, or 0 where there is no room for them. */
@@ -97,10 +96,6 @@ struct hr_carry {
 
 /* Data of a member. Dropped where another tensor's is there already, or there is no memory for it. */
 void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *data, size_t bytes);
-/* The tensor of which all members have carried data; 0: there is none. */
-static inline uint32_t hr_carry_whole(const struct hr_carry *carry) {
-    return carry->count == carry->members ? carry->id : 0;
-}
 /*
  * The sum of this host and of all below it, in the order of the members, in the place of the first one's data; at the
  * root it is the result. HORO_ERR_INTERNAL for data that is not the request's.

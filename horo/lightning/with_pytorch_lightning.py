@@ -1,0 +1,16 @@
+"""The strategies for the package ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horo.lightning.packages import make_classes
+
+__all__ = ["FabricLauncher", "HoroEnvironment", "HoroFabricStrategy", "HoroStrategy", "TrainerLauncher", "registries"]
+
+_made, registries = make_classes(__name__, "pytorch_lightning", "lightning_fabric")
+HoroStrategy: Any = _made["HoroStrategy"]
+HoroFabricStrategy: Any = _made["HoroFabricStrategy"]
+HoroEnvironment: Any = _made["HoroEnvironment"]
+TrainerLauncher: Any = _made["TrainerLauncher"]
+FabricLauncher: Any = _made["FabricLauncher"]

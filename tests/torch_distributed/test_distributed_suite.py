@@ -1,0 +1,45 @@
+"""torch's own tests of torch.distributed, and what is built on it, over horo."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import TORCH_S, Hororun, run_python
+
+HERE = Path(__file__).parent
+ALL = os.environ.get("HORO_ALL_CASES") == "1"
+CHOSEN = """
+test_DistributedDataParallelCPU test_DistributedDataParallel_requires_grad test_all_gather_coalesced_complex
+test_all_gather_full_group test_all_gather_object_subgroup test_all_reduce_coalesced_full_group_product
+test_all_reduce_full_group_max test_all_reduce_sum_async test_all_reduce_sum_complex test_all_to_all_full_group
+test_all_to_all_single_unequal_split_complex test_barrier_full_group test_broadcast_full_group test_ddp_create_graph
+test_ddp_logging_data_cpu test_destroy_group test_gather_full_group test_gather_object test_get_backend test_get_future
+test_get_rank_size_group test_reduce_full_group_sum test_reduce_sum_twice test_scatter_complex test_scatter_object_list
+test_sparse_all_reduce_sum test_static_graph_api_cpu
+"""
+"""Tests that take two minutes in all; `make test-all` runs all that torch has."""
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("stands_for", "ranks", "least"), [("horo", 2, 60), ("gloo", 2, 80), ("horo", 3, 60)])
+def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: int) -> None:
+    if not ALL and (stands_for, ranks) != ("horo", 2):
+        pytest.skip("`make test-all` runs it")
+    chosen = tmp_path / "chosen"
+    chosen.write_text(CHOSEN)
+    words = ["--ranks", str(ranks), "--as", stands_for, *([] if ALL else ["--list", str(chosen)])]
+    done = run_python(str(HERE / "suite.py"), *words, timeout=1700 if ALL else 280)
+    failed = [line for line in done.stdout.splitlines() if not line.startswith(("pass", "skip"))]
+    assert done.returncode == 0, "\n".join(failed)[-8000:] + done.stderr[-2000:]
+    assert done.stdout.count("\npass ") + 1 >= (least if ALL else 20), done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_built_on_it(hororun: Hororun, ranks: int) -> None:
+    words = ["-np", str(ranks), "--no-prefix", sys.executable, str(HERE / "recipes.py")]
+    done = hororun.start(*words).finish(2 * TORCH_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") == 14
