@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -231,14 +232,16 @@ def test_forms_that_come_once_take_no_id_from_those_that_come_again(rank: Rank) 
 
 
 def test_a_lost_rank_ends_those_that_are_pending() -> None:
+    has_submitted = threading.Event()
     with Group([2]) as group:
 
         def body(rank: Rank) -> None:
-            allreduce(rank, np.ones(2))
             if rank.rank == 1:
+                assert has_submitted.wait(20)
                 group.kill(1)
                 return
             handles: Sequence[int] = [submit(rank, "allreduce", np.ones(2), reduce_op=SUM) for _ in range(5)]
+            has_submitted.set()
             for handle in handles:
                 with pytest.raises(HoroError, match="rank 1"):
                     rank.finish(handle)
