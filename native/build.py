@@ -8,7 +8,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h", "horo_log.h")]
+HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h", "horo_log.h", "horo_pairs.h")]
 
 COMPILE_FLAGS = [
     "-std=gnu11",

@@ -11,6 +11,7 @@ from typing import Any
 from horo.core.binding import ffi, lib
 from horo.core.events import Event, event_of
 from horo.core.log_lines import LogLines
+from horo.core.pairs import Pairs
 from horo.core.request_buffer import DTYPES, OP_NAMES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
 from horo.core.setup import KNOBS, Setup, close_all, native_setup, native_team
 from horo.core.stack_dump import Answers
@@ -38,8 +39,7 @@ __all__ = [
     "version",
 ]
 
-NAME_MAX: int = lib.HORO_NAME_MAX
-"""Most bytes of the name of an operation."""
+NAME_MAX: int = lib.HORO_NAME_MAX  # bytes of the name of an operation
 
 EVENTS: dict[int, str] = {
     getattr(lib, f"HORO_EVENT_{name.upper()}"): name
@@ -104,7 +104,7 @@ _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.hor
 _words = Words()
 
 
-class Context:
+class Context(Pairs):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     def __init__(self, setup: Setup, *, is_logged: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from horo.core.binding import ffi, lib
 
-__all__ = ["DTYPES", "OPS", "OP_NAMES", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words"]
+__all__ = ["DTYPES", "OPS", "OP_NAMES", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words", "pack"]
 
 DTYPES: dict[str, int] = {
     name.removeprefix("HORO_").lower(): getattr(lib, name)
@@ -58,6 +58,8 @@ OPS: dict[str, int] = {
     "reduce": lib.HORO_REDUCE,
     "gather": lib.HORO_GATHER,
     "scatter": lib.HORO_SCATTER,
+    "send": lib.HORO_SEND,
+    "receive": lib.HORO_RECEIVE,
 }
 """Number of each operation on tensors by its name."""
 
@@ -210,7 +212,7 @@ class RequestBuffer:
                 *shape,
             )  # fmt: skip
             return
-        self._tensors = _pack(tensors)
+        self._tensors = pack(tensors)
         self.rows = memoryview(ffi.buffer(self._tensors))[: len(tensors) * _LONE_TENSOR.size].cast("L")
         tensors_at = int(ffi.cast("uintptr_t", self._tensors))
         _LONE_REQUEST.pack_into(
@@ -247,7 +249,7 @@ class RequestBuffer:
             rows[1::_TENSOR_WORDS] = array("L", targets)
 
 
-def _pack(tensors: Sequence[Tensor]) -> Any:
+def pack(tensors: Sequence[Tensor]) -> Any:
     """An array of ``horo_tensor``, with the extents of all of them behind it, and the splits of each behind its own."""
     extents = list(itertools.chain.from_iterable([(*tensor.shape, *tensor.splits) for tensor in tensors]))
     rows = len(tensors) * _LONE_TENSOR.size

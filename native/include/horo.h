@@ -66,7 +66,9 @@ enum horo_op {
     HORO_REDUCESCATTER = 6, HORO_ALLTOALL = 7,
     HORO_JOIN = 8, /* horo_join only */
     HORO_REDUCE = 9, HORO_GATHER = 10, HORO_SCATTER = 11,
-    HORO_OP_COUNT = 12,
+    HORO_OP_COUNT = 12, /* of those above, which members agree on */
+    HORO_SEND = 12, HORO_RECEIVE = 13, /* horo_pairs.h */
+    HORO_ANY_OP_COUNT = 14,
 };
 
 /* The numbers are Horovod's. */

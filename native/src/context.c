@@ -12,6 +12,7 @@
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
 #include "engine/report/report.h"
+#include "horo_pairs.h"
 #include "node/team.h"
 
 struct horo_context {
@@ -119,7 +120,7 @@ HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
 }
 
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
-    return op < 0 || op >= HORO_OP_COUNT ? 0 : atomic_load(&context->engine.requests.count_of[op]);
+    return op < 0 || op >= HORO_ANY_OP_COUNT ? 0 : atomic_load(&context->engine.requests.count_of[op]);
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
@@ -230,6 +231,29 @@ HORO_API int horo_poll(horo_context *context, int64_t handle) {
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     HR_TRY(enter(context, NULL, 0));
     return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
+}
+
+static int begin_move(horo_context *context, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
+                      int64_t *handle, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    HR_TRY(enter(context, error, error_bytes));
+    return leave(hr_pairs_submit(&context->engine.pairs, op, tensor, pair, flags, handle, &failure), &failure, error,
+                 error_bytes);
+}
+
+HORO_API int horo_send(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
+                       int64_t *handle, char *error, size_t error_bytes) {
+    return begin_move(context, HORO_SEND, tensor, (struct hr_pair){peer, tag}, flags, handle, error, error_bytes);
+}
+
+HORO_API int horo_receive(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
+                          int64_t *handle, char *error, size_t error_bytes) {
+    return begin_move(context, HORO_RECEIVE, tensor, (struct hr_pair){peer, tag}, flags, handle, error, error_bytes);
+}
+
+HORO_API int horo_source(horo_context *context, int64_t handle) {
+    HR_TRY(enter(context, NULL, 0));
+    return hr_membership_answer(&context->engine, handle, HORO_RECEIVE);
 }
 
 HORO_API int horo_joined_last(horo_context *context, int64_t handle) {

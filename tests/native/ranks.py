@@ -138,6 +138,16 @@ class Rank:
         """Submits, waits and releases in one call, in place."""
         self.context.run(_core.RequestBuffer.of(_core.OPS[op], name, describe(arrays, arrays), sync=True, **options))
 
+    def send(self, array: np.ndarray, peer: int, tag: int = 0, **options: Any) -> int:
+        handle = self.context.send(describe([array], [array])[0], peer, tag, **options)
+        self._kept[handle] = array
+        return handle
+
+    def receive(self, array: np.ndarray, peer: int | None = None, tag: int = 0, **options: Any) -> int:
+        handle = self.context.receive(describe([array], [array])[0], peer, tag, **options)
+        self._kept[handle] = array
+        return handle
+
     def finish(self, *handles: int) -> None:
         """Waits and releases, also when an operation fails; not when a signal ends the wait before it is done."""
         for handle in handles:

@@ -1,5 +1,7 @@
 """``DistributedOptimizer(op=hvd.Adasum)``: each rank steps by itself, and Adasum combines the steps."""
 
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
 import copy
 import inspect
 import itertools

@@ -1,5 +1,7 @@
 """Parameters, optimizer state and objects from one rank to all."""
 
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
 import threading
 import warnings
 from collections import OrderedDict

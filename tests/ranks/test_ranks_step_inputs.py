@@ -1,5 +1,7 @@
 """The inputs of a step besides gradients, loss scale and learning rate: they stay equal, or ranks get an error."""
 
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
 import math
 from typing import Any
 

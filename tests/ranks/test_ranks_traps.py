@@ -1,5 +1,7 @@
 """Mistakes and unusual uses of a distributed optimizer, and torch.compile: they work, or a message names what to do."""
 
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
 import importlib
 import warnings
 from collections.abc import Callable

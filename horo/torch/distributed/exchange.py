@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ __all__ = ["Exchange", "GroupCall", "writable"]
 
 _DTYPES = {getattr(torch, name): number for name, number in context.DTYPES.items() if hasattr(torch, name)}
 _PLAIN = Reduction(0)
+_OTHERS_S = 60.0
+"""Longest wait at the end of a group for sends and receives of others."""
 
 
 class GroupCall(NamedTuple):
@@ -74,6 +78,8 @@ class Exchange:
         self.pending = None if job is None else Pending(job.context)
         self._what = what
         self._closed = ""
+        self._has_paired = False
+        """This rank has sent or received, so others may do so without it."""
         self._numbers = itertools.count(1)
 
     def do(self, call: GroupCall, opts: Any) -> Any:
@@ -141,8 +147,7 @@ class Exchange:
         """Begins to send to a rank."""
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), _DTYPES[source.dtype])
-        core: Any = pending.core
-        return HoroWork(pending, core.send(tensor, peer, tag), [source], (), None)
+        return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
 
     def receive(
         self,
@@ -155,22 +160,21 @@ class Exchange:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
         pending = self._core("recv")
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), _DTYPES[target.dtype])
-        core: Any = pending.core
+        core = pending.core
         handle = core.receive(tensor, peer, tag)
 
         def finish(handle: int) -> int:
             if after is not None:
                 after()
-            return int(core.source(handle))
+            return core.source(handle)
 
         return HoroWork(pending, handle, [target], results, finish)
 
     def _core(self, what: str) -> Pending:
         self.check_open()
-        if not hasattr(context.Context, "send"):
-            raise UnsupportedError(f"{what}: horo does not offer it yet")
         if self.pending is None:
             raise UsageError(f"{what}: {self._what} has one rank only")
+        self._has_paired = True
         return self.pending
 
     def _name_next(self) -> str:
@@ -185,13 +189,22 @@ class Exchange:
         """Leaves the group. ``words``: for ranks that still wait for this one; None: it has done all that it had to."""
         if self._closed:
             return
-        self._closed = why
         if self.job is not None and self.pending is not None:
+            if self._has_paired and words is None and self.job.size > 2:
+                self._await_others()
+            self._closed = why
             self.pending.stop()
             if words is not None:
                 self.job.context.end(words)
             close_job(self.job)
             self.pending.give_up(AbortedError(f"{self._what}: {why}"))
+        self._closed = why
+
+    def _await_others(self) -> None:
+        """A rank that leaves ends the group for all, also for two with a send between them. So all leave at once."""
+        with contextlib.suppress(HoroError):
+            work = self.do(GroupCall("barrier", [], [], []), None)
+            work.wait(timedelta(seconds=_OTHERS_S))
 
 
 def _finish(call: GroupCall) -> Any:

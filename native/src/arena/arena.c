@@ -37,17 +37,32 @@ static struct layout lay_out(int local_size, size_t segment_bytes) {
     return layout;
 }
 
-/* The bytes before the partitions. */
+/* The bytes before the rings of pairs. */
 static size_t common_bytes(int local_size) {
     const size_t blocks = hr_round_up(sizeof(struct hr_arena_header), HR_LINE);
     return hr_round_up(blocks + (size_t)local_size * sizeof(struct hr_arena_block), PAGES);
+}
+
+static size_t pair_head_bytes(int local_size) {
+    const size_t ranks = (size_t)local_size;
+    return hr_round_up(ranks * ranks * sizeof(struct hr_pair_head), SEGMENT_UNIT);
+}
+
+static size_t pair_bytes(int local_size) {
+    const size_t ranks = (size_t)local_size;
+    return hr_round_up(pair_head_bytes(local_size) + ranks * ranks * HR_PAIR_RING_BYTES, PAGES);
+}
+
+/* The place of the first partition. */
+static size_t host_bytes(int local_size) {
+    return common_bytes(local_size) + pair_bytes(local_size);
 }
 
 uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partitions) {
     if (local_size < 1 || partitions < 1 || partitions > HR_TEAMS_MAX) {
         return 0;
     }
-    return common_bytes(local_size) + (size_t)partitions * lay_out(local_size, segment_bytes).bytes;
+    return host_bytes(local_size) + (size_t)partitions * lay_out(local_size, segment_bytes).bytes;
 }
 
 /* Memory for a part of the arena: of the caller's, or mapped. */
@@ -106,6 +121,23 @@ void hr_arena_unmap(struct hr_arena *arena) {
     *arena = (struct hr_arena){.fd = -1};
 }
 
+/* ---- Pairs ---- */
+
+hr_status hr_pair_rings_map(const struct hr_arena *arena, struct hr_pair_rings *rings, struct hr_error *error) {
+    char *base = NULL;
+    HR_TRY(map_part(arena, common_bytes(arena->local_size), pair_bytes(arena->local_size), &base, error));
+    rings->heads = (struct hr_pair_head *)(void *)base;
+    rings->rings = base + pair_head_bytes(arena->local_size);
+    return HORO_OK;
+}
+
+void hr_pair_rings_unmap(const struct hr_arena *arena, struct hr_pair_rings *rings) {
+    if (rings->heads != NULL && arena->fd >= 0) {
+        (void)munmap(rings->heads, pair_bytes(arena->local_size));
+    }
+    *rings = (struct hr_pair_rings){0};
+}
+
 /* ---- Partitions ---- */
 
 /* By an allocation at its end, which never makes the file shorter, whoever is first. */
@@ -129,7 +161,7 @@ static hr_status grow(const struct hr_arena *arena, size_t bytes, struct hr_erro
 hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition,
                            struct hr_error *error) {
     const struct layout layout = lay_out(arena->local_size, arena->segment_bytes);
-    const size_t offset = common_bytes(arena->local_size) + (size_t)team * layout.bytes;
+    const size_t offset = host_bytes(arena->local_size) + (size_t)team * layout.bytes;
     char *base = NULL;
     HR_TRY(grow(arena, offset + layout.bytes, error));
     HR_TRY(map_part(arena, offset, layout.bytes, &base, error));

@@ -2,14 +2,14 @@
  * One host's shared memory, seen by all its ranks at once: what belongs to the host and its ranks, then one *partition*
  * per team:
  *
- *   header | one block per rank | partition 0 (all ranks) | partition 1 | ...
+ *   header | one block per rank | a ring from each rank to each other | partition 0 (all ranks) | partition 1 | ...
  *
  *   partition: header | one block per rank | one request ring per rank | response log | two slots per rank
  *
  * All partitions are alike, with room for every rank of the host; pages of what is never used are never touched. A
- * partition is mapped when its team is made. Atomics name their partner where they are used. Every word that one rank
- * writes and another polls has a cache line of its own, together only with words of the same writer. Ranks are counted
- * by their index on the host, in every partition.
+ * partition is mapped when its team is made, and the rings with the first send or receive. Atomics name their partner
+ * where they are used. Every word that one rank writes and another polls has a cache line of its own, together only
+ * with words of the same writer. Ranks are counted by their index on the host, in every partition.
  */
 #ifndef HR_ARENA_ARENA_H
 #define HR_ARENA_ARENA_H
@@ -25,6 +25,7 @@ enum {
     HR_TEAMS_MAX = HORO_TEAMS_MAX,   /* numbered from 0, which has all ranks; the bits of a word */
     HR_REQUEST_RING_BYTES = 1 << 16, /* a power of two */
     HR_LOG_RING_BYTES = 1 << 18,     /* a power of two */
+    HR_PAIR_RING_BYTES = 1 << 15,    /* a power of two */
     HR_PHASE_COUNT = 6,
     HR_LAST_WORDS_MAX = 895, /* bytes */
     HR_PROOF_WORDS = 2,
@@ -49,6 +50,13 @@ enum hr_member_state {
 /* A byte stream through memory: one writer, any number of readers that each keep their own position. */
 struct hr_ring_head {
     _Alignas(HR_LINE) _Atomic uint64_t written; /* total bytes; writer: release, readers: acquire */
+};
+
+/* From one rank to another: the head of their ring. */
+struct hr_pair_head {
+    struct hr_ring_head ring;
+    _Alignas(HR_LINE) _Atomic uint64_t read; /* by the receiver, as what follows, but for the 1 */
+    _Atomic uint32_t wants_room; /* 1: the ring was full; the sender waits for it to be read */
 };
 
 /* Of a host, see node/wait.h: until when waits do without yields, and for how long that is; 0: never. */
@@ -98,6 +106,8 @@ struct hr_arena_block {
     _Alignas(HR_LINE) _Atomic int32_t process;
     _Atomic uint64_t proof_at;
     _Atomic uint64_t proof[HR_PROOF_WORDS];
+    /* grows whenever a rank has written into its ring to this one */
+    _Alignas(HR_LINE) _Atomic uint64_t bell;
     /* 1 + the rank whose last words stand in `words`, 0: none; see below */
     _Alignas(HR_LINE) _Atomic uint32_t words_of_rank;
     _Atomic uint32_t words_claimed;
@@ -165,6 +175,17 @@ uint64_t hr_arena_layout_bytes(int local_size, size_t segment_bytes, int partiti
 hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes, int fd, int local_rank,
                        int local_size, size_t segment_bytes, struct hr_error *error);
 void hr_arena_unmap(struct hr_arena *arena);
+
+/*
+ * The heads and rings of all pairs: those to a rank stand one behind another, by the sender. Status and *error as
+ * hr_arena_map.
+ */
+struct hr_pair_rings {
+    struct hr_pair_head *heads;
+    char *rings;
+};
+hr_status hr_pair_rings_map(const struct hr_arena *arena, struct hr_pair_rings *rings, struct hr_error *error);
+void hr_pair_rings_unmap(const struct hr_arena *arena, struct hr_pair_rings *rings);
 
 /* The partition of a team. The file grows with the first rank that maps it. Status and *error as hr_arena_map. */
 hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_partition *partition,

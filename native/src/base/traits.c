@@ -4,7 +4,7 @@
 /* ---- Operations ---- */
 
 const char *hr_op_name(int op) {
-    static const char *const names[HORO_OP_COUNT] = {
+    static const char *const names[HORO_ANY_OP_COUNT] = {
         [HORO_ALLREDUCE] = "allreduce",
         [HORO_ALLGATHER] = "allgather",
         [HORO_BROADCAST] = "broadcast",
@@ -17,8 +17,10 @@ const char *hr_op_name(int op) {
         [HORO_REDUCE] = "reduce",
         [HORO_GATHER] = "gather",
         [HORO_SCATTER] = "scatter",
+        [HORO_SEND] = "send",
+        [HORO_RECEIVE] = "receive",
     };
-    return op >= 0 && op < HORO_OP_COUNT ? names[op] : "unknown operation";
+    return op >= 0 && op < HORO_ANY_OP_COUNT ? names[op] : "unknown operation";
 }
 
 int hr_op_reduces(int op) {
@@ -51,6 +53,10 @@ int hr_op_is_last(int op) {
 
 int hr_op_is_begun_ahead(int op) {
     return hr_op_has_tensors(op) && !hr_op_tells_rows(op);
+}
+
+int hr_op_is_of_pairs(int op) {
+    return op == HORO_SEND || op == HORO_RECEIVE;
 }
 
 int hr_op_moves_data(int op) {

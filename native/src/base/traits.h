@@ -42,6 +42,9 @@ int hr_op_is_of_teams(int op);
 /* Whether its batch is begun before it is agreed on: not without data, or with sizes of other ranks. */
 int hr_op_is_begun_ahead(int op);
 
+/* Whether it is between two ranks alone, outside all agreement. */
+int hr_op_is_of_pairs(int op);
+
 /* Whether it moves data. */
 int hr_op_moves_data(int op);
 

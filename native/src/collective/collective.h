@@ -188,6 +188,21 @@ void hr_adasum_free(struct hr_adasum *run);
  * others have for it from their memory, or the sum of that. Nobody goes on before all have read.
  */
 
+/* `bytes` at address `from` there go to `to` here. */
+struct hr_peer_range {
+    void *to;
+    uint64_t from;
+    size_t bytes;
+};
+
+/*
+ * Reads up to HR_RANGES_MAX ranges of a rank of this host (local index). 0, or an error number: ESRCH where the process
+ * is gone, EFAULT where an address is none or its memory a device's, EPERM where the system refuses, and so on; then
+ * what has been written to `to` is not to be used. Does not wait for the other rank.
+ */
+enum { HR_RANGES_MAX = 32 };
+int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_peer_range *ranges, int count);
+
 /* Whether all members can read each other's memory: each tries, tells, and hears of the others. */
 struct hr_probe {
     struct hr_task task;

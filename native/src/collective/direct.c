@@ -20,15 +20,6 @@ enum {
 
 /* ---- Reading ---- */
 
-enum { RANGES_MAX = 32 };
-
-/* `bytes` at address `from` there go to `to` here. */
-struct range {
-    void *to;
-    uint64_t from;
-    size_t bytes;
-};
-
 /* 0, or an error number. */
 static int read_all(pid_t process, struct iovec *local, struct iovec *remote, int count) {
     while (count > 0) {
@@ -53,15 +44,10 @@ static int read_all(pid_t process, struct iovec *local, struct iovec *remote, in
     return 0;
 }
 
-/*
- * Reads up to RANGES_MAX ranges of a rank of this host (local index). 0, or an error number: ESRCH where the process is
- * gone, EFAULT where an address is none or its memory a device's, EPERM where the system refuses, and so on; then what
- * has been written to `to` is not to be used. Does not wait for the other rank.
- */
-static int read_peer(const struct hr_node *node, int local_rank, const struct range *ranges, int count) {
+int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_peer_range *ranges, int count) {
     const struct hr_arena_block *block = &node->arena.blocks[local_rank];
-    struct iovec local[RANGES_MAX + 1];
-    struct iovec remote[RANGES_MAX + 1];
+    struct iovec local[HR_RANGES_MAX + 1];
+    struct iovec remote[HR_RANGES_MAX + 1];
     uint64_t proof[HR_PROOF_WORDS] = {0};
     const int32_t process = atomic_load(&block->process);
     if (process == 0) {
@@ -130,7 +116,7 @@ static int probe(struct hr_task *task) {
     if (!self->has_told) {
         uint64_t told = TOLD_YES;
         for (int i = 0; i < team->local_size && told == TOLD_YES; i++) {
-            const int error = read_peer(team->node, team->index_of_local[i], NULL, 0);
+            const int error = hr_read_peer(team->node, team->index_of_local[i], NULL, 0);
             told = error == 0 ? TOLD_YES : refusal(i, error);
         }
         tell(team, told);
@@ -242,7 +228,7 @@ struct chunk {
 /* The next ones of a part, of at most `room` bytes together; moves on. */
 static int collect(struct hr_direct *run, const struct hr_fused *part, size_t room, struct chunk *chunks) {
     int count = 0;
-    while (run->piece < part->count && count < RANGES_MAX && room > 0) {
+    while (run->piece < part->count && count < HR_RANGES_MAX && room > 0) {
         const struct hr_piece *piece = &part->pieces[run->piece];
         const size_t left = piece->bytes - run->skip;
         const size_t bytes = left < room ? left : room;
@@ -258,14 +244,14 @@ static int collect(struct hr_direct *run, const struct hr_fused *part, size_t ro
 /* Reads what one member has of these, to `to`, one behind the other; NULL: to their outputs. 0, or an error number. */
 static int read_chunks(const struct hr_direct *run, int from, const struct chunk *chunks, int count, char *to) {
     const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
-    struct range ranges[RANGES_MAX];
+    struct hr_peer_range ranges[HR_RANGES_MAX];
     for (int i = 0; i < count; i++) {
         const uint64_t address = atomic_load_explicit(&at[chunks[i].piece], memory_order_relaxed);
         ranges[i] =
-            (struct range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
+            (struct hr_peer_range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
         to = to != NULL ? to + chunks[i].bytes : NULL;
     }
-    return read_peer(run->team->node, run->team->index_of_local[from], ranges, count);
+    return hr_read_peer(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
 static int end_reading(struct hr_direct *run) {
@@ -277,7 +263,7 @@ static int end_reading(struct hr_direct *run) {
 /* Each rank begins with another, so that not all read the same memory. */
 static int read_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
-    struct chunk chunks[RANGES_MAX];
+    struct chunk chunks[HR_RANGES_MAX];
     const int from = (team->rank + 1 + run->peer) % team->size;
     const int count = shows(run, from) ? collect(run, part_from(run, from), READ_AT_ONCE, chunks) : 0;
     int error = 0;
@@ -301,7 +287,7 @@ static int sum_next(struct hr_direct *run) {
     const size_t room = sum_room(team, &run->move);
     char *scratch = hr_team_slot(team, team->local_rank, run->parity) + address_bytes(&run->move);
     for (size_t done = 0; done < READ_AT_ONCE; done += room * (size_t)team->size) {
-        struct chunk addends[RANGES_MAX];
+        struct chunk addends[HR_RANGES_MAX];
         const int count = collect(run, part_from(run, team->rank), room, addends);
         if (count == 0) {
             return end_reading(run);

@@ -113,11 +113,13 @@ static int turn(struct hr_part *part) {
     int status = HORO_OK; /* all of the queue is announced, or fails with the group, since it is no longer there */
     struct hr_request *next = NULL;
     for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
-        struct hr_lane *lane = request->port->lane;
+        const struct hr_cargo *cargo = &request->cargo;
+        struct hr_lane *lane = request->port == NULL ? NULL : request->port->lane;
         next = request->next;
-        lane->part.is_quiet = 0;
+        if (lane != NULL) {
+            lane->part.is_quiet = 0;
+        }
         if (status == HORO_OK) {
-            const struct hr_cargo *cargo = &request->cargo;
             status = cargo->hooks != NULL && cargo->hooks->announce != NULL
                          ? cargo->hooks->announce(cargo->owner, request)
                          : hr_lane_announce(lane, request);
@@ -150,6 +152,7 @@ static const struct hr_executor_ops EXECUTOR_OPS = {
 
 static void free_parts(struct hr_engine *engine) {
     hr_requests_fini(&engine->requests);
+    hr_pairs_fini(&engine->pairs);
     hr_engine_end_cuda(engine);
     for (int i = engine->lane_count - 1; i >= 0; i--) {
         hr_membership_forget(engine->lanes[i]);
@@ -206,6 +209,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
         return status;
     }
     hr_requests_init(&engine->requests, &engine->drive);
+    engine->pairs = (struct hr_pairs){.requests = &engine->requests, .reads = setup->direct_bytes > 0};
     atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
     status = init_parts(engine, world, backend, setup, error);
@@ -256,7 +260,7 @@ void hr_engine_fini(struct hr_engine *engine) {
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
                            struct hr_error *error) {
-    if (hr_op_is_of_teams(call->op) || call->op == HORO_JOIN) {
+    if (hr_op_is_of_teams(call->op) || hr_op_is_of_pairs(call->op) || call->op == HORO_JOIN) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
     }
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {

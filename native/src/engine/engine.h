@@ -40,6 +40,7 @@
 
 #include "engine/drive/drive.h"
 #include "engine/group/lane.h"
+#include "engine/pairs/pairs.h"
 #include "engine/report/deadlock.h"
 #include "engine/requests/requests.h"
 #include "node/end.h"
@@ -92,6 +93,7 @@ struct hr_engine {
     struct hr_deadlock judge; /* the root of all ranks; the driver's */
     struct hr_drive drive;
     struct hr_requests requests;
+    struct hr_pairs pairs;
     struct hr_blocked blocked;
     struct hr_leaving leaving;
     struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */

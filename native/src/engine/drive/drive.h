@@ -29,6 +29,7 @@ enum hr_part_rank {
     HR_PART_ABSENCE,     /* membership/join.c: of a team, while a request there is held back */
     HR_PART_GPU,         /* nccl.c */
     HR_PART_LANE,        /* group/lane.c: one for each team, the world first */
+    HR_PART_PAIRS,       /* pairs/pairs.c, once it is used */
     HR_PART_LINKS,       /* the loop's own: the supervision of links */
     HR_PART_STALL,       /* stall.c */
     HR_PART_DEADLOCK,    /* blocked.c */

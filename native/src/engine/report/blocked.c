@@ -82,9 +82,9 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     int all_wait = is_news && !is_repeated(engine, waits, count, question, known_others);
     for (int32_t i = 0; i < count && all_wait; i++) {
         const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        /* one whose values are on their way from a GPU is going to be announced */
+        /* one whose values are on their way from a GPU is going to be announced; the judge knows of no pairs */
         all_wait = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
-                   request->state != HR_REQUEST_STAGING;
+                   request->state != HR_REQUEST_STAGING && !hr_op_is_of_pairs(request->call.op);
     }
     if (all_wait) {
         keep(engine, waits, count, question, known_others);

@@ -108,7 +108,7 @@ static hr_status check_splits(const horo_request *call, const horo_tensor *tenso
 }
 
 static hr_status check_call(const horo_request *call, struct hr_error *error) {
-    if (call->op < 0 || call->op >= HORO_OP_COUNT) {
+    if (call->op < 0 || (call->op >= HORO_OP_COUNT && !hr_op_is_of_pairs(call->op))) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
     }
     const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
@@ -365,14 +365,16 @@ hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) 
         port->next_call = port->next_call == NULL ? request : port->next_call;
     } else if (request->is_behind) {
         last_of_name(request)->behind = request;
-    } else {
+    } else if (port != NULL) {
         HR_TRY(hr_map_insert(&port->names, request->name_hash, request->call.name, request->name_bytes, request));
     }
     request->older = requests->newest;
     *(requests->newest == NULL ? &requests->oldest : &requests->newest->newer) = request;
     requests->newest = request;
     atomic_fetch_add(&requests->drive->pending, 1);
-    atomic_store_explicit(&port->pending, atomic_load(&port->pending) + 1, memory_order_relaxed);
+    if (port != NULL) {
+        atomic_store_explicit(&port->pending, atomic_load(&port->pending) + 1, memory_order_relaxed);
+    }
     return HORO_OK;
 }
 
@@ -400,10 +402,11 @@ struct hr_request *hr_requests_take_queue(struct hr_requests *requests) {
     return head;
 }
 
-void hr_port_remove(struct hr_requests *requests, const struct hr_request *request) {
-    struct hr_arena_block *block = &requests->node->arena.blocks[requests->node->local_rank];
+/* Of its process set, and by its name there. */
+static void remove_name(struct hr_requests *requests, const struct hr_request *request) {
     struct hr_port *port = request->port;
     struct hr_request *next = request->behind;
+    atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
     if (hr_request_is_call(request)) { /* the first one: they end in their order */
         port->calls = request->next_call;
         port->next_call = port->next_call == request ? request->next_call : port->next_call;
@@ -419,13 +422,20 @@ void hr_port_remove(struct hr_requests *requests, const struct hr_request *reque
         if (next != NULL) { /* into the place that has just become free */
             (void)hr_map_insert(&port->names, next->name_hash, next->call.name, next->name_bytes, next);
             next->is_behind = 0;
-            atomic_store_explicit(&block->behind, 0, memory_order_relaxed);
+            const struct hr_node *node = requests->node;
+            atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, 0, memory_order_relaxed);
             if (next->state == HR_REQUEST_QUEUED) {
                 hr_requests_queue(requests, next);
             }
         }
     }
-    atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
+}
+
+void hr_port_remove(struct hr_requests *requests, const struct hr_request *request) {
+    struct hr_arena_block *block = &requests->node->arena.blocks[requests->node->local_rank];
+    if (request->port != NULL) {
+        remove_name(requests, request);
+    }
     const uint32_t left = atomic_fetch_sub(&requests->drive->pending, 1) - 1;
     atomic_store_explicit(&block->pending, left, memory_order_relaxed);
     *(request->older == NULL ? &requests->oldest : &request->older->newer) = request->newer;

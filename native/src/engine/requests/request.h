@@ -53,7 +53,7 @@ void hr_cargo_drop(const struct hr_cargo *cargo);
 struct hr_request {
     struct hr_request *next;          /* in the submit queue */
     struct hr_request *older, *newer; /* among those not done */
-    struct hr_port *port;             /* as long as it is not done */
+    struct hr_port *port;             /* as long as it is not done; NULL: it is between two ranks alone (pairs.h) */
     struct hr_cargo cargo;
     int64_t handle; /* 0 from its release on */
     /* under the lock: the table of handles, and each call that waits for it. The last one frees it, without the lock */

@@ -40,7 +40,7 @@ struct hr_requests {
     struct hr_request *spare; /* of the last horo_run that has ended well, for another like it; NULL: there is none */
     int calls; /* that wait for requests, in whatever way; each holds up hr_engine_fini */
     uint64_t passed; /* records executed that ended no request of this rank */
-    _Atomic uint64_t count_of[HORO_OP_COUNT]; /* submitted so far */
+    _Atomic uint64_t count_of[HORO_ANY_OP_COUNT]; /* submitted so far */
     _Atomic uint32_t queued; /* requests in the queue */
     struct hr_callers callers;
 };

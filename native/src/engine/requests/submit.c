@@ -235,6 +235,9 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
     if (atomic_load(&requests->drive->stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
+    if (hr_op_is_of_pairs(request->call.op)) {
+        return HORO_OK;
+    }
     HR_TRY(find_port(requests, request, error));
     if (cargo->hooks != NULL && cargo->hooks->check != NULL) {
         HR_TRY(cargo->hooks->check(cargo->owner, request, error));

@@ -1,0 +1,65 @@
+"""Sends and receives between two ranks, outside the order of collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horo.core.binding import ffi, lib
+from horo.core.log_lines import LogLines
+from horo.core.request_buffer import Tensor, pack
+from horo.core.words import STATUS_NAMES, error_buffer
+from horo.errors import error_from_status
+
+__all__ = ["Pairs"]
+
+
+class Pairs:
+    """The part of a context that moves a tensor from one rank to another."""
+
+    _context: Any
+    log_lines: LogLines
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False) -> int:
+        """Sends the input of a tensor in host memory to another rank; never blocks.
+
+        Args:
+            tensor: contiguous. Its memory must stay valid and unchanged until the request is finished, which is when
+                the receiver has all of it.
+            peer: Who receives it.
+            tag: 0 to 2^31 - 1. Sends to one rank with one tag are received in their order.
+            sync: the calling thread waits for it next.
+
+        Returns:
+            A handle, as from ``submit``.
+
+        Raises:
+            UsageError: no such rank, this rank, or no such tag. UnsupportedError: the rank is on another host.
+            HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
+        """
+        return self._begin(lib.horo_send, tensor, peer, tag, sync)
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False) -> int:
+        """Receives into the output of a tensor what another rank sends with this tag; the rest as of ``send``.
+
+        Args:
+            peer: Who sends it; None: whoever does so first.
+        """
+        return self._begin(lib.horo_receive, tensor, -1 if peer is None else peer, tag, sync)
+
+    def source(self, handle: int) -> int:
+        """The rank whose send the receive of this handle has taken; before ``release``.
+
+        Raises:
+            UsageError: it is no handle of a receive that has ended well.
+        """
+        rank = int(lib.horo_source(self._context, handle))
+        if rank < 0:
+            raise error_from_status(STATUS_NAMES[rank], f"Handle {handle} is none of a receive that has ended well.")
+        return rank
+
+    def _begin(self, function: Any, tensor: Tensor, peer: int, tag: int, sync: bool) -> int:
+        handle, error, memory = ffi.new("int64_t *"), error_buffer(), pack([tensor])
+        native, flags = ffi.cast("horo_tensor *", memory), lib.HORO_SUBMIT_SYNC if sync else 0
+        status = function(self._context, native, peer, tag, flags, handle, error, lib.HORO_MESSAGE_MAX)
+        self.log_lines.check(status, error)
+        return int(handle[0])

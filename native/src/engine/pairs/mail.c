@@ -1,0 +1,138 @@
+#include "engine/pairs/mail.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "arena/arena.h"
+
+_Static_assert(sizeof(struct hr_mail_message) + HR_MAIL_BYTES_MAX <= HR_PAIR_RING_BYTES, "each message has room");
+
+static size_t place_of(const struct hr_mail *mail, int from, int to) {
+    return (size_t)to * (size_t)mail->node->local_size + (size_t)from;
+}
+
+hr_status hr_mail_open(struct hr_mail *mail, struct hr_node *node, struct hr_error *error) {
+    struct hr_mail opened = {.node = node};
+    opened.peers = calloc((size_t)node->local_size, sizeof *opened.peers);
+    if (opened.peers == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory to send to %d ranks", node->local_size);
+    }
+    const hr_status status = hr_pair_rings_map(&node->arena, &opened.rings, error);
+    if (status != HORO_OK) {
+        free(opened.peers);
+        return status;
+    }
+    *mail = opened;
+    return HORO_OK;
+}
+
+void hr_mail_close(struct hr_mail *mail) {
+    for (int i = 0; mail->peers != NULL && i < mail->node->local_size; i++) {
+        hr_buffer_fini(&mail->peers[i].out);
+    }
+    free(mail->peers);
+    if (mail->node != NULL) {
+        hr_pair_rings_unmap(&mail->node->arena, &mail->rings);
+    }
+    *mail = (struct hr_mail){0};
+}
+
+int hr_mail_has_room(const struct hr_mail *mail, int peer) {
+    return hr_buffer_size(&mail->peers[peer].out) == 0;
+}
+
+/* Whole messages, so that a reader finds no part of one. 1 if any was moved. */
+static int write_out(struct hr_mail *mail, int peer) {
+    struct hr_node *node = mail->node;
+    struct hr_buffer *out = &mail->peers[peer].out;
+    const size_t place = place_of(mail, node->local_rank, peer);
+    struct hr_pair_head *head = &mail->rings.heads[place];
+    const uint64_t written = atomic_load_explicit(&head->ring.written, memory_order_relaxed); /* mine alone */
+    const uint64_t unread = written - atomic_load(&head->read); /* partner: hr_mail_take */
+    const size_t room = unread <= HR_PAIR_RING_BYTES ? HR_PAIR_RING_BYTES - (size_t)unread : 0;
+    size_t bytes = 0;
+    for (const size_t all = hr_buffer_size(out); bytes < all;) {
+        struct hr_mail_message message;
+        memcpy(&message, hr_buffer_front(out) + bytes, sizeof message);
+        if (bytes + sizeof message + message.bytes > room) {
+            break;
+        }
+        bytes += sizeof message + message.bytes;
+    }
+    if (bytes == 0) {
+        return 0;
+    }
+    (void)hr_ring_write(&head->ring, mail->rings.rings + place * HR_PAIR_RING_BYTES, HR_PAIR_RING_BYTES,
+                        written - (HR_PAIR_RING_BYTES - room), hr_buffer_front(out), bytes);
+    hr_buffer_consume(out, bytes);
+    (void)atomic_fetch_add(&node->arena.blocks[peer].bell, 1); /* partner: hr_mail_take */
+    hr_node_wake(node, peer);
+    return 1;
+}
+
+/* The mark that says so is set before the last look: the reader looks at it when it has made room. */
+static int send_out(struct hr_mail *mail, int peer) {
+    struct hr_pair_head *head = &mail->rings.heads[place_of(mail, mail->node->local_rank, peer)];
+    int moved = write_out(mail, peer);
+    if (!hr_mail_has_room(mail, peer)) {
+        atomic_store(&head->wants_room, 1);
+        moved |= write_out(mail, peer);
+    }
+    return moved;
+}
+
+hr_status hr_mail_put(struct hr_mail *mail, int peer, const struct hr_mail_message *message, const void *data) {
+    struct hr_buffer *out = &mail->peers[peer].out;
+    const int is_first = hr_mail_has_room(mail, peer);
+    HR_TRY(hr_buffer_reserve(out, sizeof *message + message->bytes));
+    (void)hr_buffer_append(out, message, sizeof *message); /* there is room for both */
+    (void)hr_buffer_append(out, data, message->bytes);
+    if (is_first) {
+        (void)send_out(mail, peer);
+        mail->unsent += !hr_mail_has_room(mail, peer);
+    }
+    return HORO_OK;
+}
+
+int hr_mail_flush(struct hr_mail *mail) {
+    int moved = 0;
+    for (int peer = 0; mail->unsent > 0 && peer < mail->node->local_size; peer++) {
+        if (!hr_mail_has_room(mail, peer)) {
+            moved |= send_out(mail, peer);
+            mail->unsent -= hr_mail_has_room(mail, peer);
+        }
+    }
+    return moved ? HR_MOVED : HR_STILL;
+}
+
+int hr_mail_take(struct hr_mail *mail, hr_mail_handler *handle, void *owner) {
+    struct hr_node *node = mail->node;
+    const uint64_t rung = atomic_load(&node->arena.blocks[node->local_rank].bell); /* before the rings are read */
+    if (rung == mail->rung) {
+        return HR_STILL;
+    }
+    mail->rung = rung;
+    for (int peer = 0; peer < node->local_size; peer++) {
+        const size_t place = place_of(mail, peer, node->local_rank);
+        struct hr_pair_head *head = &mail->rings.heads[place];
+        const char *ring = mail->rings.rings + place * HR_PAIR_RING_BYTES;
+        uint64_t *read = &mail->peers[peer].read;
+        struct hr_mail_message message;
+        char data[HR_MAIL_BYTES_MAX];
+        size_t got;
+        while ((got = hr_ring_read(&head->ring, ring, HR_PAIR_RING_BYTES, read, &message, sizeof message)) > 0) {
+            if (got < sizeof message || message.bytes > sizeof data ||
+                hr_ring_read(&head->ring, ring, HR_PAIR_RING_BYTES, read, data, message.bytes) != message.bytes) {
+                return HORO_ERR_INTERNAL;
+            }
+            atomic_store(&head->read, *read); /* partner: write_out */
+            /* a writer that is woken for each message would write as little as that each time */
+            const int is_half_empty = atomic_load(&head->ring.written) - *read <= HR_PAIR_RING_BYTES / 2;
+            if (is_half_empty && atomic_load(&head->wants_room) != 0 && atomic_exchange(&head->wants_room, 0) != 0) {
+                hr_node_wake(node, peer);
+            }
+            HR_TRY(handle(owner, peer, &message, data));
+        }
+    }
+    return HR_MOVED;
+}

@@ -1,0 +1,56 @@
+/*
+ * Sends and receives: a request of one rank that another rank's request completes, outside all logs.
+ *
+ * The receiver matches. A sender tells it of each send, in order, and keeps the data in place; the receiver takes the
+ * first receive that it was meant for, or keeps the offer until one comes. Then it copies what has come with the offer,
+ * or reads the sender's memory, or, where it cannot, has it sent in pieces. Both ends are done when the receiver is.
+ *
+ *     a send     OFFERED  -> done, by DONE
+ *                         -> PULLED, by PULL: goes out in pieces -> done, by DONE
+ *     a receive  POSTED   -> done, where the tensor came with the offer, or does not fit
+ *                         -> READING -> done; PULLING where a read has failed
+ *                         -> PULLING -> done, with the last piece
+ */
+#ifndef HR_ENGINE_PAIRS_PAIRS_H
+#define HR_ENGINE_PAIRS_PAIRS_H
+
+#include "engine/drive/drive.h"
+#include "engine/pairs/mail.h"
+#include "engine/requests/requests.h"
+
+/* The other side of a send or receive: a rank of the job, -1: any; and the tag. */
+struct hr_pair {
+    int32_t peer, tag;
+};
+
+/* A send or receive; the luggage of its request. */
+struct hr_move_of_pair;
+
+/* In the order in which they came. */
+struct hr_pair_list {
+    struct hr_move_of_pair *first, *last;
+};
+
+struct hr_offer;
+
+/* The driver's, but for `is_open` and what opening makes, which are written once, with the lock held. */
+struct hr_pairs {
+    struct hr_requests *requests;
+    struct hr_part part;
+    struct hr_mail mail;
+    int is_open;  /* this rank has sent or received something */
+    int is_added; /* the loop turns the part */
+    int reads;    /* memory of others is read */
+    uint64_t last_send;
+    uint64_t moves;
+    struct hr_pair_list offered, pulled, posted, reading, pulling;
+    struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
+};
+
+/* As horo_send and horo_receive: `op` is one of the two. */
+hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
+                          int64_t *handle, struct hr_error *error);
+/* Behind the requests. */
+void hr_pairs_fini(struct hr_pairs *pairs);
+
+#endif

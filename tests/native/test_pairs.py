@@ -1,0 +1,328 @@
+"""Sends and receives between two ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doubles import build_double
+from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+
+from horo.errors import AbortedError, MismatchError, PeerLostError, UnsupportedError, UsageError
+
+ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by the ring", "direct"])
+SIZES = [0, 1, 4096, 4097, 1 << 15, 100_003, 1 << 20]
+
+
+def content(key: object, count: int) -> np.ndarray:
+    return np.frombuffer(random.Random(repr(key)).randbytes(min(count, 5000)), np.uint8).repeat(1 + count // 5000)[
+        :count
+    ]
+
+
+@pytest.mark.parametrize(("direct_bytes", "most"), [(0, 4 << 20), (1, 64 << 20)], ids=["by the ring", "direct"])
+@on_ranks("direct_bytes")
+def test_any_size_comes_whole_in_both_directions_at_once(rank: Rank, most: int) -> None:
+    """Receives are there before sends on both ranks, and the other way round."""
+    peer = 1 - rank.rank
+    for turn, size in enumerate([*SIZES, most]):
+        mine, other = content((rank.rank, size), size), np.zeros(size, np.uint8)
+        handles = [rank.receive(other, peer, 5)] if turn % 2 == 0 else []
+        handles.append(rank.send(mine, peer, 5))
+        handles += [rank.receive(other, peer, 5)] if turn % 2 == 1 else []
+        for handle in handles[::-1]:
+            rank.finish(handle)
+        assert np.array_equal(other, content((peer, size), size))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("spin_us", [0, 1000])
+@on_ranks([3], "spin_us")
+def test_a_token_goes_round(rank: Rank, sync: bool) -> None:
+    token = np.zeros(2, np.int64)
+    for lap in range(100):
+        if rank.rank > 0 or lap > 0:
+            rank.finish(rank.receive(token, (rank.rank - 1) % rank.size, sync=sync))
+            assert np.all(token == lap * rank.size + rank.rank - 1)
+        token[:] = lap * rank.size + rank.rank
+        rank.finish(rank.send(token, (rank.rank + 1) % rank.size, sync=sync))
+        if lap == 99 and rank.rank == 0:
+            rank.finish(rank.receive(token, rank.size - 1))
+
+
+@ways
+@on_ranks("direct_bytes")
+def test_tags_are_matched_in_any_order_and_one_tag_in_its_own(rank: Rank) -> None:
+    tags, each = 40, 5
+    arrays = {(tag, i): np.full(1 + i * 3000, tag * each + i, np.int32) for tag in range(tags) for i in range(each)}
+    if rank.rank == 0:
+        handles = [rank.send(arrays[tag, i], 1, tag) for tag in range(tags) for i in range(each)]
+    else:
+        got = {key: np.zeros_like(array) for key, array in arrays.items()}
+        handles = [rank.receive(got[tag, i], 0, tag) for i in range(each) for tag in reversed(range(tags))]
+    for handle in reversed(handles):
+        rank.finish(handle)
+    if rank.rank == 1:
+        assert all(np.array_equal(got[key], array) for key, array in arrays.items())
+
+
+@on_ranks([4])
+def test_a_receive_from_any_rank_tells_whose_it_was_and_starves_nobody(rank: Rank) -> None:
+    rounds = 50
+    if rank.rank > 0:
+        for i in range(rounds):
+            rank.finish(rank.send(np.array([rank.rank, i]), 0, 3))
+        return
+    seen: list[int] = []
+    for _ in range(rounds * (rank.size - 1)):
+        array = np.zeros(2, np.int64)
+        handle = rank.receive(array, None, 3)
+        rank.context.wait(handle)
+        source = rank.context.source(handle)
+        rank.context.release(handle)
+        assert array.tolist() == [source, seen.count(source)]
+        seen.append(source)
+    assert Counter(seen) == dict.fromkeys(range(1, rank.size), rounds)
+    last = {source: len(seen) - 1 - seen[::-1].index(source) for source in range(1, rank.size)}
+    assert min(last.values()) >= len(seen) // 2  # none was left to the end
+
+
+@on_ranks([3])
+def test_any_rank_and_a_named_one_take_sends_in_the_order_of_their_receives(rank: Rank) -> None:
+    if rank.rank > 0:
+        if rank.rank == 2:
+            rank.finish(rank.receive(np.zeros(1), 0, 1))
+        rank.finish(rank.send(np.full(1, float(rank.rank)), 0), rank.send(np.full(1, rank.rank + 10.0), 0))
+        return
+    arrays = [np.zeros(1) for _ in range(4)]
+    handles = [rank.receive(array, peer) for array, peer in zip(arrays, (None, 2, 1, None), strict=True)]
+    rank.context.wait(handles[0])  # of rank 1, the only one that sends
+    rank.finish(rank.send(np.zeros(1), 2, 1))
+    for handle in handles[1:]:
+        rank.context.wait(handle)
+    assert [rank.context.source(handle) for handle in handles] == [1, 2, 1, 2]
+    assert [array[0] for array in arrays] == [1, 2, 11, 12]
+    for handle in handles:
+        rank.context.release(handle)
+
+
+@dataclass
+class Schedule:
+    """Moves (source, target, tag, place among those of these three, bytes), which each rank begins in an order of its
+    own that keeps the order of those three.
+    """
+
+    seed: int
+    size: int
+    moves: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        chance = random.Random(self.seed)
+        places: Counter[tuple[int, int, int]] = Counter()
+        for _ in range(chance.choice([10, 60, 150])):
+            source, target = chance.sample(range(self.size), 2)
+            tag = chance.choice([0, 1, 2, 2**31 - 1])
+            size = chance.choice(SIZES)
+            self.moves.append((source, target, tag, places[source, target, tag], size))
+            places[source, target, tag] += 1
+
+    def of(self, rank: int) -> list[tuple[int, int, int, int, int]]:
+        chance = random.Random(self.seed * 1000 + rank)
+        queues = defaultdict(list)
+        for move in self.moves:
+            if rank in move[:2]:
+                queues[move[:3]].append(move)
+        order = [key for key, queue in queues.items() for _ in queue]
+        chance.shuffle(order)
+        return [queues[key].pop(0) for key in order]
+
+    def run(self, rank: Rank) -> None:
+        """Begins all in that order and waits in another one, with collectives in between."""
+        chance = random.Random(self.seed * 1000 + 500 + rank.rank)
+        begun, collective = [], np.ones(1000)
+        for source, target, tag, place, size in self.of(rank.rank):
+            key, sends = (self.seed, source, target, tag, place), source == rank.rank
+            array = content(key, size).copy() if sends else np.zeros(size, np.uint8)
+            handle = rank.send(array, target, tag) if sends else rank.receive(array, source, tag)
+            begun.append((handle, array, key))
+        rank.allreduce(collective)
+        assert np.all(collective == rank.size)
+        chance.shuffle(begun)
+        for handle, array, key in begun:
+            rank.finish(handle)
+            assert np.array_equal(array, content(key, len(array))), key
+
+
+@pytest.mark.parametrize("seed", range(8))
+@ways
+def test_random_schedules_end_with_every_byte_in_place(seed: int, direct_bytes: int) -> None:
+    print("seed", seed)
+    schedules = [Schedule(seed * 100 + i, 2 + (seed + i) % 3) for i in range(4)]
+    for schedule in schedules:
+        run_ranks(schedule.run, [schedule.size], direct_bytes=direct_bytes, spin_us=50 * (seed % 2))
+
+
+@ways
+@on_ranks("direct_bytes")
+def test_more_sends_than_the_ring_takes_wait_for_a_late_receiver(rank: Rank) -> None:
+    arrays = [np.full(1000, i, np.int32) for i in range(100)]
+    if rank.rank == 0:
+        handles = [rank.send(array, 1, i) for i, array in enumerate(arrays)]
+        rank.barrier()
+        assert rank.context.in_progress(handles[0])
+        rank.finish(*handles)
+    else:
+        rank.barrier()
+        for i in reversed(range(len(arrays))):
+            got = np.zeros(1000, np.int32)
+            rank.finish(rank.receive(got, 0, i))
+            assert np.array_equal(got, arrays[i])
+
+
+# ---- Errors ----
+
+
+@on_ranks([2])
+def test_unlike_tensors_fail_at_both_ends_and_the_next_ones_are_moved(rank: Rank) -> None:
+    cases = [
+        (np.zeros(4, np.float32), np.zeros(8, np.int64), ["sends 4 values of float32", "receives 8 values of int64"]),
+        (np.zeros(4, np.float32), np.zeros(5, np.float32), ["sends 4 values", "receives 5 values of float32"]),
+        (np.zeros(1 << 20, np.uint8), np.zeros(0, np.uint8), ["sends 1048576 values", "receives 0 values of uint8"]),
+    ]
+    for mine, other, texts in cases:
+        with pytest.raises(MismatchError) as raised:
+            rank.finish(rank.send(mine, 1, 9) if rank.rank == 0 else rank.receive(other, 0, 9))
+        for text in [*texts, "tag 9", "rank 0 (host0) sends", "rank 1 (host0) receives"]:
+            assert text in str(raised.value)
+    value = np.full((2, 3), rank.rank)
+    rank.finish(rank.send(value, 1) if rank.rank == 0 else rank.receive(value.T, 0))
+    assert np.all(value == 0)
+
+
+@on_ranks([2])
+def test_calls_that_name_no_other_rank_or_no_tag_are_refused(rank: Rank) -> None:
+    array = np.zeros(1)
+    peer = 1 - rank.rank
+    for begin in (rank.send, rank.receive):
+        with pytest.raises(UsageError, match="rank 2 does not exist; ranks are 0 to 1"):
+            begin(array, 2)
+        with pytest.raises(UsageError, match=f"rank {rank.rank} is this rank itself"):
+            begin(array, rank.rank)
+        with pytest.raises(UsageError, match="tag -1; tags are 0 or more"):
+            begin(array, peer, -1)
+    with pytest.raises(UsageError, match="rank -1 does not exist"):
+        rank.send(array, -1)
+    handle = rank.submit("barrier", "b", [])
+    with pytest.raises(UsageError, match="none of a receive"):
+        rank.context.source(handle)
+    rank.finish(handle)
+
+
+@on_ranks([2, 1])
+def test_a_rank_of_another_host_is_refused(rank: Rank) -> None:
+    if rank.rank < 2:
+        with pytest.raises(UnsupportedError, match=r"rank 2 \(host1\) is on another host"):
+            rank.send(np.zeros(1), 2)
+        with pytest.raises(UnsupportedError, match="on one host only, and this job has 2"):
+            rank.receive(np.zeros(1), None)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+@ways
+def test_a_rank_that_dies_fails_what_is_pending_with_its_name(size: int, direct_bytes: int) -> None:
+    def body(rank: Rank) -> None:
+        if rank.rank == 2:
+            wait_for(lambda: all(group.contexts[other].count_of("receive") == 2 for other in range(2)))
+            group.kill(2)
+            return
+        handles = [rank.send(np.zeros(size, np.uint8), 2), rank.receive(np.zeros(size, np.uint8), None, 1)]
+        handles.append(rank.receive(np.zeros(size, np.uint8), 1 - rank.rank, 2))
+        for handle in handles:
+            with pytest.raises(PeerLostError, match=r"rank 2 \(host0\) is gone"):
+                rank.finish(handle)
+        with pytest.raises(PeerLostError, match=r"rank 2 \(host0\) is gone"):
+            rank.send(np.zeros(1), 1 - rank.rank)
+
+    with Group([3], direct_bytes=direct_bytes) as group:
+        group.run(body)
+
+
+def test_a_rank_that_leaves_ends_what_is_pending() -> None:
+    with Group([3]) as group:
+        pending = group.run(lambda rank: rank.receive(np.zeros(9), None) if rank.rank else 0)
+        group.leave(0)
+        for rank in (1, 2):
+            with pytest.raises(
+                AbortedError, match=r"rank 0 \(host0\) has shut horo down.*receive from any rank, tag 0"
+            ):
+                group.contexts[rank].finish(pending[rank])
+
+
+def test_what_is_pending_here_ends_with_a_shutdown() -> None:
+    with Group([2]) as group:
+        pending = Rank(group.contexts[0]).receive(np.zeros(9), 1)
+        group.contexts[0].end("", has_failed=False)
+        with pytest.raises(AbortedError, match="horo was shut down on this rank before the operation finished"):
+            group.contexts[0].finish(pending)
+        with pytest.raises(AbortedError):
+            Rank(group.contexts[0]).send(np.zeros(9), 1)
+
+
+def test_a_wait_that_is_over_leaves_the_receive_running() -> None:
+    def body(rank: Rank) -> None:
+        array = np.full(3, float(rank.rank))
+        if rank.rank == 1:
+            handle = rank.receive(array, 0)
+            with pytest.raises(AbortedError, match="not all ranks have come in time"):
+                rank.context.wait(handle, within_s=0.01)
+            rank.barrier()
+            rank.finish(handle)
+            assert np.all(array == 0)
+        else:
+            rank.barrier()
+            rank.finish(rank.send(array, 1))
+
+    run_ranks(body)
+
+
+def test_nothing_happens_while_a_receive_waits() -> None:
+    quiet = threading.Event()
+    with Group([2], stall_warning_ms=0) as group:
+        array = np.zeros(3)
+        sender, receiver = Rank(group.contexts[1]), Rank(group.contexts[0])
+        handle = receiver.receive(array, 1)
+        for _ in range(10):  # on a busy machine a thread may come to rest only in a later round
+            before = [context.counters() for context in group.contexts]
+            quiet.wait(0.5)
+            after = [context.counters() for context in group.contexts]
+            if after == before:
+                break
+        assert after == before
+        sender.finish(sender.send(np.ones(3), 0))
+        receiver.finish(handle)
+        assert np.all(array == 1)
+
+
+@pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="the sanitizer is loaded in the place of the double")
+@pytest.mark.parametrize(
+    "defines",
+    [{"REFUSED": errno.EPERM}, {"REFUSED": errno.EFAULT, "AFTER": 2}, {"PIECE": 51_700}],
+    ids=["forbidden", "in the middle", "in parts"],
+)
+def test_memory_that_cannot_be_read_goes_by_the_ring(tmp_path: Path, defines: dict[str, int]) -> None:
+    double = build_double("libpeer_memory.so", tmp_path, **defines)
+    script = "from test_pairs import Schedule, run_ranks; run_ranks(Schedule(1, 3).run, [3], direct_bytes=1)"
+    paths = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
+    environment = {**os.environ, "LD_PRELOAD": str(double), "PYTHONPATH": paths}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
