@@ -76,20 +76,6 @@ static struct hr_wire_text name_of(const horo_request *request) {
     return is_call ? (struct hr_wire_text){"", 1} : (struct hr_wire_text){request->name, strlen(request->name)};
 }
 
-size_t hr_wire_write_call(uint64_t number, char *name) {
-    char digits[HR_CALL_NAME_BYTES];
-    size_t count = 0;
-    do {
-        digits[count++] = (char)('0' + number % 10);
-    } while ((number /= 10) > 0);
-    memcpy(name, "call ", 5);
-    for (size_t i = 0; i < count; i++) {
-        name[5 + i] = digits[count - 1 - i];
-    }
-    name[5 + count] = '\0';
-    return 5 + count;
-}
-
 size_t hr_wire_request_bytes(const horo_request *request) {
     const struct hr_wire_text name = name_of(request);
     size_t bytes = REQUEST_FIXED_BYTES + str16_bytes(name);

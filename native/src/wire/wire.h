@@ -166,9 +166,6 @@ struct hr_wire_lane {
 static inline int hr_wire_is_call(struct hr_wire_text name) {
     return name.bytes == 1 && name.data[0] == '\0';
 }
-/* Here it is named by its number: "call 17". Returns the bytes before the terminator. */
-enum { HR_CALL_NAME_BYTES = 32 };
-size_t hr_wire_write_call(uint64_t number, char *name);
 
 struct hr_wire_ref {
     uint32_t id;

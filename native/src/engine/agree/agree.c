@@ -53,7 +53,7 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
     const struct hr_agree_copy *known = entry == NULL ? NULL : &entry->known;
     if (entry != NULL && entry->state == HR_AGREE_SIGNED) {
-        entry = hr_agree_next_call(agree, member);
+        entry = hr_agree_call(agree, member);
         if (entry == NULL) {
             return HORO_ERR_RESOURCE;
         }
@@ -105,7 +105,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         return HORO_ERR_INTERNAL;
     }
     struct hr_agree_entry *entry = hr_wire_is_call(message->request.name)
-                                       ? hr_agree_next_call(agree, member)
+                                       ? hr_agree_call(agree, member)
                                        : hr_agree_find_or_create(agree, message->request.name);
     if (entry == NULL) {
         return HORO_ERR_RESOURCE;
@@ -259,7 +259,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        if (entry->reported_full || entry->known.gathers > 0) { /* calls are counted; JOIN means: nothing comes behind */
+        if (entry->reported_full || entry->known.gathers > 0) { /* calls are counted; JOIN is the last */
             HR_TRY(put_ids(out, ids, id_count, frames));
             id_count = 0;
         }
@@ -435,7 +435,7 @@ static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
     const int is_call = hr_wire_is_call(ref->name) || (entry != NULL && entry->state == HR_AGREE_SIGNED);
-    entry = is_call ? hr_agree_first_call(agree) : entry;
+    entry = is_call ? hr_agree_call(agree, -1) : entry;
     if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_are_all_absent(agree)) {
         return HORO_OK;
     }
@@ -458,7 +458,7 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
     }
     if (record->type == HR_WIRE_FAIL) {
         struct hr_agree_entry *entry =
-            hr_wire_is_call(record->name) ? hr_agree_first_call(agree) : hr_agree_find(agree, record->name);
+            hr_wire_is_call(record->name) ? hr_agree_call(agree, -1) : hr_agree_find(agree, record->name);
         if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_are_all_absent(agree)) {
             return HORO_OK;
         }

@@ -88,7 +88,7 @@ void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr
     link_entry(agree, entry, state);
 }
 
-/* What calls, and forms of calls, are found by differs from the hash of a name. */
+/* The hash by which calls, and forms of calls, are found differs from that of a name. */
 enum kind { NAMED, CALL, FORM };
 
 static struct hr_agree_entry *find_kind(const struct hr_agree *agree, struct hr_wire_text name, enum kind kind) {
@@ -128,16 +128,12 @@ struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr
 
 /* ---- Ordered calls ---- */
 
-struct hr_agree_entry *hr_agree_next_call(struct hr_agree *agree, int member) {
+struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member) {
     char name[HR_CALL_NAME_BYTES];
-    const struct hr_wire_text text = {name, hr_wire_write_call(++agree->calls[member], name)};
+    const uint64_t number = member < 0 ? agree->calls_over + 1 : ++agree->calls[member];
+    const struct hr_wire_text text = {name, hr_name_call(number, name)};
     struct hr_agree_entry *entry = find_kind(agree, text, CALL);
-    return entry != NULL ? entry : create(agree, text, CALL);
-}
-
-struct hr_agree_entry *hr_agree_first_call(const struct hr_agree *agree) {
-    char name[HR_CALL_NAME_BYTES];
-    return find_kind(agree, (struct hr_wire_text){name, hr_wire_write_call(agree->calls_over + 1, name)}, CALL);
+    return entry != NULL || member < 0 ? entry : create(agree, text, CALL);
 }
 
 void hr_agree_skip_call(struct hr_agree *agree) {
@@ -154,7 +150,8 @@ struct hr_agree_entry *hr_agree_find_form(const struct hr_agree *agree, const st
 
 int hr_agree_sign(struct hr_agree *agree, const struct hr_agree_entry *call, uint32_t id) {
     const struct hr_agree_copy *request = hr_agree_request(call);
-    struct hr_agree_entry *form = create(agree, (struct hr_wire_text){(const char *)request->bytes, request->count}, FORM);
+    const struct hr_wire_text key = {(const char *)request->bytes, request->count};
+    struct hr_agree_entry *form = create(agree, key, FORM);
     if (form == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -188,7 +185,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     memset(entry->stood_in, 0, hr_agree_words(agree) * sizeof *entry->stood_in);
     if (entry == agree->absent.entry) {
         agree->absent = (struct hr_agree_absent){0};
-        uint64_t most = agree->calls_over; /* who has joined has missed some */
+        uint64_t most = agree->calls_over; /* a rank that has joined has missed some */
         for (int member = 0; member < agree->config.member_count; member++) {
             most = agree->calls[member] > most ? agree->calls[member] : most;
         }

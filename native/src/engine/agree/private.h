@@ -43,7 +43,7 @@ struct hr_agree_entry {
     enum hr_agree_state state;
     int is_call;                     /* an ordered one, named by its number */
     uint32_t id;                     /* 0: not cached; of a call, that of its form */
-    struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id; a form's is lent */
+    struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id; a call's is lent */
     struct hr_agree_copy current;    /* the first full request of this round; bytes NULL if all came by id */
     int id_rank;                     /* a rank that announced by id this round, -1 */
     int reported_full;               /* REPORTED with the full request */
@@ -83,9 +83,11 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
 struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name);
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
 struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
-/* The next ordered call of a member, made if it is the first to make it (NULL: no memory); the next that is not over. */
-struct hr_agree_entry *hr_agree_next_call(struct hr_agree *agree, int member);
-struct hr_agree_entry *hr_agree_first_call(const struct hr_agree *agree);
+/*
+ * The next ordered call of a member, which counts as announced and is made if it is the first (NULL: no memory); member
+ * -1: the first that is not over (NULL: there is none).
+ */
+struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member);
 /* The form of a call; NULL: it has no id. sign: gives it one. */
 struct hr_agree_entry *hr_agree_find_form(const struct hr_agree *agree, const struct hr_agree_entry *call);
 int hr_agree_sign(struct hr_agree *agree, const struct hr_agree_entry *call, uint32_t id);

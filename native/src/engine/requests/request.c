@@ -138,7 +138,7 @@ static void set_hashes(struct hr_request *request, int is_call) {
 
 void hr_request_set_number(struct hr_request *request, uint64_t number) {
     char *name = (char *)request->bytes - HR_CALL_NAME_BYTES;
-    request->name_bytes = hr_wire_write_call(number, name);
+    request->name_bytes = hr_name_call(number, name);
     set_hashes(request, 1);
 }
 
