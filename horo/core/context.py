@@ -180,10 +180,11 @@ class Context(Pairs):
             self.duplicate = ffi.string(buffer.request.name).decode()
         self.log_lines.check(status, error, is_told)
 
-    def refuse(self, team: int, name: str, reason: UsageError | ResourceError) -> None:
-        """Lets calls of this name on other ranks fail, too; see ``horo_refuse``. Never blocks or raises."""
+    def refuse(self, team: int, name: str | None, reason: UsageError | ResourceError) -> None:
+        """Lets calls of this name (None: of the next number) on other ranks fail; see ``horo_refuse``. Never blocks."""
         status = next(number for kind, number in _REFUSALS.items() if isinstance(reason, kind))
-        lib.horo_refuse(self._context, team, name.encode("utf-8", "replace"), status, as_words(str(reason)))
+        named, words = _NULL if name is None else name.encode("utf-8", "replace"), as_words(str(reason))
+        lib.horo_refuse(self._context, team, named, status, words)
 
     def add_team(
         self, ranks: Sequence[int], *, control_fds: Sequence[int] | None = None, data_fds: Sequence[int] | None = None
@@ -489,8 +490,7 @@ class Context(Pairs):
         self._kept.clear()
 
     def _message(self, handle: int) -> str:
-        error = error_buffer()
-        lib.horo_error(self._context, handle, error, lib.HORO_MESSAGE_MAX)
+        lib.horo_error(self._context, handle, error := error_buffer(), lib.HORO_MESSAGE_MAX)
         return text_of(error)
 
 

@@ -115,7 +115,7 @@ _NAME_AT = _EXTENTS_AT + 8 * _DIMS_USUAL
 _HANDLE_AT = _NAME_AT + _NAME_USUAL
 _BUFFER_WORDS = (_HANDLE_AT + 8) // 8
 _SYNC, _TRANSIENT = lib.HORO_SUBMIT_SYNC, lib.HORO_SUBMIT_TRANSIENT
-_INTO, _OFFER = lib.HORO_SUBMIT_INTO, lib.HORO_SUBMIT_OFFER
+_INTO, _OFFER, _ORDERED = lib.HORO_SUBMIT_INTO, lib.HORO_SUBMIT_OFFER, lib.HORO_SUBMIT_ORDERED
 
 
 @functools.cache
@@ -159,7 +159,7 @@ class RequestBuffer:
         """As the argument of ``fill``."""
 
     @classmethod
-    def of(cls, op: int, name: str, tensors: Sequence[Tensor] = (), **options: Any) -> RequestBuffer:
+    def of(cls, op: int, name: str | None, tensors: Sequence[Tensor] = (), **options: Any) -> RequestBuffer:
         """A request for one call; ``options`` as ``fill`` takes them."""
         buffer = cls()
         buffer.set_name(name)
@@ -198,7 +198,7 @@ class RequestBuffer:
             stream: of that GPU: the CUDA stream behind whose work the values are taken.
         """
         flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
-        flags |= (_INTO if into else 0) | (_OFFER if offers else 0)
+        flags |= (_INTO if into else 0) | (_OFFER if offers else 0) | (0 if self._name_at else _ORDERED)
         self.offers = offers
         address = self._address
         if len(tensors) == 1 and (ndim := len(tensors[0].shape)) <= _DIMS_USUAL and not tensors[0].splits:
@@ -221,12 +221,16 @@ class RequestBuffer:
             device, stream,
         )  # fmt: skip
 
-    def set_name(self, name: str) -> None:
-        """Writes the name, which is equal on all ranks."""
+    def set_name(self, name: str | None) -> None:
+        """Writes the name, equal on all ranks; None, in front of ``fill``: the call is matched by its number."""
+        if name is None:
+            self._long_name, self._name_at = None, 0
+            _POINTER.pack_into(self._view, 0, 0)
+            return
         text = name.encode() + b"\0"
         if len(text) <= _NAME_USUAL:
             self._view[_NAME_AT : _NAME_AT + len(text)] = text
-            if self._long_name is None:
+            if self._long_name is None and self._name_at:
                 return
             self._long_name, self._name_at = None, self._address + _NAME_AT
         else:

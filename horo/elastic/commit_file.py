@@ -123,7 +123,7 @@ class CommitFile:
         except _UnusableError:
             found = None
         if found is None:
-            raise _refused(self._path, words)
+            raise _refused(self._path, words) from None
         aside = self._folder / "commit.damaged"
         with self._alone(), contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == inode:  # else another rank has done so

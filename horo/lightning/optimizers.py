@@ -34,10 +34,13 @@ def distribute(
     """Makes an optimizer average gradients, and gives it the state of rank 0; blocks until all ranks have called it.
 
     Args:
-        optimizer: One that is distributed already keeps its options.
+        optimizer: One that is distributed already keeps its options. Lightning's own, for a module that has none, has
+            no parameters, and stays as it is.
         model: The names of its parameters appear in messages, if it has all of the optimizer's. None: numbers do.
         options: Those of ``hvd.DistributedOptimizer``.
     """
+    if not optimizer.param_groups:
+        return optimizer
     if not hasattr(optimizer, "_reducer"):
         named = list(model.named_parameters()) if model is not None else []
         known = {parameter for _, parameter in named}
@@ -52,7 +55,8 @@ def accumulate_locally(optimizers: Iterable[Any]) -> Iterator[None]:
     """Backward passes inside exchange nothing; the next one outside averages the sum."""
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(optimizer.no_sync())
+            if optimizer.param_groups:
+                stack.enter_context(optimizer.no_sync())
         yield
 
 

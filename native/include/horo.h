@@ -100,6 +100,13 @@ enum horo_submit_flags {
     HORO_SUBMIT_INTO = 4,
     /* The same, but a result of other than output_bytes goes into memory of horo: then horo_run leaves the handle. */
     HORO_SUBMIT_OFFER = 8,
+    /*
+     * Without a name: it is matched by its number among the ordered calls of its team, on every rank, and they run in
+     * that order. What is pending together may run as one batch, so no two of these share memory. Different calls of
+     * one number fail on all ranks, with HORO_ERR_MISMATCH and both calls in the sentence; the next number is whole.
+     * Of host memory, and not where a rank has joined.
+     */
+    HORO_SUBMIT_ORDERED = 16,
 };
 
 typedef struct horo_context horo_context;
@@ -141,7 +148,7 @@ typedef struct {
  * and one place in the agreement. Everything is copied; pointers need live only during the call.
  */
 typedef struct {
-    const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks */
+    const char *name; /* UTF-8, at most HORO_NAME_MAX bytes; equal on all ranks; with HORO_SUBMIT_ORDERED not read */
     int32_t op;        /* enum horo_op */
     int32_t reduce_op; /* of a reduction: allreduce, reducescatter, reduce; else 0 */
     int32_t root_rank; /* broadcast, reduce, gather, scatter; else 0: of the job, in every team */
@@ -351,6 +358,7 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
 /*
  * A call of this rank was refused: those of others by its name fail with `status` (USAGE, UNSUPPORTED, RESOURCE), this
  * rank and the reason. Never blocks. Pending until all have made the call. Does nothing where the name is pending here.
+ * NULL: it was an ordered call, whose number it takes.
  */
 HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, int32_t status, const char *reason);
 

@@ -40,6 +40,7 @@ __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
 _LATE_S = 10.0
 """The time for which a worker may go on with ``init()`` that has been given up."""
+_SENT_AWAY = (Standing.DISMISSED, Standing.ADRIFT)
 _IN_GENERATION = (Standing.SEATED, Standing.WITHIN)
 _REPLACING = (Phase.STARTING, Phase.FORMING, Phase.RUNNING, Phase.GATHERING, Phase.SHORT)
 
@@ -156,15 +157,15 @@ class _Turn(Turn):
     def _on_ended(self, worker: Worker, event: Ended) -> None:
         del self.workers[worker.number]
         self.suspects.pop(worker.number, None)
-        is_member = worker.number in self.state.members
+        is_member, is_sent_away = worker.number in self.state.members, worker.standing in _SENT_AWAY
         if is_member:
             self._break()
         is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
             self._enter(Phase.FINISHING)
-        elif event.is_error and not self.state.has_trained and not worker.is_going:
+        elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too
-        elif worker.standing not in (Standing.DISMISSED, Standing.ADRIFT):
+        elif not is_sent_away:
             name = self._name(worker)
             self._report(f"{name} {event.how}")
             self._note_failure(worker)

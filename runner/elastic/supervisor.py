@@ -137,6 +137,9 @@ class ElasticSupervisor(HostsSupervisor):
         if self._is_finished and not self._running and not self._stopping:
             self._release()
 
+    def _end(self, rank: int, *, asked: bool = False, **how: Any) -> None:
+        super()._end(rank, asked=asked or rank in self._dismissed, **how)
+
     def _on_signal(self, number: int) -> None:
         limits = self._job.elastic
         keeps = limits is not None and limits.keeps and self._running and not self._stopping
@@ -260,7 +263,7 @@ class ElasticSupervisor(HostsSupervisor):
         if self._finish.reason:
             values["exit"]["reasons"].append(self._finish.reason)
         if not self._came:
-            return {**values, "generations": []}
+            return {**values, "generations": [], "stood_still_s": 0.0, "steps_lost": None}
         history = self._state.history
         steps = [each.steps_lost for each in history if each.steps_lost is not None]
         return {

@@ -28,12 +28,11 @@ def courses(
     Returns:
         An object for each, with the workers by rank, those that have come with it, and those that have gone after it.
     """
-    objects, before = [], frozenset[int]()
+    objects, before, reasons = [], frozenset[int](), {**dismissed, **failed}
     for index, each in enumerate(history):
         members = frozenset(each.members)
         is_last = index + 1 == len(history)
-        went = members & failed.keys() if is_last else members.difference(history[index + 1].members)
-        reasons = {**dismissed, **failed}
+        went = members & reasons.keys() if is_last else members.difference(history[index + 1].members)
         objects.append(
             {
                 "generation": each.number,

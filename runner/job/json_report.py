@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -14,9 +15,10 @@ from horo.runner.config import Job, JobError
 from horo.runner.job.report import Ending, how_it_failed, signal_name
 from horo.version import __version__
 
-__all__ = ["check_file", "report_of", "write_report"]
+__all__ = ["check_file", "check_report", "report_of", "write_report"]
 
 _FORMAT = 1
+_OPTION = "--json-report"
 
 
 def report_of(
@@ -68,6 +70,21 @@ def _process(ending: Ending, word: str) -> dict[str, Any]:
     }
 
 
+def check_report(path: str) -> None:
+    """Whether the report can be written, by the file that is written beside it: a later failure would lose it.
+
+    Raises:
+        JobError: it cannot, for the named reason.
+    """
+    check_file(_OPTION, path)
+    draft = _draft(path)
+    try:
+        os.close(open_own_file(draft))
+        draft.unlink()
+    except OSError as error:
+        raise JobError(f"{_OPTION} {path}: {error.strerror or error}") from None
+
+
 def check_file(option: str, path: str) -> None:
     """Whether a result can be written to a file, without making it.
 
@@ -75,19 +92,23 @@ def check_file(option: str, path: str) -> None:
         JobError: it cannot, for the named reason.
     """
     file = Path(path)
-    if file.is_dir():
-        raise JobError(f"{option} {path}: is a folder; name a file for the result")
-    if file.is_symlink() or (file.exists() and not file.is_file()):  # else the job would run for nothing
-        kind = "a symbolic link" if file.is_symlink() else "no regular file"
-        raise JobError(f"{option} {path}: is {kind}; name another file for the result")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        reason = "may not be written" if file.parent.is_dir() else f"there is no folder {str(file.parent)!r}"
-        raise JobError(f"{option} {path}: {reason}")
+    try:
+        if file.is_dir() or path.endswith("/"):
+            raise JobError(f"{option} {path}: is a folder; name a file for the result")
+        if file.is_symlink() or (file.exists() and not file.is_file()):  # else the job would run for nothing
+            kind = "a symbolic link" if file.is_symlink() else "no regular file"
+            raise JobError(f"{option} {path}: is {kind}; name another file for the result")
+        if not file.parent.is_dir():
+            raise JobError(f"{option} {path}: there is no folder {str(file.parent)!r}")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise JobError(f"{option} {path}: may not be written")
+    except OSError as error:  # the name is too long, or a folder above may not be entered
+        raise JobError(f"{option} {path}: {error.strerror or error}") from None
 
 
 def write_report(path: str, values: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Writes a report beside its file, and renames it. A failure is a sentence: the exit code of the job stays."""
-    draft = Path(f"{path}.{os.getpid()}.new")
+    draft = _draft(path)
     try:
         with os.fdopen(open_own_file(draft), "w", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=1) + "\n")
@@ -95,5 +116,10 @@ def write_report(path: str, values: Mapping[str, Any], say: Callable[[str], None
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
-        say(f"--json-report {path}: {error.strerror or error}")
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        say(f"{_OPTION} {path}: {error.strerror or error}")
+
+
+def _draft(path: str) -> Path:
+    return Path(f"{path}.{os.getpid()}.new")

@@ -446,7 +446,7 @@ class Supervisor:
 
     def _report_of(self, endings: Sequence[Ending], code: int, began_s: float) -> dict[str, Any]:
         """The values of ``--json-report``."""
-        cause = root_cause(self._endings) if code else None
+        cause = self._cause() if code else None
         told = [str(error) for error in self._errors]
         return report_of(
             self._job,
@@ -459,14 +459,19 @@ class Supervisor:
             began_s=began_s,
         )
 
+    def _cause(self) -> Ending | None:
+        """The end that has ended the job; None: none has, or a signal has."""
+        cause = root_cause(self._endings)
+        return None if cause is not None and cause.asked and self._signal else cause
+
     def _conclude(self) -> int:
         """Prints why the job failed, if it did; returns the exit code."""
         for error in self._errors:
             self._console.say(str(error))
         if self._errors:
             return self._errors[0].code
-        cause = root_cause(self._endings)
-        if self._signal and (cause is None or cause.asked):
+        cause = self._cause()
+        if self._signal and cause is None:
             ended = sorted(ending.rank for ending in self._endings if ending.asked)
             what = f"{self.process_word}s {ranges(ended)} were ended" if len(ended) > 1 else "the job was ended"
             self._console.say(f"{signal_name(self._signal)}: {what}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from horo.runner.config import Job, JobError
 from horo.runner.job.host_addresses import check_interfaces
-from horo.runner.job.json_report import check_file
+from horo.runner.job.json_report import check_report
 from horo.runner.job.placement import candidates, remote_launcher_of
 from horo.runner.job.supervise import Supervisor
 from horo.runner.loop import Loop
@@ -43,7 +43,7 @@ def run_job(job: Job, environment: Mapping[str, str], kind: type[Supervisor] | N
     except FileNotFoundError:
         raise JobError("the current directory does not exist any more: ranks would start in it") from None
     if job.json_report:
-        check_file("--json-report", job.json_report)
+        check_report(job.json_report)
     check_interfaces(job.interfaces)
     hosts = candidates(job, environment)
     launcher = remote_launcher_of(job, environment)

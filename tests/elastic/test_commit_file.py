@@ -79,8 +79,11 @@ def flip(path: Path, place: int, value: int = 1) -> None:
 
 
 def refused(file: CommitFile, words: str) -> None:
-    with pytest.raises(UsageError, match=rf"{re.escape(str(file))} {words}; remove it, or name another --elastic-dir"):
+    with pytest.raises(
+        UsageError, match=rf"{re.escape(str(file))} {words}; remove it, or name another --elastic-dir"
+    ) as told:
         file.read()
+    assert told.value.__suppress_context__  # else a traceback of horo's own comes before the sentence
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from horo.runner.elastic.state import (
     FoundHost,
     HostsFound,
     HostUp,
+    Kill,
     Phase,
     Ready,
     Refused,
@@ -52,6 +53,12 @@ def before(course: list[Any], **limits: Any) -> Driver:
 )
 def test_an_error_before_training_ends_the_job_and_replaces_nobody(course: list[Any]) -> None:
     assert before(course).on(failed(0)) == [Finish(failed=0)]
+
+
+def test_so_does_that_of_a_worker_that_has_to_be_killed_after_it() -> None:
+    driver = before([Ready(0), Ready(1), Within(0, 1), Within(1, 1), Waits(1, 1, 0, culprit_s=5.0)])
+    assert driver.tick() == [Kill(0)]  # its exit handlers take longer than the grace time
+    assert driver.on(failed(0)) == [Finish(failed=0)]
 
 
 def test_so_does_that_of_a_replacement() -> None:

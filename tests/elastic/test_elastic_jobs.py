@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -128,6 +129,25 @@ def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
     words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
     _, err = elastic.train(*words, "30", "0:10:kill", code=75)
     assert "hororun: 1 rank within 0.5 s (--elastic-timeout), of at least 2 (--min-np)" in err
+
+
+def test_a_worker_that_had_to_leave_is_no_cause_of_the_end(elastic: Elastic, tmp_path: Path) -> None:
+    script, fewer, file = tmp_path / "hosts", tmp_path / "fewer", tmp_path / "report.json"
+    script.write_text(f'#!/bin/sh\n[ -e "{fewer}" ] && echo localhost:1 || echo localhost:2\n')
+    script.chmod(0o755)
+    words = ("--host-discovery-script", str(script), "--elastic-timeout", "2", "--json-report", str(file))
+    job = elastic.start("-np", "2", "--min-np", "2", *words, WORKER, "1000000", where=None)
+    assert job.process.stdout is not None
+    while b"of 2 at 0" not in (line := job.process.stdout.readline()):
+        assert line, "the job has ended before it trained"
+    fewer.touch()
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == 75, done.stderr
+    assert "hororun: 1 rank within 2 s (--elastic-timeout), of at least 2 (--min-np)" in done.stderr
+    assert "the job was ended" not in done.stderr
+    report = json.loads(file.read_text())
+    assert report["cause"] is None and all(each["asked"] for each in report["workers"])
+    assert report["generations"][0]["went"] == [{"worker": 1, "why": "localhost has fewer slots now"}]
 
 
 def test_the_reset_limit_ends_the_job(elastic: Elastic) -> None:

@@ -37,6 +37,12 @@ def test_a_worker_of_a_host_that_was_taken_away_has_not_failed() -> None:
     ]
 
 
+def test_who_had_to_leave_the_last_generation_is_named() -> None:
+    assert courses([Generation(1, (0, 1))], {}, {1: "b has to end"})[0]["went"] == [
+        {"worker": 1, "why": "b has to end"}
+    ]
+
+
 def test_of_many_generations_the_last_are_shown() -> None:
     lines = table([Generation(number, (0,)) for number in range(1, 31)], {}, {})
     assert lines[1] == "(10 before these)"

@@ -303,6 +303,16 @@ def case_each_rank_has_a_device_of_its_own(_: Path) -> None:
             chosen(given, visible)
 
 
+def case_a_module_without_an_optimizer_goes_through_its_batches(_: Path) -> None:
+    class Still(Module):
+        def configure_optimizers(self) -> None:
+            return None
+
+    module = Still()
+    fit(module, max_epochs=1, accumulate_grad_batches=2)
+    torch.testing.assert_close(values(module.parameters()), values(network().parameters()))
+
+
 def case_two_optimizers_by_hand(_: Path) -> None:
     class ByHand(Module):
         def __init__(self) -> None:

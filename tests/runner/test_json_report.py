@@ -63,6 +63,20 @@ def test_ctrl_c_leaves_a_whole_report(hororun: Hororun, flags: Flags, tmp_path: 
     assert report["cause"] is None and report["ranks"][0]["signal"] == "SIGKILL"
 
 
+def test_a_rank_that_ctrl_c_ends_with_an_exception_is_no_cause(hororun: Hororun, flags: Flags, tmp_path: Path) -> None:
+    file, script = tmp_path / "report.json", tmp_path / "train.py"
+    script.write_text(
+        "import time\nfrom horo.bootstrap import job\njob.start()\n"
+        f"open('{flags.folder}/up', 'w').close()\ntime.sleep(600)\n"
+    )
+    job = hororun.start("-np", "1", "--failure-seconds", "0", "--json-report", str(file), "--", str(script))
+    flags.wait(["up"])
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().returncode == 130
+    report = read(file)
+    assert report["ranks"][0]["asked"] and report["cause"] is None
+
+
 def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = hororun.run("-np", "1", "--json-report", str(file), "--", "./no-such-program")
@@ -72,15 +86,34 @@ def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path
     assert report["ranks"] == []
 
 
+def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_path: Path) -> None:
+    hororun.remote_shell, file = "false", tmp_path / "report.json"
+    words = ("-np", "1", "--min-np", "1", "--start-timeout", "1", "--elastic-timeout", "1")
+    hororun.run(*words, "--json-report", str(file), "--", "true", where="two:1")
+    report = read(file)
+    assert report["exit"]["code"] == 69
+    assert (report["generations"], report["stood_still_s"], report["steps_lost"]) == ([], 0.0, None)
+
+
 @pytest.mark.parametrize(
-    ("name", "words"), [(".", "is a folder"), ("no/report", "there is no folder"), ("link", "is a symbolic link")]
+    ("name", "words"),
+    [
+        (".", "is a folder"),
+        ("new/", "is a folder"),
+        ("no/report", "there is no folder"),
+        ("file/report", "there is no folder"),
+        ("link", "is a symbolic link"),
+        (256 * "n", "File name too long"),
+        (250 * "n", "File name too long"),  # that of the file beside it
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_job(
     hororun: Hororun, tmp_path: Path, name: str, words: str
 ) -> None:
     (tmp_path / "link").symlink_to("elsewhere")
-    path = tmp_path / name
-    done = hororun.run("-np", "1", "--json-report", str(path), "--", "touch", "ran", cwd=tmp_path)
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/{name}"
+    done = hororun.run("-np", "1", "--json-report", path, "--", "touch", "ran", cwd=tmp_path)
     assert done.returncode == 2
     assert f"hororun: --json-report {path}: {words}" in done.stderr
     assert not (tmp_path / "ran").exists()
@@ -95,4 +128,6 @@ def test_a_report_that_cannot_be_written_is_a_sentence_and_leaves_the_one_before
     file.mkdir()
     write_report(str(file), {"a": 2}, said.append)
     assert said == [f"--json-report {file}: Is a directory"]
+    write_report(f"{tmp_path}/other/report", {"a": 3}, said.append)
+    assert said[1:] == [f"--json-report {tmp_path}/other/report: Not a directory"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "report.json"]

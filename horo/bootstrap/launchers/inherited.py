@@ -91,8 +91,12 @@ def refuse_inherited(environ: Mapping[str, str]) -> frozenset[str]:
         raise UsageError(f"{name}={text!r} is not what init() writes there; unset it")
     rank, process, started, *places, connection = found.groups()
     named, own = _Rank(int(rank), int(process), int(started), _Places(*places), int(connection)), _own(0, environ)
-    if (named.process, named.started) == (own.process, own.started) or not any(place != "-" for place in own.places):
+    if (named.process, named.started) == (own.process, own.started):
         return frozenset()
+    # hororun sets torch's variables too: they give no place to a program that was started without hororun's own
+    is_of_hororun = named.places.hororun != "-" and own.places.torch == named.places.torch
+    if not any(place != "-" for place in (own.places._replace(torch="-") if is_of_hororun else own.places)):
+        return names_of(TorchrunVariables) if is_of_hororun else frozenset()
     if own.places.hororun not in ("-", named.places.hororun):
         return frozenset()
     if own.places.torch not in ("-", named.places.torch) and not _repeats_place(environ):

@@ -1,4 +1,7 @@
 #include "base/traits.h"
+
+#include <string.h>
+
 #include "horo.h"
 
 /* ---- Operations ---- */
@@ -61,6 +64,20 @@ int hr_op_is_of_pairs(int op) {
 
 int hr_op_moves_data(int op) {
     return hr_op_has_tensors(op) && !hr_op_is_of_teams(op);
+}
+
+size_t hr_name_call(uint64_t number, char *name) {
+    char digits[HR_CALL_NAME_BYTES];
+    size_t count = 0;
+    do {
+        digits[count++] = (char)('0' + number % 10);
+    } while ((number /= 10) > 0);
+    memcpy(name, "call ", 5);
+    for (size_t i = 0; i < count; i++) {
+        name[5 + i] = digits[count - 1 - i];
+    }
+    name[5 + count] = '\0';
+    return 5 + count;
 }
 
 /* ---- Dtypes ---- */

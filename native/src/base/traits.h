@@ -48,6 +48,10 @@ int hr_op_is_of_pairs(int op);
 /* Whether it moves data. */
 int hr_op_moves_data(int op);
 
+/* The name of an ordered call here, by its number: "call 17". Returns its bytes without the terminator. */
+enum { HR_CALL_NAME_BYTES = 32 };
+size_t hr_name_call(uint64_t number, char *name);
+
 /* ---- Dtypes ---- */
 
 /* The names and sizes of the dtypes, and what can be done with them. */

@@ -69,7 +69,8 @@ static struct hr_wire_text read_str16(struct reader *reader) {
 
 static struct hr_wire_text read_name(struct reader *reader) {
     const struct hr_wire_text name = read_str16(reader);
-    require(reader, name.bytes <= HORO_NAME_MAX && (name.bytes == 0 || memchr(name.data, 0, name.bytes) == NULL));
+    require(reader, name.bytes <= HORO_NAME_MAX &&
+                        (name.bytes == 0 || hr_wire_is_call(name) || memchr(name.data, 0, name.bytes) == NULL));
     return name;
 }
 

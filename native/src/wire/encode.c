@@ -71,8 +71,13 @@ static hr_status finish(struct hr_buffer *out, const uint8_t *at) {
     return HORO_OK;
 }
 
+static struct hr_wire_text name_of(const horo_request *request) {
+    const int is_call = (request->flags & HORO_SUBMIT_ORDERED) != 0;
+    return is_call ? (struct hr_wire_text){"", 1} : (struct hr_wire_text){request->name, strlen(request->name)};
+}
+
 size_t hr_wire_request_bytes(const horo_request *request) {
-    const struct hr_wire_text name = {request->name, strlen(request->name)};
+    const struct hr_wire_text name = name_of(request);
     size_t bytes = REQUEST_FIXED_BYTES + str16_bytes(name);
     for (int32_t i = 0; i < request->tensor_count; i++) {
         bytes += TENSOR_FIXED_BYTES + sizeof(int64_t) * (size_t)request->tensors[i].ndim;
@@ -81,7 +86,7 @@ size_t hr_wire_request_bytes(const horo_request *request) {
 }
 
 hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
-    const struct hr_wire_text name = {request->name, strlen(request->name)};
+    const struct hr_wire_text name = name_of(request);
     const size_t bytes = hr_wire_request_bytes(request);
     uint8_t *at = bytes > HR_WIRE_REQUEST_MAX ? NULL : begin(out, bytes);
     if (at == NULL) {

@@ -162,6 +162,11 @@ struct hr_wire_lane {
     const uint8_t *hashes; /* read with hr_wire_u64 */
 };
 
+/* The name of an ordered call on the wire: one NUL, which is in no other name. */
+static inline int hr_wire_is_call(struct hr_wire_text name) {
+    return name.bytes == 1 && name.data[0] == '\0';
+}
+
 struct hr_wire_ref {
     uint32_t id;
     struct hr_wire_text name; /* bytes == 0: known by id */

@@ -63,7 +63,8 @@ static void walk_request(const struct hr_wire_request *request) {
         .reduce_op = request->reduce_op,
         .root_rank = request->root_rank,
         .flags =
-            (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->on_gpu ? HORO_SUBMIT_ON_GPU : 0),
+            (request->transient ? HORO_SUBMIT_TRANSIENT : 0) | (request->on_gpu ? HORO_SUBMIT_ON_GPU : 0) |
+            (hr_wire_is_call(request->name) ? HORO_SUBMIT_ORDERED : 0),
         .prescale = request->prescale,
         .postscale = request->postscale,
         .tensors = tensors,

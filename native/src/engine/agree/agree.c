@@ -41,26 +41,44 @@ static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, c
     if (entry->failure != 0) {
         return HORO_OK; /* perhaps a call that was refused, which has no form to be compared */
     }
-    hr_agree_mismatch_text(&agree->config, one, two, text, sizeof text);
+    hr_agree_mismatch_text(&agree->config, entry, one, two, text, sizeof text);
     return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
+}
+
+static int is_same(const struct hr_agree_copy *a, const struct hr_agree_copy *b) {
+    return a->count == b->count && memcmp(a->bytes, b->bytes, b->count) == 0;
 }
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
     struct hr_agree_entry *entry = hr_agree_find_id(agree, id);
+    const struct hr_agree_copy *known = entry == NULL ? NULL : &entry->known;
+    if (entry != NULL && entry->state == HR_AGREE_SIGNED) {
+        entry = hr_agree_call(agree, member);
+        if (entry == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        if (entry->id == 0) {
+            entry->id = id;
+            entry->known = *known; /* lent: a form keeps it */
+        }
+    }
     if (entry == NULL || !count_in(agree, entry, member, 1, now_ns)) {
         return HORO_OK; /* stale */
     }
     entry->is_awaited = 1;
-    HR_TRY(hr_agree_note_rows(agree, entry, member, entry->known.gathers, rows));
+    HR_TRY(hr_agree_note_rows(agree, entry, member, known->gathers, rows));
     const int rank = agree->config.rank_of_member[member];
     if (entry->id_rank < 0) {
         entry->id_rank = rank;
     }
-    /* Somebody sent a changed request in full; this rank still means what the id stands for. */
-    if (entry->current.bytes != NULL && (entry->current.count != entry->known.count ||
-                                         memcmp(entry->current.bytes, entry->known.bytes, entry->known.count) != 0)) {
-        const struct hr_agree_copy mine = {entry->known.bytes, entry->known.count, rank, entry->known.gathers};
-        HR_TRY(note_mismatch(agree, entry, &entry->current, &mine));
+    /*
+     * Somebody sent a changed request in full; this rank still means what the id stands for. Or it is another id, of an
+     * ordered call.
+     */
+    const struct hr_agree_copy mine = {known->bytes, known->count, rank, known->gathers};
+    if (entry->current.bytes != NULL ? !is_same(&entry->current, &mine) : entry->id != id) {
+        const struct hr_agree_copy by_id = {entry->known.bytes, entry->known.count, entry->id_rank, 0};
+        HR_TRY(note_mismatch(agree, entry, entry->current.bytes != NULL ? &entry->current : &by_id, &mine));
     }
     return hr_agree_complete_if_all(agree, entry);
 }
@@ -75,8 +93,7 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
         by_id.rank = entry->id_rank;
         other = &by_id;
     }
-    if (other != NULL &&
-        (other->count != request->count || memcmp(other->bytes, request->bytes, request->count) != 0)) {
+    if (other != NULL && !is_same(other, request)) {
         HR_TRY(note_mismatch(agree, entry, other, request));
     }
     return entry->current.bytes == NULL ? hr_agree_keep(entry, request) : HORO_OK;
@@ -87,7 +104,9 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
     if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
         return HORO_ERR_INTERNAL;
     }
-    struct hr_agree_entry *entry = hr_agree_find_or_create(agree, message->request.name);
+    struct hr_agree_entry *entry = hr_wire_is_call(message->request.name)
+                                       ? hr_agree_call(agree, member)
+                                       : hr_agree_find_or_create(agree, message->request.name);
     if (entry == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -142,6 +161,14 @@ enum {
     MISFITS_MAX = 64,
     BATCH_MAX = 1 << 15, /* entries: with the longest of names the record stays below HR_WIRE_MESSAGE_MAX */
 };
+
+static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
+    return entry->is_call ? (struct hr_wire_text){"", 1} : (struct hr_wire_text){entry->name, entry->name_bytes};
+}
+
+static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
+    return (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+}
 
 static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
@@ -198,19 +225,22 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     return kind;
 }
 
+static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out, uint32_t *frames) {
+    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
+                                                       .status = entry->failure,
+                                                       .name = name_of(entry),
+                                                       .text = failure_text_of(entry)}));
+    (*frames)++;
+    hr_agree_reset(agree, entry);
+    return HORO_OK;
+}
+
 static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out,
                            uint32_t *frames) {
-    if (entry->failure != 0) {
-        const struct hr_wire_message fail = {.type = HR_WIRE_FAIL,
-                                             .status = entry->failure,
-                                             .name = {entry->name, entry->name_bytes},
-                                             .text = {entry->failure_text, strlen(entry->failure_text)}};
-        HR_TRY(hr_frame_put(out, &fail));
-        (*frames)++;
-        hr_agree_reset(agree, entry);
-        return HORO_OK;
+    if (entry->failure != 0 && !entry->is_call) {
+        return put_failure(agree, entry, out, frames);
     }
-    entry->kind = kind_of(entry);
+    entry->kind = entry->failure != 0 ? (struct hr_agree_kind){.op = -1} : kind_of(entry); /* a call fails in order */
     agree->ready_bytes += entry->kind.bytes;
     hr_agree_move(agree, entry, HR_AGREE_READY);
     return HORO_OK;
@@ -229,7 +259,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *fr
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        if (entry == agree->absent.entry) { /* which means: nothing comes behind it */
+        if (entry->reported_full || entry->known.gathers > 0) { /* calls are counted; JOIN is the last */
             HR_TRY(put_ids(out, ids, id_count, frames));
             id_count = 0;
         }
@@ -278,15 +308,18 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     uint64_t bytes = first->bytes;
     uint32_t count = 1;
     int misfits = 0;
+    int calls_wait = 0; /* for one that comes before them */
     hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
     while (next != NULL && misfits < MISFITS_MAX && count < BATCH_MAX) {
         entry = next;
         next = entry->next;
         const struct hr_agree_kind *kind = &entry->kind;
-        if (!may_share(first, kind)) {
+        if (!may_share(first, kind) || (entry->is_call && calls_wait)) {
+            calls_wait |= entry->is_call;
             continue;
         }
         if (kind->bytes > most || bytes > most - kind->bytes) {
+            calls_wait |= entry->is_call;
             misfits++;
             continue;
         }
@@ -323,6 +356,19 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
         return hr_wire_put_ref(out, entry->id, (struct hr_wire_text){NULL, 0});
     }
     uint32_t id = 0;
+    if (entry->is_call) {
+        const struct hr_agree_entry *form = hr_agree_find_form(agree, entry);
+        if (form != NULL) {
+            return hr_wire_put_ref(out, form->id, (struct hr_wire_text){NULL, 0});
+        }
+        const struct hr_agree_copy *request = hr_agree_request(entry);
+        const uint32_t hash = (uint32_t)hr_hash((const char *)request->bytes, request->count);
+        uint32_t *seen = &agree->forms_seen[hash % HR_AGREE_FORMS_SEEN];
+        id = *seen == hash && agree->config.capacity > 0 && !entry->kind.transient ? hr_agree_pick_id(agree) : 0;
+        *seen = hash;
+        HR_TRY(id != 0 ? hr_agree_sign(agree, entry, id) : HORO_OK);
+        return hr_wire_put_ref(out, id, name_of(entry));
+    }
     if (agree->config.capacity > 0 && !entry->kind.transient) {
         id = entry->id != 0 ? entry->id : hr_agree_pick_id(agree);
     }
@@ -336,6 +382,9 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     *frames = 0;
     if (agree->lists[HR_AGREE_READY].first == NULL) {
         return HORO_OK;
+    }
+    if (agree->lists[HR_AGREE_READY].first->failure != 0) {
+        return put_failure(agree, agree->lists[HR_AGREE_READY].first, out, frames);
     }
     const uint32_t count = choose_batch(agree);
     size_t mark;
@@ -385,6 +434,8 @@ void hr_agree_take_lone(struct hr_agree *agree) {
 static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
+    const int is_call = hr_wire_is_call(ref->name) || (entry != NULL && entry->state == HR_AGREE_SIGNED);
+    entry = is_call ? hr_agree_call(agree, -1) : entry;
     if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_are_all_absent(agree)) {
         return HORO_OK;
     }
@@ -395,7 +446,7 @@ static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
         if (agree->config.capacity == 0) {
             return HORO_ERR_INTERNAL;
         }
-        HR_TRY(hr_agree_assign(agree, entry, ref->id));
+        HR_TRY(is_call ? hr_agree_sign(agree, entry, ref->id) : hr_agree_assign(agree, entry, ref->id));
     }
     hr_agree_reset(agree, entry);
     return HORO_OK;
@@ -406,7 +457,8 @@ int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record)
         return HORO_ERR_INTERNAL; /* collect comes before apply: a complete entry must not lose its id unreported */
     }
     if (record->type == HR_WIRE_FAIL) {
-        struct hr_agree_entry *entry = hr_agree_find(agree, record->name);
+        struct hr_agree_entry *entry =
+            hr_wire_is_call(record->name) ? hr_agree_call(agree, -1) : hr_agree_find(agree, record->name);
         if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_are_all_absent(agree)) {
             return HORO_OK;
         }

@@ -17,6 +17,10 @@
  * A REQUEST with a status fails the tensor for all when all have announced it: of a rank that has refused the call
  * (submit.c), or of a leader that has found a difference.
  *
+ * Ordered calls have no names. A member announces them in their order, so they are counted as they come: the n-th of
+ * each is one entry, which is complete, reported and run in that order. What has an id is their form, in an entry of
+ * its own, which never loses it (so no announcement of a call is stale) and gets it when the form comes again.
+ *
  * Ids grow; slot = id % capacity. The root alone chooses them. A new id in a slot evicts the slot's former owner
  * everywhere at that position of the log. An announcement by an id that has been evicted meanwhile is stale: it is
  * ignored here and made again, in full, by its rank.
@@ -58,6 +62,7 @@ enum hr_agree_state {
     HR_AGREE_REPORTED, /* sent to the parent (not root) */
     HR_AGREE_READY,    /* agreed on, waiting for a batch (root) */
     HR_AGREE_CHOSEN,   /* for the batch that is being formed (root) */
+    HR_AGREE_SIGNED,   /* stands for all ordered calls of its form, has an id, and is never announced itself */
     HR_AGREE_STATES
 };
 
@@ -73,6 +78,8 @@ struct hr_agree_absent {
     uint64_t last_at;
 };
 
+enum { HR_AGREE_FORMS_SEEN = 512 };
+
 struct hr_agree {
     struct hr_agree_config config;
     struct hr_agree_absent absent;
@@ -85,6 +92,9 @@ struct hr_agree {
     uint32_t slots_used;              /* root: slots that have had an owner; from then on they always have one */
     struct hr_buffer merged_rows;     /* scratch */
     uint64_t rounds;                  /* of all names, ended so far */
+    uint64_t *calls;                  /* [member_count] ordered calls that each has announced */
+    uint64_t calls_over;              /* and those that are over */
+    uint32_t forms_seen[HR_AGREE_FORMS_SEEN]; /* hashes of forms of calls, each at the place of its lower bits */
 };
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config);
@@ -118,6 +128,8 @@ void hr_agree_take_lone(struct hr_agree *agree);
 
 /* The tensor of this id is in use, though nobody has announced it: it is not the next to lose its id. */
 void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
+/* All have made their next ordered call, which nobody has announced. */
+void hr_agree_skip_call(struct hr_agree *agree);
 
 /* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);

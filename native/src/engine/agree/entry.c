@@ -16,7 +16,9 @@ static void forget_known(struct hr_agree *agree, struct hr_agree_entry *entry) {
 }
 
 static void free_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    forget_known(agree, entry);
+    if (!entry->is_call) {
+        forget_known(agree, entry);
+    }
     free(entry->current.bytes);
     free(entry->failure_text);
     hr_buffer_fini(&entry->rows);
@@ -27,6 +29,10 @@ static void free_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
 
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
     *agree = (struct hr_agree){.config = *config};
+    agree->calls = calloc((size_t)config->member_count, sizeof *agree->calls);
+    if (agree->calls == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
     if (config->capacity > 0) {
         agree->slots = calloc(config->capacity, sizeof *agree->slots);
         if (agree->slots == NULL) {
@@ -45,6 +51,7 @@ void hr_agree_fini(struct hr_agree *agree) {
     hr_map_fini(&agree->entries);
     hr_pool_fini(&agree->pool);
     hr_buffer_fini(&agree->merged_rows);
+    free(agree->calls);
     free((void *)agree->slots);
     *agree = (struct hr_agree){0};
 }
@@ -81,11 +88,15 @@ void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr
     link_entry(agree, entry, state);
 }
 
-struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name) {
-    struct hr_agree_entry *entry = hr_agree_find(agree, name);
-    if (entry != NULL) {
-        return entry;
-    }
+/* The hash by which calls, and forms of calls, are found differs from that of a name. */
+enum kind { NAMED, CALL, FORM };
+
+static struct hr_agree_entry *find_kind(const struct hr_agree *agree, struct hr_wire_text name, enum kind kind) {
+    return hr_map_find(&agree->entries, hr_hash(name.data, name.bytes) + kind, name.data, name.bytes);
+}
+
+static struct hr_agree_entry *create(struct hr_agree *agree, struct hr_wire_text name, enum kind kind) {
+    struct hr_agree_entry *entry;
     const size_t words = hr_agree_words(agree);
     entry = hr_pool_take(&agree->pool, entry_bytes(agree, name.bytes));
     if (entry == NULL) {
@@ -100,13 +111,55 @@ struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr
     memcpy(entry->name, name.data, name.bytes);
     entry->name[name.bytes] = '\0';
     entry->name_bytes = name.bytes;
-    entry->name_hash = hr_hash(name.data, name.bytes);
+    entry->name_hash = hr_hash(name.data, name.bytes) + kind;
+    entry->is_call = kind == CALL;
     if (hr_map_insert(&agree->entries, entry->name_hash, entry->name, entry->name_bytes, entry) != HORO_OK) {
         free_entry(agree, entry);
         return NULL;
     }
     link_entry(agree, entry, HR_AGREE_IDLE);
     return entry;
+}
+
+struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name) {
+    struct hr_agree_entry *entry = hr_agree_find(agree, name);
+    return entry != NULL ? entry : create(agree, name, NAMED);
+}
+
+/* ---- Ordered calls ---- */
+
+struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member) {
+    char name[HR_CALL_NAME_BYTES];
+    const uint64_t number = member < 0 ? agree->calls_over + 1 : ++agree->calls[member];
+    const struct hr_wire_text text = {name, hr_name_call(number, name)};
+    struct hr_agree_entry *entry = find_kind(agree, text, CALL);
+    return entry != NULL || member < 0 ? entry : create(agree, text, CALL);
+}
+
+void hr_agree_skip_call(struct hr_agree *agree) {
+    agree->calls_over++;
+    for (int member = 0; member < agree->config.member_count; member++) {
+        agree->calls[member]++;
+    }
+}
+
+struct hr_agree_entry *hr_agree_find_form(const struct hr_agree *agree, const struct hr_agree_entry *call) {
+    const struct hr_agree_copy *request = hr_agree_request(call);
+    return find_kind(agree, (struct hr_wire_text){(const char *)request->bytes, request->count}, FORM);
+}
+
+int hr_agree_sign(struct hr_agree *agree, const struct hr_agree_entry *call, uint32_t id) {
+    const struct hr_agree_copy *request = hr_agree_request(call);
+    const struct hr_wire_text key = {(const char *)request->bytes, request->count};
+    struct hr_agree_entry *form = create(agree, key, FORM);
+    if (form == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    form->current = *request; /* lent */
+    const int status = hr_agree_assign(agree, form, id);
+    form->current = (struct hr_agree_copy){0};
+    hr_agree_move(agree, form, HR_AGREE_SIGNED);
+    return status;
 }
 
 /* A round of it has ended. */
@@ -132,6 +185,19 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     memset(entry->stood_in, 0, hr_agree_words(agree) * sizeof *entry->stood_in);
     if (entry == agree->absent.entry) {
         agree->absent = (struct hr_agree_absent){0};
+        uint64_t most = agree->calls_over; /* a rank that has joined has missed some */
+        for (int member = 0; member < agree->config.member_count; member++) {
+            most = agree->calls[member] > most ? agree->calls[member] : most;
+        }
+        for (int member = 0; member < agree->config.member_count; member++) {
+            agree->calls[member] = most;
+        }
+        agree->calls_over = most;
+    }
+    if (entry->is_call) {
+        agree->calls_over++;
+        entry->known = (struct hr_agree_copy){0};
+        entry->id = 0;
     }
     become_idle(agree, entry);
     if (entry->id == 0) {

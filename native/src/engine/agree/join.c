@@ -37,7 +37,10 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
     (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
     text[0] = '\0';
     const char *op = hr_op_name(request.op);
-    if (request.op == HORO_REDUCESCATTER) {
+    if (entry->is_call) {
+        (void)snprintf(text, text_bytes, "%s '%s': rank %d has joined, and ordered calls need all ranks", op,
+                       entry->name, rank);
+    } else if (request.op == HORO_REDUCESCATTER) {
         (void)snprintf(text, text_bytes,
                        "%s '%s': rank %d has joined, and the rows that fall to it would be lost; use an allreduce, or "
                        "let all ranks take part before they join",

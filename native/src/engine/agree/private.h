@@ -41,8 +41,9 @@ struct hr_agree_entry {
     size_t name_bytes;
     uint64_t name_hash;
     enum hr_agree_state state;
-    uint32_t id;                     /* 0: not cached */
-    struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id */
+    int is_call;                     /* an ordered one, named by its number */
+    uint32_t id;                     /* 0: not cached; of a call, that of its form */
+    struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id; a call's is lent */
     struct hr_agree_copy current;    /* the first full request of this round; bytes NULL if all came by id */
     int id_rank;                     /* a rank that announced by id this round, -1 */
     int reported_full;               /* REPORTED with the full request */
@@ -70,8 +71,9 @@ static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree
 }
 
 /* text.c: one sentence on how two requests of the same name differ. */
-void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
-                            const struct hr_agree_copy *two, char *out, size_t out_bytes);
+void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_entry *entry,
+                            const struct hr_agree_copy *one, const struct hr_agree_copy *two, char *out,
+                            size_t out_bytes);
 
 /* entry.c. Puts it at the end of the list of a state, which becomes its own. */
 void hr_agree_move(struct hr_agree *agree, struct hr_agree_entry *entry, enum hr_agree_state state);
@@ -81,6 +83,14 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry);
 struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name);
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id);
 struct hr_agree_entry *hr_agree_find_or_create(struct hr_agree *agree, struct hr_wire_text name);
+/*
+ * The next ordered call of a member, which counts as announced and is made if it is the first (NULL: no memory); member
+ * -1: the first that is not over (NULL: there is none).
+ */
+struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member);
+/* The form of a call; NULL: it has no id. sign: gives it one. */
+struct hr_agree_entry *hr_agree_find_form(const struct hr_agree *agree, const struct hr_agree_entry *call);
+int hr_agree_sign(struct hr_agree *agree, const struct hr_agree_entry *call, uint32_t id);
 /* Keeps the request as this round's. */
 int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);
 /* The entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */

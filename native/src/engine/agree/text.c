@@ -142,8 +142,35 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
     }
 }
 
-void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_copy *one,
-                            const struct hr_agree_copy *two, char *out, size_t out_bytes) {
+/* "reduce(float32 [4], Sum, root 1)". */
+static void describe_call(const struct hr_wire_request *request, char *text) {
+    const uint8_t *cursor = request->tensors;
+    size_t used = (size_t)snprintf(text, VALUE_BYTES, "%s(", hr_op_name(request->op));
+    if (request->tensor_count > 0) {
+        struct hr_wire_tensor tensor;
+        char value[VALUE_BYTES / 2];
+        hr_wire_next_tensor(&cursor, &tensor);
+        char *first = strchr(hr_wire_describe_tensor(&tensor, value, sizeof value), '[');
+        if (hr_op_tells_rows(request->op) && first != NULL && first[1] == '0') {
+            first[1] = '*';
+        }
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, "%s", value);
+    }
+    if (request->tensor_count > 1) {
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, " and %u more", request->tensor_count - 1);
+    }
+    if (hr_op_reduces(request->op)) {
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", %s", reduce_name(request->reduce_op));
+    }
+    if (hr_op_has_root(request->op)) {
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", root %d", request->root_rank);
+    }
+    (void)snprintf(text + used, VALUE_BYTES - used, ")");
+}
+
+void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_entry *entry,
+                            const struct hr_agree_copy *one, const struct hr_agree_copy *two, char *out,
+                            size_t out_bytes) {
     const int swap = one->rank > two->rank; /* the lower rank is named first, whoever came first */
     const struct hr_agree_copy *low = swap ? two : one;
     const struct hr_agree_copy *high = swap ? one : two;
@@ -155,6 +182,18 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
     char a_text[VALUE_BYTES];
     char b_text[VALUE_BYTES];
     describe_difference(&a, &b, prefix, a_text, b_text);
+    if (entry->is_call) {
+        char a_call[VALUE_BYTES];
+        char b_call[VALUE_BYTES];
+        describe_call(&a, a_call);
+        describe_call(&b, b_call);
+        const int is_told = strcmp(a_call, b_call) != 0; /* else it is about another tensor, or a factor */
+        (void)snprintf(out, out_bytes, "%s: rank %d (%s) calls %s%s%s, rank %d (%s) calls %s%s%s", entry->name,
+                       low->rank, config->host_name_of_rank[low->rank], a_call, is_told ? "" : ", ",
+                       is_told ? "" : a_text, high->rank, config->host_name_of_rank[high->rank], b_call,
+                       is_told ? "" : ", ", is_told ? "" : b_text);
+        return;
+    }
     if (hr_op_is_of_teams(a.op) || hr_op_is_of_teams(b.op)) {
         (void)snprintf(out, out_bytes,
                        "rank %d (%s) calls %s, rank %d (%s) %s; all ranks must add and remove the same process sets in "

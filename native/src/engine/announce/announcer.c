@@ -9,9 +9,10 @@
 /* The knowledge of this rank of a tensor with an id, in one allocation. */
 struct hr_known {
     struct hr_request *pending; /* announced by this id and not done */
-    const char *name;           /* within bytes, without a terminator */
+    const char *name;           /* within bytes, without a terminator; of ordered calls all of them */
     size_t name_bytes;
     uint64_t name_hash;
+    int is_call;
     uint32_t id;
     uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
     uint8_t bytes[];     /* canonical form */
@@ -46,7 +47,9 @@ int hr_announcer_is_idle(const struct hr_announcer *announcer) {
 }
 
 static struct hr_known *find(const struct hr_announcer *announcer, const struct hr_request *request) {
-    return hr_map_find(&announcer->known, request->name_hash, request->call.name, request->name_bytes);
+    return hr_request_is_call(request)
+               ? hr_map_find(&announcer->known, request->known_hash, (const char *)request->bytes, request->byte_count)
+               : hr_map_find(&announcer->known, request->known_hash, request->call.name, request->name_bytes);
 }
 
 int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *request) {
@@ -64,6 +67,7 @@ int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request 
     if (carried > 0) { /* the values are packed where they travel */
         uint8_t *room;
         size_t mark;
+        HR_TRY(hr_announcer_write_ids(announcer)); /* ordered calls are counted as they come */
         HR_TRY(hr_frame_begin(&announcer->out, &mark));
         HR_TRY(hr_wire_put_data(&announcer->out, request->announced_id, carried, &room));
         hr_carried_pack(announcer->team, &request->call, room);
@@ -71,6 +75,7 @@ int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request 
         return HORO_OK;
     }
     if (request->rows.count > 0) {
+        HR_TRY(hr_announcer_write_ids(announcer));
         return hr_frame_put(&announcer->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS,
                                                                        .id = request->announced_id,
                                                                        .rows = request->rows});
@@ -89,7 +94,7 @@ int hr_announcer_put_full(struct hr_announcer *announcer, struct hr_request *req
         message.text = (struct hr_wire_text){request->error_text, strlen(request->error_text)};
     }
     request->announced_id = 0;
-    return hr_frame_put(&announcer->out, &message);
+    return hr_announcer_put(announcer, &message);
 }
 
 int hr_announcer_put(struct hr_announcer *announcer, const struct hr_wire_message *message) {
@@ -148,14 +153,22 @@ struct hr_request *hr_announcer_pending(const struct hr_announcer *announcer, ui
     return known == NULL ? NULL : known->pending;
 }
 
-int hr_announcer_take(struct hr_announcer *announcer, uint32_t id, struct hr_request **request,
+int hr_announcer_take(struct hr_announcer *announcer, struct hr_port *port, uint32_t id, struct hr_request **request,
                       struct hr_wire_text *bytes) {
     struct hr_known *known = find_id(announcer, id);
     if (known == NULL) {
         return HORO_ERR_INTERNAL;
     }
-    *request = known->pending;
     *bytes = (struct hr_wire_text){(const char *)known->bytes, known->byte_count};
+    if (known->is_call) { /* several may be announced by this id: the next call is meant */
+        *request = hr_port_take_call(port);
+        known->pending = known->pending == *request ? NULL : known->pending;
+        return *request != NULL && (*request)->byte_count == known->byte_count &&
+                       memcmp((*request)->bytes, known->bytes, known->byte_count) == 0
+                   ? HORO_OK
+                   : HORO_ERR_INTERNAL;
+    }
+    *request = known->pending;
     known->pending = NULL;
     return HORO_OK;
 }
@@ -186,9 +199,10 @@ static int create_known(struct hr_announcer *announcer, const struct hr_request 
     struct hr_wire_request decoded = {0};
     int status = hr_wire_decode_request(known->bytes, request->byte_count, &decoded);
     known->pending = NULL;
-    known->name = decoded.name.data;
-    known->name_bytes = decoded.name.bytes;
-    known->name_hash = request->name_hash;
+    known->is_call = hr_request_is_call(request);
+    known->name = known->is_call ? (const char *)known->bytes : decoded.name.data;
+    known->name_bytes = known->is_call ? request->byte_count : decoded.name.bytes;
+    known->name_hash = request->known_hash;
     known->id = id;
     known->byte_count = (uint32_t)request->byte_count;
     if (status == HORO_OK) {

@@ -8,7 +8,7 @@
 #include "base/buffer.h"
 #include "base/map.h"
 #include "base/pool.h"
-#include "engine/requests/request.h"
+#include "engine/requests/port.h"
 #include "node/team.h"
 
 struct hr_known; /* private to this room */
@@ -48,9 +48,10 @@ int hr_announcer_is_idle(const struct hr_announcer *announcer);
 struct hr_request *hr_announcer_pending(const struct hr_announcer *announcer, uint32_t id);
 /*
  * A record means that request, which is announced no longer. Where there is none, *request is NULL, and *bytes the
- * canonical form that the id stands for. HORO_ERR_INTERNAL: it stands for nothing here.
+ * canonical form that the id stands for. HORO_ERR_INTERNAL: it stands for nothing here, or for another call than the
+ * next one of the port.
  */
-int hr_announcer_take(struct hr_announcer *announcer, uint32_t id, struct hr_request **request,
+int hr_announcer_take(struct hr_announcer *announcer, struct hr_port *port, uint32_t id, struct hr_request **request,
                       struct hr_wire_text *bytes);
 /* It has failed, or all that is announced is about to (NULL), and is not to be touched any more. */
 void hr_announcer_drop(const struct hr_announcer *announcer, const struct hr_request *request);

@@ -199,7 +199,6 @@ static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadli
     return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
 }
 
-/* The thread prepares to wait while callers may drive. 0: something has moved, or is due. */
 /* ---- The loop ---- */
 
 static int may_return(const struct hr_drive *drive, const _Atomic int *word, int value) {
@@ -235,7 +234,7 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
             if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
                 return 0;
             }
-        } else if (word == NULL && may_yield(drive)) {
+        } else if (word == NULL && may_yield(drive)) { /* the thread prepares to wait while callers may drive */
             const int64_t now_ns = hr_now_ns();
             await_others(drive, 0);
             const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */

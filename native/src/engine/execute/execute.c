@@ -70,10 +70,10 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
 static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
     struct hr_wire_text bytes = {NULL, 0};
     if (ref->name.bytes == 0) {
-        HR_TRY(hr_announcer_take(&lane->announcer, ref->id, request, &bytes));
+        HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, ref->id, request, &bytes));
         return *request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request);
     }
-    *request = hr_port_find_name(&lane->port, ref->name);
+    *request = hr_wire_is_call(ref->name) ? hr_port_take_call(&lane->port) : hr_port_find_name(&lane->port, ref->name);
     HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
     if (*request == NULL) {
         return HORO_ERR_INTERNAL;
@@ -295,7 +295,7 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     struct hr_wire_text unused;
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
-    HR_TRY(hr_announcer_take(&lane->announcer, request->announced_id, &request, &unused));
+    HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, request->announced_id, &request, &unused));
     if (!hr_op_is_begun_ahead(request->call.op)) {
         HR_TRY(load_lone(batch, request));
         return run_batch(lane, rows);
@@ -324,7 +324,8 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_request *request = hr_port_find_name(&lane->port, record->name);
+    struct hr_request *request =
+        hr_wire_is_call(record->name) ? hr_port_take_call(&lane->port) : hr_port_find_name(&lane->port, record->name);
     if (request == NULL) {
         const struct hr_wire_text none = {NULL, 0};
         HR_TRY(lane->executor.ops->absent(lane, record->name, none, &request));

@@ -157,9 +157,10 @@ static int has_failed(const struct hr_engine *engine) {
 
 static int begin_ending(struct hr_engine *engine) {
     hr_end_note(engine->node);
+    const int failed = has_failed(engine); /* one answer for all parts: another rank may tell of a loss meanwhile */
     for (struct hr_part *part = engine->drive.parts; part != NULL; part = part->next) {
         if (part->ops->end != NULL) {
-            part->ops->end(part, has_failed(engine));
+            part->ops->end(part, failed);
         }
     }
     begin_stage(engine, HR_STAGE_ENDING);

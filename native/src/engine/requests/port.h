@@ -24,6 +24,9 @@ struct hr_port {
     struct hr_lane *lane; /* of whoever has made it */
     _Atomic int state;    /* enum hr_port_state; read by any thread */
     struct hr_map names;  /* name -> request that is not done, the first where others are behind it */
+    uint64_t call_count;   /* ordered calls submitted so far */
+    struct hr_request *calls, *last_call; /* those that are not done, linked by next_call */
+    struct hr_request *next_call;         /* of these, the first that no record has been about */
     _Atomic uint32_t pending; /* how many, those behind others too; read by any thread */
 };
 
@@ -35,6 +38,8 @@ hr_status hr_port_find(const struct hr_requests *requests, int32_t id, const cha
                        struct hr_error *error);
 /* The requests that are not done, in the order in which they were submitted: the one after `last` (NULL: the first). */
 struct hr_request *hr_port_next(const struct hr_port *port, const struct hr_request *last);
+/* The next record about ordered calls is about this one; NULL: there is none. Without the lock. */
+struct hr_request *hr_port_take_call(struct hr_port *port);
 /* The request of this name that is not done; NULL: there is none. Without the lock. */
 struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text name);
 /*

@@ -128,6 +128,20 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
     return HORO_OK;
 }
 
+static void set_hashes(struct hr_request *request, int is_call) {
+    const horo_request *call = &request->call;
+    request->name_hash = hr_hash(call->name, request->name_bytes) + (uint64_t)is_call;
+    request->known_hash = is_call ? hr_hash((const char *)request->bytes, request->byte_count) : request->name_hash;
+    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
+    request->pending_hash += request->pending_hash == 0;
+}
+
+void hr_request_set_number(struct hr_request *request, uint64_t number) {
+    char *name = (char *)request->bytes - HR_CALL_NAME_BYTES;
+    request->name_bytes = hr_name_call(number, name);
+    set_hashes(request, 1);
+}
+
 /* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
 static hr_status copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
@@ -137,8 +151,9 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     }
     const size_t count = (size_t)call->tensor_count;
     const size_t name_bytes = strlen(call->name);
+    const size_t name_room = (call->flags & HORO_SUBMIT_ORDERED) != 0 ? HR_CALL_NAME_BYTES : name_bytes + 1;
     struct hr_request *request = malloc(sizeof *request + count * sizeof(horo_tensor) + dims * sizeof(int64_t) +
-                                        name_bytes + 1 + byte_count + row_bytes);
+                                        name_room + byte_count + row_bytes);
     if (request == NULL) {
         return HORO_ERR_RESOURCE;
     }
@@ -150,7 +165,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
         .owners = 1,
         .name_bytes = name_bytes,
         .submit_ns = hr_now_ns(),
-        .bytes = (uint8_t *)name + name_bytes + 1,
+        .bytes = (uint8_t *)name + name_room,
         .byte_count = byte_count,
         .answer = -1,
     };
@@ -171,9 +186,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;
     request->call.tensors = tensors;
-    request->name_hash = hr_hash(name, name_bytes);
-    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
-    request->pending_hash += request->pending_hash == 0;
+    set_hashes(request, 0);
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -186,7 +199,17 @@ static int encode(struct hr_request *request) {
     return hr_wire_encode_request(&room, &request->call);
 }
 
-hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error) {
+hr_status hr_request_create(const horo_request *given, struct hr_request **request, struct hr_error *error) {
+    horo_request named = *given;
+    const horo_request *call = &named;
+    if ((given->flags & HORO_SUBMIT_ORDERED) != 0) {
+        named.name = "ordered call"; /* until it has a number */
+        if (given->device != 0) {
+            return hr_fail(error, HORO_ERR_UNSUPPORTED,
+                           "%s: an ordered call of a tensor on a GPU is not offered; copy it to the host",
+                           hr_op_name(given->op));
+        }
+    }
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
     const size_t row_bytes = hr_wire_rows_bytes(call);
@@ -249,7 +272,7 @@ int hr_request_is_like(const struct hr_request *request, const horo_request *cal
     const size_t fixed = offsetof(horo_request, op);
     if (memcmp((const char *)own + fixed, (const char *)call + fixed, offsetof(horo_request, tensors) - fixed) != 0 ||
         own->tensor_count != call->tensor_count || own->team != call->team || own->device != call->device ||
-        call->name == NULL || strcmp(own->name, call->name) != 0) {
+        (!hr_request_is_call(request) && (call->name == NULL || strcmp(own->name, call->name) != 0))) {
         return 0;
     }
     const horo_tensor *mine = own->tensors;
@@ -266,6 +289,7 @@ void hr_request_renew(struct hr_request *request, const horo_request *call) {
         tensor->output = call->tensors->output;
     }
     request->newer = NULL;
+    request->next_call = NULL;
     request->owners = 1;
     request->state = HR_REQUEST_QUEUED;
     request->announced_id = 0;
@@ -304,6 +328,14 @@ struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text n
     return request;
 }
 
+struct hr_request *hr_port_take_call(struct hr_port *port) {
+    hr_drive_lock(port->requests->drive);
+    struct hr_request *request = port->next_call;
+    port->next_call = request == NULL ? NULL : request->next_call;
+    hr_drive_unlock(port->requests->drive);
+    return request;
+}
+
 /* The last one in flight of the request's name; NULL: there is none. */
 static struct hr_request *last_of_name(const struct hr_request *request) {
     struct hr_request *last =
@@ -315,6 +347,10 @@ static struct hr_request *last_of_name(const struct hr_request *request) {
 }
 
 int hr_port_is_next(struct hr_request *request) {
+    if (hr_request_is_call(request)) {
+        request->is_behind = 0;
+        return 1;
+    }
     const struct hr_request *last = last_of_name(request);
     request->is_behind = last != NULL;
     return last == NULL || last->refused != 0;
@@ -322,7 +358,12 @@ int hr_port_is_next(struct hr_request *request) {
 
 hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) {
     struct hr_port *port = request->port;
-    if (request->is_behind) {
+    if (hr_request_is_call(request)) {
+        hr_request_set_number(request, ++port->call_count);
+        *(port->calls == NULL ? &port->calls : &port->last_call->next_call) = request;
+        port->last_call = request;
+        port->next_call = port->next_call == NULL ? request : port->next_call;
+    } else if (request->is_behind) {
         last_of_name(request)->behind = request;
     } else if (port != NULL) {
         HR_TRY(hr_map_insert(&port->names, request->name_hash, request->call.name, request->name_bytes, request));
@@ -366,7 +407,10 @@ static void remove_name(struct hr_requests *requests, const struct hr_request *r
     struct hr_port *port = request->port;
     struct hr_request *next = request->behind;
     atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
-    if (request->is_behind) {
+    if (hr_request_is_call(request)) { /* the first one: they end in their order */
+        port->calls = request->next_call;
+        port->next_call = port->next_call == request ? request->next_call : port->next_call;
+    } else if (request->is_behind) {
         struct hr_request *front =
             hr_map_find(&port->names, request->name_hash, request->call.name, request->name_bytes);
         while (front->behind != request) {

@@ -62,7 +62,9 @@ struct hr_request {
     _Atomic int status; /* HORO_IN_PROGRESS until done */
     char *error_text;
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
+    struct hr_request *next_call; /* of an ordered one: the next ordered call of its port that is not done */
     uint64_t name_hash;
+    uint64_t known_hash; /* of the key by which the announcer knows it: the name, or of an ordered call `bytes` */
     uint64_t pending_hash; /* of name and team; never 0, which stands for all names in a report */
     size_t name_bytes;
     int64_t data_bytes; /* of all its tensors here */
@@ -94,6 +96,12 @@ void hr_request_destroy(struct hr_request *request);
  */
 int hr_request_is_like(const struct hr_request *request, const horo_request *call);
 void hr_request_renew(struct hr_request *request, const horo_request *call);
+/* Whether it is known by its number, not by a name. */
+static inline int hr_request_is_call(const struct hr_request *request) {
+    return (request->call.flags & HORO_SUBMIT_ORDERED) != 0;
+}
+/* Of such a call, which gets the name of its number. */
+void hr_request_set_number(struct hr_request *request, uint64_t number);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
 

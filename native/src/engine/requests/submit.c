@@ -390,11 +390,16 @@ int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *n
     if (status != HORO_ERR_USAGE && status != HORO_ERR_UNSUPPORTED && status != HORO_ERR_RESOURCE) {
         return HORO_ERR_USAGE;
     }
-    if (hr_end_find(node).code != HORO_OK || strcmp(name, HR_JOIN_NAME) == 0) {
+    if (hr_end_find(node).code != HORO_OK || (name != NULL && strcmp(name, HR_JOIN_NAME) == 0)) {
         return 0;
     }
     /* The form of a request without tensors, of which there is nothing to refuse. */
-    const horo_request call = {.name = name, .op = HORO_BARRIER, .prescale = 1.0, .postscale = 1.0, .team = team};
+    const horo_request call = {.name = name,
+                               .op = HORO_BARRIER,
+                               .flags = name == NULL ? HORO_SUBMIT_ORDERED : 0,
+                               .prescale = 1.0,
+                               .postscale = 1.0,
+                               .team = team};
     struct hr_request *refusal = NULL;
     struct hr_error error = {0};
     HR_TRY(hr_request_create(&call, &refusal, &error));

@@ -243,4 +243,3 @@ hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {
     }
     return status;
 }
-

@@ -106,6 +106,10 @@ static enum hr_round_end end_of(const struct hr_round *round, uint64_t word) {
     return rounds == (round->rounds & MASK(ROUND_BITS)) ? HR_ROUND_CLOSED : HR_ROUND_COMPLETE;
 }
 
+int hr_round_is_complete(const struct hr_round *round) {
+    return round->request != NULL && end_of(round, atomic_load(word_of(round))) == HR_ROUND_COMPLETE;
+}
+
 enum hr_round_end hr_round_look(struct hr_round *round) {
     round->is_given_up |= round->team->node->looks_at_all; /* this rank is about to sleep */
     return round->is_given_up ? hr_round_close_mine(round) : end_of(round, atomic_load(word_of(round)));
@@ -157,6 +161,7 @@ struct hr_request *hr_round_leave(struct hr_round *round, int is_complete) {
     struct hr_request *request = round->request;
     round->request = NULL;
     round->is_given_up = 0;
+    round->is_taken_up = 0;
     round->rounds += is_complete != 0;
     return request;
 }
