@@ -127,6 +127,25 @@ def test_a_rank_that_is_done_leaves_when_the_others_are() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+@on("fresh_group3")
+def test_a_rank_that_leaves_with_an_error_does_not_wait_for_the_others(call: str) -> None:
+    tensor = torch.zeros(1)
+    if dist.get_rank() == 0:
+        for other in (1, 2):
+            dist.send(tensor, other)
+        with pytest.raises(ZeroDivisionError):
+            try:
+                _ = 1 / 0
+            finally:
+                dist.destroy_process_group()
+    else:
+        dist.recv(tensor, 0)
+        with pytest.raises(RuntimeError, match=r"rank 0 \(.*has shut horo down"):
+            dist.recv(tensor, 0) if call == "recv" else dist.all_reduce(tensor)
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("count", [1, 1000, 70_001])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])

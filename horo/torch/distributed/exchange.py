@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -190,7 +191,9 @@ class Exchange:
         if self._closed:
             return
         if self.job is not None and self.pending is not None:
-            if self._has_paired and words is None and self.job.size > 2:
+            # a rank that fails is waited for by others, rather than the reverse
+            is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
+            if self._has_paired and words is None and self.job.size > 2 and is_well:
                 self._await_others()
             self._closed = why
             self.pending.stop()
