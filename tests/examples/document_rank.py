@@ -49,7 +49,9 @@ def namespace(block: Block) -> dict[str, Any]:
 
 def run(block: Block) -> None:
     given = namespace(block)
+    environment = dict(os.environ)
     exec(block.compiled(), given)
+    os.environ.update(environment)  # a page shows how to hide variables from a trainer
     trained = [parameter.detach().flatten() for parameter in given["parameters"]]
     everyone = hvd.allgather(torch.cat(trained)[None])  # also: no rank goes on before the block is done on all
     if not torch.equal(everyone[0], everyone[-1]):
