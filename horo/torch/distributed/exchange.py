@@ -193,7 +193,7 @@ class Exchange:
         if self.job is not None and self.pending is not None:
             # a rank that fails is waited for by others, rather than the reverse
             is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-            if self._has_paired and words is None and self.job.size > 2 and is_well:
+            if self._has_paired and words is None and is_well:
                 self._await_others()
             self._closed = why
             self.pending.stop()
