@@ -225,7 +225,8 @@ def test_without_an_import_of_horo_by_hororun_torchrun_and_alone(tmp_path: Path,
         "dist.init_process_group('horo')\n"
         "tensor = torch.ones(2)\n"
         "dist.all_reduce(tensor)\n"
-        "print('sum', tensor.tolist(), 'horo.torch' in sys.modules, flush=True)\n"
+        # in one write: torchrun's ranks are unbuffered and share a pipe
+        "sys.stdout.write(f'sum {tensor.tolist()} {\"horo.torch\" in sys.modules}\\n')\n"
     )
     done = hororun.start("-np", "2", "--no-prefix", sys.executable, str(script)).finish(TORCH_S)
     assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True"), done.stderr) == (0, 2, "")
