@@ -62,11 +62,6 @@ class FabricStrategy(Member):
     def _set_world_ranks(self) -> None:
         self.join_job()
 
-    def setup_environment(self) -> None:
-        """Chooses the device."""
-        self.join_job()
-        super().setup_environment()
-
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Moves a model to the device of this rank."""
         module.to(self.root_device)
@@ -96,10 +91,6 @@ class FabricStrategy(Member):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor in place over all ranks; blocks until all ranks have called it."""
         return collectives.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all ranks, ``[ranks, *shape]``; blocks until all ranks have called it."""
-        return collectives.gather(tensor, group, sync_grads)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """The state for a checkpoint, with equal buffers; blocks until all ranks have called it."""

@@ -11,6 +11,7 @@ import horo.torch as hvd
 from horo.bootstrap.launchers.detect import rank_of_launcher
 from horo.config.table import environment
 from horo.errors import UnsupportedError, UsageError
+from horo.lightning import collectives
 from horo.torch.compat.rank_zero import tell_rank
 
 __all__ = ["Base", "Environment", "Member", "announce_rank", "devices_of_ranks"]
@@ -144,6 +145,11 @@ class Member(Base):
             )
         self.parallel_devices = devices_of_ranks(devices, hvd.local_size())
 
+    def setup_environment(self) -> None:
+        """Chooses the device."""
+        self.join_job()
+        super().setup_environment()
+
     def _configure_launcher(self) -> None:
         if not hvd.is_initialized():
             self._launcher = self.launcher_class(self)
@@ -156,6 +162,10 @@ class Member(Base):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank ``src`` on all; blocks until all ranks have called it."""
         return hvd.broadcast_object(obj, src) if hvd.is_initialized() else obj
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all ranks, ``[ranks, *shape]``; blocks until all ranks have called it."""
+        return collectives.gather(tensor, group, sync_grads)
 
 
 def devices_of_ranks(given: Sequence[torch.device], local_size: int) -> list[torch.device]:

@@ -73,11 +73,6 @@ class TrainerStrategy(Member):
         """Comes into the job; Lightning calls it when the Trainer is made, so that the first log is of one rank."""
         self.join_job()
 
-    def setup_environment(self) -> None:
-        """Chooses the device."""
-        self.join_job()
-        super().setup_environment()
-
     def setup(self, trainer: Any) -> None:
         """Makes layers, parameters and optimizers ready; blocks until all ranks are here."""
         if trainer.state.fn == "fit" and self._layer_sync is not None:
@@ -122,10 +117,6 @@ class TrainerStrategy(Member):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor in place over all ranks; blocks until all ranks have called it."""
         return collectives.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all ranks, ``[ranks, *shape]``; blocks until all ranks have called it."""
-        return collectives.gather(tensor, group, sync_grads)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, with equal buffers; blocks until all ranks have called it."""

@@ -93,8 +93,6 @@ def open_job(options: Any) -> RunningRank | None:
         raise
     job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, True
     with _changing:
-        if not _open:
-            atexit.register(_close_all)
         _open[id(job)] = job
     return job
 
@@ -113,3 +111,6 @@ def _close_all() -> None:
         with contextlib.suppress(Exception):
             close_job(job)
     logging.getLogger("horo").debug("process %d has left its groups", pid)
+
+
+atexit.register(_close_all)

@@ -18,12 +18,11 @@ from horo.errors import AbortedError, HoroError, NotInitializedError, Unsupporte
 from horo.torch.distributed.connection import close_job
 from horo.torch.distributed.reduction import Reduction
 from horo.torch.distributed.work import DONE, HoroWork, Pending
-from horo.torch.engine.operation import check_tensor, count_change
+from horo.torch.engine.operation import DTYPES, check_tensor, count_change
 from horo.torch.engine.results import Gathered, gathered
 
 __all__ = ["Exchange", "GroupCall", "writable"]
 
-_DTYPES = {getattr(torch, name): number for name, number in context.DTYPES.items() if hasattr(torch, name)}
 _PLAIN = Reduction(0)
 _OTHERS_S = 60.0
 """Longest wait at the end of a group for sends and receives of others."""
@@ -55,7 +54,7 @@ class GroupCall(NamedTuple):
                 0 if source is None else source.data_ptr(),
                 0 if target is None else target.data_ptr(),
                 self._shape(source, target),
-                _DTYPES[(source if target is None else target).dtype],
+                DTYPES[(source if target is None else target).dtype],
                 output_bytes=0 if target is None else target.numel() * target.element_size(),
                 splits=tuple(self.splits),
             )
@@ -89,11 +88,10 @@ class Exchange:
         Raises:
             HoroError: of the request, where the caller waits; the request cannot be begun.
         """
+        self.check_open()
         if self.pending is None:
-            self.check_open()
             _copy_alone(call)
             return _finish(call)
-        self.check_open()
         is_async = getattr(opts, "asyncOp", True)
         buffer = RequestBuffer.of(
             OPS[call.op],
@@ -131,7 +129,7 @@ class Exchange:
         if self.pending is None:
             finish([Gathered(each, [len(each)]) for each in rows])
             return DONE
-        tensors = [context.Tensor(each.data_ptr(), 0, each.shape, _DTYPES[each.dtype]) for each in rows]
+        tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
         buffer = RequestBuffer.of(OPS["allgather"], self._name_next(), tensors, transient=True)
 
@@ -147,7 +145,7 @@ class Exchange:
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
         pending = self._core("send")
-        tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), _DTYPES[source.dtype])
+        tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
         return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
 
     def receive(
@@ -160,7 +158,7 @@ class Exchange:
     ) -> Any:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
         pending = self._core("recv")
-        tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), _DTYPES[target.dtype])
+        tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), DTYPES[target.dtype])
         core = pending.core
         handle = core.receive(tensor, peer, tag)
 
@@ -190,18 +188,18 @@ class Exchange:
         """Leaves the group. ``words``: for ranks that still wait for this one; None: it has done all that it had to."""
         if self._closed:
             return
-        if self.job is not None and self.pending is not None:
-            # a rank that fails is waited for by others, rather than the reverse
-            is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-            if self._has_paired and words is None and is_well:
-                self._await_others()
-            self._closed = why
-            self.pending.stop()
-            if words is not None:
-                self.job.context.end(words)
-            close_job(self.job)
-            self.pending.give_up(AbortedError(f"{self._what}: {why}"))
+        # a rank that fails is waited for by others, rather than the reverse
+        is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
+        if self._has_paired and words is None and is_well:
+            self._await_others()
         self._closed = why
+        if self.job is None or self.pending is None:
+            return
+        self.pending.stop()
+        if words is not None:
+            self.job.context.end(words)
+        close_job(self.job)
+        self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 
     def _await_others(self) -> None:
         """A rank that leaves ends the group for all, also for two with a send between them. So all leave at once."""
@@ -231,7 +229,7 @@ def writable(tensor: torch.Tensor, what: str, *, reduced: bool = False) -> torch
     Raises:
         UsageError, UnsupportedError: the core cannot work on it; ``what`` is the operation.
     """
-    if tensor.dtype not in _DTYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() == 0:
+    if tensor.dtype not in DTYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() == 0:
         check_tensor(tensor, what, reduced=reduced)
         if not tensor.is_cpu:
             raise UnsupportedError(

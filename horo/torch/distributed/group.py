@@ -39,8 +39,8 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         """``options``: torch's; blocks until all members have come. HoroError: as ``horo.torch.init``."""
         super().__init__(options.group_rank, options.group_size)
         self._rank, self._size = options.group_rank, options.group_size
-        self._store, self._timeout = options.store, options.timeout
-        self.other_devices = OtherDevices(self._store, self._rank, self._size, self._timeout)
+        self._store = options.store
+        self.other_devices = OtherDevices(self._store, self._rank, self._size, options.timeout)
         self._name, self._description = str(options.group_id), "undefined"
         self._exchange = Exchange(open_job(options), f"process group {self._name}")
 
@@ -94,8 +94,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The longest time that an operation may take from now on."""
-        self._timeout = timeout
+        """Has no effect: the timeout of a group limits its start; ``wait(timeout)`` of a work limits one wait."""
 
     _set_default_timeout = set_timeout
 

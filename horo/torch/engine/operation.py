@@ -14,6 +14,7 @@ from horo.torch.compat.torch_private import change_counter, is_transformed
 from horo.torch.engine.devices import new_empty, place
 
 __all__ = [
+    "DTYPES",
     "GATHERING",
     "Operation",
     "StagedTensors",
@@ -42,7 +43,7 @@ _NO_MEMORY = (
 _NARROWED = (torch.float32, torch.float64)
 """Dtypes that can be sent as a 16-bit float."""
 
-_DTYPES: dict[torch.dtype, int] = {
+DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, number in context.DTYPES.items() if hasattr(torch, name)
 }
 _REDUCIBLE_END = 1 + context.DTYPES["bool"]
@@ -159,7 +160,7 @@ def _empty_share(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 def pack(staged: StagedTensors, spec: Operation) -> list[context.Tensor]:
     """The staged tensors in the form that the core needs."""
-    wire = 0 if spec.wire is None else _DTYPES[spec.wire]
+    wire = 0 if spec.wire is None else DTYPES[spec.wire]
     rows = []
     for source, target in zip(staged.inputs, staged.outputs, strict=True):
         dtype = source.dtype
@@ -168,7 +169,7 @@ def pack(staged: StagedTensors, spec: Operation) -> list[context.Tensor]:
                 source.data_ptr(),
                 target.data_ptr(),
                 source.shape,
-                _DTYPES[dtype],
+                DTYPES[dtype],
                 wire if dtype in _NARROWED else 0,
                 splits=spec.splits,
             )
@@ -194,7 +195,7 @@ def _source(tensor: torch.Tensor, spec: Operation, in_place: bool) -> torch.Tens
 
 def is_reducible(dtype: torch.dtype) -> bool:
     """Whether ``Sum`` takes such tensors; others can be moved only."""
-    return dtype.is_complex or _DTYPES.get(dtype, _REDUCIBLE_END) < _REDUCIBLE_END
+    return dtype.is_complex or DTYPES.get(dtype, _REDUCIBLE_END) < _REDUCIBLE_END
 
 
 def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, reduced: bool = False) -> None:
@@ -227,7 +228,7 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
         reason = f"{tensor.layout} tensors are not supported here; use tensor.to_dense()"
     elif not (tensor.is_cpu or tensor.is_cuda):
         reason = f"the tensor is on {tensor.device}; tensors on the CPU and on CUDA devices are supported"
-    elif tensor.dtype not in _DTYPES:
+    elif tensor.dtype not in DTYPES:
         reason = f"dtype {tensor.dtype} is not supported; {_instead_of(tensor)}"
     elif reduced and not is_reducible(tensor.dtype):
         reason = (
