@@ -318,10 +318,20 @@ LIMIT_S = 10.0
 """Long enough that no process is held up for so long by a busy machine, once it may run."""
 
 
+def state(pid: int) -> str:
+    """What ps shows of it: S sleeps, T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def suspend(job: Launched, longer_than_s: float) -> None:
-    """Stops all processes of the job for longer than the limit and continues them, hororun last."""
+    """Stops all processes of the job for longer than the limit and continues them, hororun last.
+
+    hororun is stopped in its sleep: the time of its callbacks counts.
+    """
     pids = sorted(job.processes(), key=lambda pid: pid == job.process.pid)
-    send_signal(pids, signal.SIGSTOP)  # a sleep of the ranks' scripts may have ended
+    send_signal(pids[:-1], signal.SIGSTOP)  # a sleep of the ranks' scripts may have ended
+    wait_until(lambda: state(job.process.pid) == "S", "hororun sleeps")
+    send_signal(pids[-1:], signal.SIGSTOP)
     begin_s = time.monotonic()
     wait_until(lambda: time.monotonic() - begin_s > longer_than_s, "the limit has passed")
     send_signal(pids, signal.SIGCONT)
@@ -350,7 +360,7 @@ def test_grace_time_is_time_in_which_ranks_could_run(hororun: Hororun, flags: Fl
 
 
 def are_stopped(pids: list[int]) -> list[bool]:
-    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in pids]
+    return [state(pid) == "T" for pid in pids]
 
 
 def test_ctrl_z_stops_the_ranks_of_this_host_with_hororun(hororun: Hororun, flags: Flags) -> None:

@@ -92,8 +92,8 @@ def test_destroy_and_init_again_leave_nothing() -> None:
     process = psutil.Process()
     path = f"{tempfile.gettempdir()}/again-{os.environ['HORO_STORE'].rpartition(':')[2]}"
 
-    def cycle(i: int) -> None:
-        dist.init_process_group("horo", init_method=f"file://{path}", rank=rank, world_size=size)
+    def cycle(i: int) -> None:  # a file each: torch's FileStore finds the last cycle's keys where a rank still has it
+        dist.init_process_group("horo", init_method=f"file://{path}-{i}", rank=rank, world_size=size)
         group = dist.new_group([0, 1])
         tensor = torch.full((100,), float(i))
         work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -105,7 +105,7 @@ def test_destroy_and_init_again_leave_nothing() -> None:
         cycle(i)
     gc.collect()
     descriptors, threads = process.num_fds(), process.num_threads()
-    for i in range(10):
+    for i in range(3, 13):
         cycle(i)
     gc.collect()
     deadline = time.monotonic() + 20
