@@ -107,6 +107,8 @@ _words = Words()
 class Context(Pairs):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
+    _is_aborted = False
+
     def __init__(self, setup: Setup, *, is_logged: bool = False) -> None:
         """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr."""
         keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
@@ -479,6 +481,16 @@ class Context(Pairs):
         """The number of operations of these kinds that this rank has submitted; their names are in ``OPS``."""
         return sum(int(lib.horo_count_of(self._context, OPS[op])) for op in ops)
 
+    def abort(self, words: str) -> None:
+        """Ends the group at once, here and for all others, whose requests fail with ``words``; never waits for them.
+
+        Other threads may wait meanwhile, and call afterwards: they get AbortedError. All but memory is given back, and
+        that is when nobody refers to the context any more.
+        """
+        lib.horo_abort(self._context, as_words(words))
+        self._is_aborted = True
+        self._answers.stop()
+
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""
         self._final_counters = self.counters()
@@ -488,6 +500,11 @@ class Context(Pairs):
         self._timeline.finish()
         self.log_lines.close()
         self._kept.clear()
+
+    def __del__(self) -> None:
+        if self._is_aborted:
+            with contextlib.suppress(Exception):  # at the end of Python, anything may be gone
+                self.destroy()
 
     def _message(self, handle: int) -> str:
         lib.horo_error(self._context, handle, error := error_buffer(), lib.HORO_MESSAGE_MAX)

@@ -307,7 +307,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi34": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi35": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -346,6 +346,13 @@ HORO_API void horo_destroy(horo_context *context);
  * 895 bytes of `words`: HORO_ERR_PEER_LOST, the program's error; HORO_ERR_ABORTED, what it has done, or "".
  */
 HORO_API void horo_leave(horo_context *context, int32_t status, const char *words);
+/*
+ * Ends the group at once, without a word to what is under way: here and on all other ranks, what is pending and what
+ * follows fails with HORO_ERR_ABORTED and 895 bytes of `words`. Any thread, also while others wait, whose calls return
+ * first. Joins the thread and gives all but memory back; horo_destroy follows, when nobody uses the context any more.
+ * Never waits for other ranks, but up to half a second for a link that takes nothing.
+ */
+HORO_API void horo_abort(horo_context *context, const char *words);
 /* The step that the program is in, from 1, or 0, is there until horo_destroy. Of an op it has submitted so many. */
 HORO_API void horo_show_step(horo_context *context, const int64_t *step);
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op);
