@@ -83,11 +83,7 @@ enum horo_reduce_op {
 };
 
 enum horo_log_level {
-    HORO_LOG_TRACE = 0,
-    HORO_LOG_DEBUG = 1,
-    HORO_LOG_INFO = 2,
-    HORO_LOG_WARNING = 3,
-    HORO_LOG_ERROR = 4,
+    HORO_LOG_TRACE = 0, HORO_LOG_DEBUG = 1, HORO_LOG_INFO = 2, HORO_LOG_WARNING = 3, HORO_LOG_ERROR = 4,
     HORO_LOG_OFF = 5,
 };
 
@@ -347,10 +343,9 @@ HORO_API void horo_destroy(horo_context *context);
  */
 HORO_API void horo_leave(horo_context *context, int32_t status, const char *words);
 /*
- * Ends the group at once, without a word to what is under way: here and on all other ranks, what is pending and what
- * follows fails with HORO_ERR_ABORTED and 895 bytes of `words`. Any thread, also while others wait, whose calls return
- * first. Joins the thread and gives all but memory back; horo_destroy follows, when nobody uses the context any more.
- * Never waits for other ranks, but up to half a second for a link that takes nothing.
+ * Ends the group at once: here and on all ranks, what is pending and what follows fails with HORO_ERR_ABORTED and
+ * `words`, as above. Other threads may wait: they return first. Waits for no rank, but half a second for a link that is
+ * full. Gives all but memory back; horo_destroy follows, when nobody uses the context any more.
  */
 HORO_API void horo_abort(horo_context *context, const char *words);
 /* The step that the program is in, from 1, or 0, is there until horo_destroy. Of an op it has submitted so many. */

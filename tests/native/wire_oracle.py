@@ -213,7 +213,7 @@ def samples() -> dict[str, bytes]:
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
         "lost-with-words": lost_message(3, -40, 7, text=b"ValueError: bad sample"),
-        "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
+        "lost-without-words": lost_message(0x7FFFFFFF, -44, 8),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
         "blocked-answer": blocked_message(1, b"'b'", b"", [lane(0, 2, 9, [7])], 2**32 - 1),

@@ -214,10 +214,11 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
- * count past the limit, a negative rank but for the -1 of a LOST without words, a reason that is none or unknown, a status that is
- * unknown, HORO_OK in LOST, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are
- * written longer than they need to be or are of an operation that tells none, lanes that are not in the order of their
- * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * count past the limit, a negative rank but for the -1 of a LOST without words, a reason that is none or unknown, a
+ * status that is unknown, HORO_OK in LOST, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows
+ * that are written longer than they need to be or are of an operation that tells none, lanes that are not in the order
+ * of their teams, a question without a number, a short or long body. Every item is checked here, so the walks below
+ * cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
