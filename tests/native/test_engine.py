@@ -147,10 +147,13 @@ MISMATCHES = [
     (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=4), ["op Sum", "op Max"]),
     (call_of(THREE, reduce_op=1), call_of(THREE, reduce_op=2), ["op Sum", "op Adasum"]),
     (call_of(THREE, prescale=2.0), call_of(THREE, prescale=3.0), ["prescale factor 2", "prescale factor 3"]),
+    (call_of(THREE, postscale=2.0), call_of(THREE, postscale=3.0), ["postscale factor 2", "postscale factor 3"]),
+    (call_of(np.ones(3, np.int32), op="broadcast"), call_of(FLOATS, op="broadcast"), ["int32 [3]", "float32 [3]"]),
     (call_of(THREE), call_of(THREE, transient=True), ["a name that the caller gave", "an automatic name"]),
     (call_of(THREE, op="broadcast"), call_of(THREE, op="broadcast", root_rank=1), ["root rank 0", "root rank 1"]),
     (call_of(THREE), call_of(THREE, op="broadcast"), ["sent allreduce", "sent broadcast"]),
     (*(call_of(np.ones(shape), op="allgather") for shape in ((3, 4), (9, 5))), ["float64 [*, 4]", "float64 [*, 5]"]),
+    (*(call_of(np.ones(shape), op="allgather") for shape in ((3,), (3, 4))), ["float64 [*]", "float64 [*, 4]"]),
     (call_of(THREE, FOUR), call_of(THREE), ["2 tensors", "1 tensor"]),
     (call_of(THREE, FOUR), call_of(THREE, THREE), ["tensor 1 of the group", "float64 [4]", "float64 [3]"]),
 ]
