@@ -242,6 +242,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = why
+        self._kept.clear()
         if self.job is not None and self.pending is not None:
             close_job(self.job, words)
             self.pending.stop()
