@@ -182,16 +182,18 @@ class _Turn(Turn):
         if host is not None and host.free_s <= self._now_s:
             self._cool(host, self.state.limits.start_timeout_s)
 
-    def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
+    def _lose_worker(self, worker: Worker, how: str, may_run_s: float | None) -> None:
         """The host of the worker is lost, and so is the worker."""
         self.suspects.pop(worker.number, None)
         is_member, name = worker.number in self.state.members, self._name(worker)
-        until_s = self._now_s + may_run_s
+        until_s = self._now_s + (may_run_s or 0.0)
         self.workers[worker.number] = replace(worker, standing=Standing.ADRIFT, until_s=until_s)
         if self.state.phase is Phase.FINISHING or worker.standing is Standing.DONE:
             self._enter(Phase.FINISHING)
         elif is_member:
-            if self.state.phase is Phase.RUNNING:  # it may still answer the others, for whom nothing is broken then
+            if may_run_s is None and not self.state.is_broken:
+                self.silent[worker.slot.host] = self._now_s + self.state.limits.elastic_timeout_s
+            if self.state.phase in (Phase.FORMING, Phase.RUNNING):  # nothing may be broken for it and the others
                 before = self.state.announced or Announce(self.state.generation, 0)
                 self._announce(before.added, True, before.leave)
             self._gather(f"{name} {how}")
@@ -362,10 +364,16 @@ class _Turn(Turn):
         if self._is_at_reset_limit():
             limit = self.state.limits.reset_limit
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
-        elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
+        elif len(ready) >= self.state.limits.min_size and not self.silent and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
-            if ready:
+            if self.silent:
+                hosts, limit_s = " and ".join(self.silent), self.state.limits.elastic_timeout_s
+                self._report(
+                    f"nobody has seen generation {self.state.generation} end: training waits until {hosts} "
+                    f"answer{'s' if len(self.silent) == 1 else ''}, for at most {limit_s:g} s (--elastic-timeout)"
+                )
+            elif ready:
                 self._report(
                     f"{ranks_in_words(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)"
                 )
