@@ -162,6 +162,8 @@ class _Turn(Turn):
             self._break()
         is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
         if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
+            if self.state.has_trained and self.state.leaves_s is None and self.state.done_s is None:
+                self.state.done_s = self._now_s
             self._enter(Phase.FINISHING)
         elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too

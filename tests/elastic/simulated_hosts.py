@@ -183,10 +183,11 @@ class Machines:
                 call()
             self._is_back(machine.name)
 
-        self._later(SILENCE_S + self._random.uniform(-1.5, 1.5), if_still(lambda: self.end_agent(machine)))
+        ends_s, lost_s = (SILENCE_S + self._random.uniform(-1.5, 1.5) for _ in range(2))
         may_run_s = self._random.choice([None, _MAY_RUN_S])
+        self._later(ends_s, if_still(lambda: self.end_agent(machine)))
         lose = if_still(lambda: self._lose(machine, agent, "is silent", may_run_s))
-        self._later(SILENCE_S + self._random.uniform(-1.5, 1.5), lose)
+        self._later(max(ends_s, lost_s) if may_run_s is None else lost_s, lose)
         self._later(heals_s, heal)
 
     def flap(self) -> None:
