@@ -160,8 +160,12 @@ class _Turn(Turn):
         is_member, is_sent_away = worker.number in self.state.members, worker.standing in _SENT_AWAY
         if is_member:
             self._break()
-        is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
-        if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
+        may_end = (is_member or self.state.generation == 0) and not worker.is_going
+        if (
+            self.state.phase is Phase.FINISHING
+            or worker.standing is Standing.DONE
+            or (may_end and not event.has_failed)
+        ):
             if self.state.has_trained and self.state.leaves_s is None and self.state.done_s is None:
                 self.state.done_s = self._now_s
             self._enter(Phase.FINISHING)
@@ -249,6 +253,8 @@ class _Turn(Turn):
         due_s = self.state.since_s + limits.start_timeout_s
         is_late = self._now_s >= due_s
         staying = [worker for worker in self.workers.values() if self._stays(worker)]
+        if staying:
+            self._dismiss_leavers()
         in_time = [slot for slot in free_slots(self.state) if free_time_s(self.state, slot) < due_s]
         expected = min(limits.size, len(staying) + len(in_time))
         may_grow = limits.is_discovered or any(host.reach is Reach.COMING for host in self.hosts.values())

@@ -429,6 +429,13 @@ def test_the_job_ends_when_the_time_to_leave_is_over() -> None:
     assert driver.tick() == [Finish("the time to leave is over, and workers 0, 1 still run", 143)]
 
 
+def test_ranks_that_are_about_to_begin_leave_their_host_at_once() -> None:
+    driver = Driver(4, hosts=A2_B2)
+    assert driver.on(Leave("b", 30.0)) == [Dismiss(2), Dismiss(3)]
+    assert driver.on(Ended(2, False), Ended(3, True)) == [Disconnect("b")]
+    assert driver.on(Ready(0), Ready(1)) == [WriteSeats(1, (0, 1))]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_job_that_has_not_begun_ends_at_once(size: int) -> None:
     assert Driver(size).on(Leave(None, 30.0)) == [Finish("", 143)]
