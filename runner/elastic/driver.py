@@ -139,9 +139,14 @@ class _Turn(Turn):
             self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
         elif isinstance(event, Done):
             self._set(worker, Standing.DONE)
-            self.state.done_s = self._now_s if self.state.done_s is None else self.state.done_s
+            self._note_end()
         else:
             self._on_waits(worker, event)
+
+    def _note_end(self) -> None:
+        """A member has come to the end of its training: the others have some time. Who leaves may write for longer."""
+        if self.state.done_s is None and self.state.leaves_s is None:
+            self.state.done_s = self._now_s
 
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
@@ -166,8 +171,8 @@ class _Turn(Turn):
             or worker.standing is Standing.DONE
             or (may_end and not event.has_failed)
         ):
-            if self.state.has_trained and self.state.leaves_s is None and self.state.done_s is None:
-                self.state.done_s = self._now_s
+            if self.state.has_trained:
+                self._note_end()
             self._enter(Phase.FINISHING)
         elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too
@@ -338,12 +343,13 @@ class _Turn(Turn):
         state = self.state
         if state.leaves_s is None or state.phase is Phase.OVER:
             return
-        if self._now_s >= state.leaves_s and self.workers:
-            left = ", ".join(str(number) for number in sorted(self.workers))
-            self._finish(
-                f"the time to leave is over, and worker{'s' if len(self.workers) > 1 else ''} {left} still run",
-                EXIT_TERMINATED,
-            )
+        left = sorted(each.number for each in self.workers.values() if each.standing is not Standing.DONE)
+        if self._now_s >= state.leaves_s and left:
+            names = ", ".join(map(str, left))
+            names = f"worker {names} still runs" if len(left) == 1 else f"workers {names} still run"
+            self._finish(f"the time to leave is over, and {names}", EXIT_TERMINATED)
+        elif self._now_s >= state.leaves_s and self.workers:
+            self._finish("", 0)  # all have kept their commit, and are about to end
         elif state.phase in (Phase.CONNECTING, Phase.STARTING):
             self._finish("", EXIT_TERMINATED)
         elif state.phase is Phase.SHORT:

@@ -351,7 +351,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Done:
-    """``hvd.elastic.run`` returns in a worker, as in all others of a generation."""
+    """``hvd.elastic.run`` returns in a worker, as in all others of a generation, or has kept its state to end."""
 
     worker: int
     generation: int

@@ -374,8 +374,7 @@ class Simulation:
         elif self.steps_left <= 0 or (change and change.leave):
             process.mode = "done"
             self.ends_well.add(process.worker)
-            if self.steps_left <= 0:
-                self.note(process, Done(process.worker, generation))
+            self.note(process, Done(process.worker, generation))
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
