@@ -144,7 +144,7 @@ class _Turn(Turn):
             self._on_waits(worker, event)
 
     def _note_end(self) -> None:
-        """A member has come to the end of its training: the others have some time. Those that keep their state have more."""
+        """A member has come to the end of its training: others have some time, if they do not write their state."""
         if self.state.done_s is None and self.state.leaves_s is None:
             self.state.done_s = self._now_s
 
