@@ -13,6 +13,7 @@
 enum {
     WITH_OFFER_MAX = 1 << 12, /* bytes: two copies by the ring take no longer than a read */
     READ_AT_ONCE = 1 << 19,   /* bytes, before the driver looks at other things */
+    WINDOW = 1 << 20,         /* bytes from another host that leaders may have on the way to a receive */
     TEXT_BYTES = 512,
 };
 
@@ -24,6 +25,7 @@ struct hr_move_of_pair {
     uint64_t count;
     char *data;
     size_t bytes, moved;
+    size_t limit;     /* so far it has been pulled; 0: not yet */
     uint64_t send;    /* the sender's number for it */
     uint64_t address; /* in the sender's memory */
 };
@@ -52,30 +54,28 @@ static struct hr_move_of_pair *take(struct hr_pair_list *list, struct hr_move_of
     return move;
 }
 
-/* The one with that rank, and number of the send; NULL: there is none. It is taken out. */
-static struct hr_move_of_pair *take_by_number(struct hr_pair_list *list, int peer, uint64_t send) {
-    struct hr_move_of_pair *before = NULL;
-    for (struct hr_move_of_pair *move = list->first; move != NULL; before = move, move = move->next) {
-        if (move->send == send && move->pair.peer == peer) {
-            return take(list, before, move);
-        }
+/* The one with that rank, and number of the send, and the one in front of it; NULL: there is none. */
+static struct hr_move_of_pair *find(const struct hr_pair_list *list, int peer, uint64_t send,
+                                    struct hr_move_of_pair **before) {
+    struct hr_move_of_pair *move = list->first;
+    *before = NULL;
+    while (move != NULL && (move->send != send || move->pair.peer != peer)) {
+        *before = move;
+        move = move->next;
     }
-    return NULL;
+    return move;
+}
+
+static struct hr_move_of_pair *take_by_number(struct hr_pair_list *list, int peer, uint64_t send) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(list, peer, send, &before);
+    return move == NULL ? NULL : take(list, before, move);
 }
 
 /* ---- Both ends ---- */
 
-static int local_of(const struct hr_node *node, int rank) {
-    int local = 0;
-    while (local < node->local_size && node->rank_of_local[local] != rank) {
-        local++;
-    }
-    return local < node->local_size ? local : -1;
-}
-
-static hr_status put(struct hr_pairs *pairs, int rank, struct hr_mail_message message, const void *data) {
-    pairs->moves++;
-    return hr_mail_put(&pairs->mail, local_of(pairs->mail.node, rank), &message, data);
+static int is_far(const struct hr_pairs *pairs, const struct hr_move_of_pair *move) {
+    return hr_mail_local_of(&pairs->mail, move->pair.peer) < 0;
 }
 
 /* It is in no list any more. */
@@ -104,16 +104,27 @@ static void fail(struct hr_pairs *pairs, struct hr_move_of_pair *move, int dtype
 
 /* All has come. The sender is told before the caller here, who may end at once. */
 static hr_status end_receive(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    HR_TRY(put(pairs, move->pair.peer, (struct hr_mail_message){.kind = HR_MAIL_DONE, .send = move->send}, NULL));
+    const struct hr_mail_message done = {.kind = HR_MAIL_DONE, .send = move->send};
+    HR_TRY(hr_mail_put(&pairs->mail, move->pair.peer, done, NULL));
     move->request->answer = move->pair.peer;
     complete(pairs, move, HORO_OK, NULL);
     return HORO_OK;
 }
 
-static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    append(&pairs->pulling, move);
+static hr_status ask_for_more(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     const struct hr_mail_message message = {.kind = HR_MAIL_PULL, .send = move->send, .count = move->moved};
-    return put(pairs, move->pair.peer, message, NULL);
+    move->limit = is_far(pairs, move) ? move->moved + hr_smaller(move->bytes - move->moved, WINDOW) : move->bytes;
+    return hr_mail_put(&pairs->mail, move->pair.peer, message, NULL);
+}
+
+/* What a rank of another host has for this one comes one behind the other. */
+static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    int is_next = 1;
+    for (const struct hr_move_of_pair *other = pairs->pulling.first; other != NULL; other = other->next) {
+        is_next &= other->pair.peer != move->pair.peer || !is_far(pairs, move);
+    }
+    append(&pairs->pulling, move);
+    return is_next ? ask_for_more(pairs, move) : HORO_OK;
 }
 
 /* A receive, in no list, and the offer that it was meant for. */
@@ -128,7 +139,7 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int
                                                 .status = HORO_ERR_MISMATCH,
                                                 .dtype = move->dtype,
                                                 .count = move->count};
-        HR_TRY(put(pairs, peer, message, NULL));
+        HR_TRY(hr_mail_put(&pairs->mail, peer, message, NULL));
         fail(pairs, move, offer->dtype, offer->count);
         return HORO_OK;
     }
@@ -138,7 +149,7 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int
         }
         return end_receive(pairs, move);
     }
-    if (!pairs->reads) {
+    if (!pairs->reads || is_far(pairs, move)) {
         return pull(pairs, move);
     }
     append(&pairs->reading, move);
@@ -200,7 +211,7 @@ static int read_some(struct hr_pairs *pairs) {
         move->address + move->moved,
         hr_smaller(move->bytes - move->moved, READ_AT_ONCE),
     };
-    const int error = hr_read_peer(node, local_of(node, move->pair.peer), &range, 1);
+    const int error = hr_read_peer(node, hr_mail_local_of(&pairs->mail, move->pair.peer), &range, 1);
     if (hr_arena_aborted(&node->arena).code != 0 || hr_arena_end_of(&node->arena.header->left_word).code != 0) {
         return HR_STILL;
     }
@@ -220,17 +231,23 @@ static int read_some(struct hr_pairs *pairs) {
 }
 
 static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *move = take_by_number(&pairs->pulling, peer, message->send);
-    if (move == NULL || message->count != move->moved || message->bytes > move->bytes - move->moved) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(&pairs->pulling, peer, message->send, &before);
+    if (move == NULL || message->count != move->moved || message->bytes > move->limit - move->moved) {
         return HORO_ERR_INTERNAL;
     }
     memcpy(move->data + move->moved, data, message->bytes);
     move->moved += message->bytes;
-    if (move->moved == move->bytes) {
-        return end_receive(pairs, move);
+    if (move->moved < move->bytes) {
+        return move->limit < move->bytes && move->limit - move->moved <= WINDOW / 2 ? ask_for_more(pairs, move)
+                                                                                    : HORO_OK;
     }
-    append(&pairs->pulling, move);
-    return HORO_OK;
+    HR_TRY(end_receive(pairs, take(&pairs->pulling, before, move)));
+    struct hr_move_of_pair *next = pairs->pulling.first;
+    while (next != NULL && (next->pair.peer != peer || next->limit > 0)) {
+        next = next->next;
+    }
+    return next == NULL ? HORO_OK : ask_for_more(pairs, next);
 }
 
 /* ---- Sending ---- */
@@ -248,15 +265,35 @@ static hr_status offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
         .address = (uint64_t)(uintptr_t)move->data,
         .bytes = (uint16_t)(is_small ? move->bytes : 0),
     };
-    return put(pairs, move->pair.peer, message, move->data);
+    return hr_mail_put(&pairs->mail, move->pair.peer, message, move->data);
+}
+
+static hr_status take_pull(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(&pairs->pulled, peer, message->send, &before);
+    const int is_first = move == NULL;
+    move = is_first ? take_by_number(&pairs->offered, peer, message->send) : move;
+    if (move == NULL || message->count > (is_first ? move->bytes : move->moved)) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (is_first) {
+        move->moved = (size_t)message->count;
+        append(&pairs->pulled, move);
+    }
+    const size_t left = move->bytes - (size_t)message->count;
+    move->limit = (size_t)message->count + (is_far(pairs, move) ? hr_smaller(left, WINDOW) : left);
+    return HORO_OK;
+}
+
+static int may_send(const struct hr_pairs *pairs, const struct hr_move_of_pair *move) {
+    return move->moved < move->limit && hr_mail_has_room(&pairs->mail, move->pair.peer);
 }
 
 /* Of the first one whose receiver has room, as much as that takes. */
 static int send_pieces(struct hr_pairs *pairs) {
-    const struct hr_node *node = pairs->mail.node;
     struct hr_move_of_pair *before = NULL;
     struct hr_move_of_pair *move = pairs->pulled.first;
-    while (move != NULL && !hr_mail_has_room(&pairs->mail, local_of(node, move->pair.peer))) {
+    while (move != NULL && !may_send(pairs, move)) {
         before = move;
         move = move->next;
     }
@@ -268,11 +305,11 @@ static int send_pieces(struct hr_pairs *pairs) {
             .kind = HR_MAIL_DATA,
             .send = move->send,
             .count = move->moved,
-            .bytes = (uint16_t)hr_smaller(move->bytes - move->moved, HR_MAIL_BYTES_MAX),
+            .bytes = (uint16_t)hr_smaller(move->limit - move->moved, HR_MAIL_BYTES_MAX),
         };
-        HR_TRY(put(pairs, move->pair.peer, message, move->data + move->moved));
+        HR_TRY(hr_mail_put(&pairs->mail, move->pair.peer, message, move->data + move->moved));
         move->moved += message.bytes;
-    } while (move->moved < move->bytes && hr_mail_has_room(&pairs->mail, local_of(node, move->pair.peer)));
+    } while (may_send(pairs, move));
     if (move->moved == move->bytes) { /* until it is done */
         append(&pairs->offered, take(&pairs->pulled, before, move));
     }
@@ -281,23 +318,15 @@ static int send_pieces(struct hr_pairs *pairs) {
 
 /* ---- The part of the loop ---- */
 
-static hr_status handle(void *owner, int local_peer, const struct hr_mail_message *message, const void *data) {
+static hr_status handle(void *owner, const struct hr_mail_message *message, const void *data) {
     struct hr_pairs *pairs = owner;
     struct hr_move_of_pair *move = NULL;
-    const int peer = pairs->mail.node->rank_of_local[local_peer];
     switch (message->kind) {
-    case HR_MAIL_OFFER: return take_offer(pairs, peer, message, data);
-    case HR_MAIL_DATA: return take_data(pairs, peer, message, data);
-    case HR_MAIL_PULL:
-        move = take_by_number(&pairs->offered, peer, message->send);
-        if (move == NULL || message->count > move->bytes) {
-            return HORO_ERR_INTERNAL;
-        }
-        move->moved = message->count;
-        append(&pairs->pulled, move);
-        return HORO_OK;
+    case HR_MAIL_OFFER: return take_offer(pairs, message->from, message, data);
+    case HR_MAIL_DATA: return take_data(pairs, message->from, message, data);
+    case HR_MAIL_PULL: return take_pull(pairs, message->from, message);
     case HR_MAIL_DONE:
-        move = take_by_number(&pairs->offered, peer, message->send);
+        move = take_by_number(&pairs->offered, message->from, message->send);
         if (move == NULL) {
             return HORO_ERR_INTERNAL;
         }
@@ -311,11 +340,47 @@ static hr_status handle(void *owner, int local_peer, const struct hr_mail_messag
     }
 }
 
-/* While nothing of this rank is under way, what others offer stays where it is. */
+/* With the lock held. HORO_OK, or a status with *error set. */
+static hr_status open_mail(struct hr_pairs *pairs, struct hr_error *error) {
+    const hr_status status = pairs->is_open ? HORO_OK : hr_mail_open(&pairs->mail, error);
+    pairs->is_open = status == HORO_OK;
+    return status;
+}
+
+/* A leader, which has sent and received nothing itself. */
+static hr_status open_to_pass(struct hr_pairs *pairs) {
+    struct hr_error error = {0};
+    hr_drive_lock(pairs->requests->drive);
+    const hr_status status = open_mail(pairs, &error);
+    hr_drive_unlock(pairs->requests->drive);
+    if (status != HORO_OK) {
+        hr_log(&pairs->mail.node->log, HORO_LOG_ERROR, "%s", error.text);
+    }
+    return status;
+}
+
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
+    HR_TRY(pairs->is_open ? HORO_OK : open_to_pass(pairs));
+    if (message->to != pairs->mail.node->rank) {
+        return hr_mail_pass(&pairs->mail, message, data);
+    }
+    /* behind the end there is nothing any more that it could be for */
+    return pairs->requests->drive->stage == HR_STAGE_RUNNING ? handle(pairs, message, data) : HORO_OK;
+}
+
+/*
+ * While nothing of this rank is under way, what others offer stays where it is, but for a leader, who passes on what
+ * is for other hosts.
+ */
 static int turn(struct hr_part *part) {
     struct hr_pairs *pairs = part->owner;
-    if (part->is_quiet) {
+    const int passes = pairs->mail.carrier.carry != NULL;
+    if (part->is_quiet && !passes) {
         return HR_STILL;
+    }
+    if (!pairs->is_open) {
+        part->is_quiet = !hr_mail_is_rung(&pairs->mail);
+        return part->is_quiet ? HR_STILL : open_to_pass(pairs);
     }
     const int took = hr_mail_take(&pairs->mail, handle, pairs);
     HR_TRY(took);
@@ -337,7 +402,7 @@ static int needs(const struct hr_part *part) {
 
 static uint64_t count_moves(const struct hr_part *part) {
     const struct hr_pairs *pairs = part->owner;
-    return pairs->moves;
+    return pairs->moves + pairs->mail.moves;
 }
 
 static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .needs = needs, .moves = count_moves};
@@ -346,8 +411,7 @@ static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .ne
 
 static int announce(void *owner, struct hr_request *request) {
     struct hr_pairs *pairs = owner;
-    if (!pairs->is_added) {
-        pairs->is_added = 1;
+    if (pairs->part.ops == NULL) {
         hr_drive_lock(pairs->requests->drive);
         hr_drive_add(pairs->requests->drive, &pairs->part, &PART, pairs);
         hr_drive_unlock(pairs->requests->drive);
@@ -363,7 +427,6 @@ static const struct hr_hooks HOOKS = {.announce = announce, .freed = free};
 static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, struct hr_error *error) {
     const char *name = hr_op_name(op);
     const int is_any = op == HORO_RECEIVE && pair.peer == -1;
-    char who[HR_NAME_TEXT_BYTES];
     if (!is_any && (pair.peer < 0 || pair.peer >= node->size)) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: rank %d does not exist; ranks are 0 to %d", name, pair.peer,
                        node->size - 1);
@@ -374,15 +437,7 @@ static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, 
     if (pair.tag < 0) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: tag %d; tags are 0 or more", name, pair.tag);
     }
-    if (is_any && node->host_count > 1) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "receive: from any rank is offered on one host only, and this job has %d; name the rank",
-                       node->host_count);
-    }
-    return is_any || local_of(node, pair.peer) >= 0
-               ? HORO_OK
-               : hr_fail(error, HORO_ERR_UNSUPPORTED, "%s: %s is on another host; only ranks of one host can do this",
-                         name, hr_node_name_rank(node, pair.peer, who, sizeof who));
+    return HORO_OK;
 }
 
 /* "receive from rank 3, tag 7" */
@@ -400,8 +455,7 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     struct hr_requests *requests = pairs->requests;
     HR_TRY(check(requests->node, op, pair, error));
     hr_drive_lock(requests->drive);
-    const hr_status opened = pairs->is_open ? HORO_OK : hr_mail_open(&pairs->mail, requests->node, error);
-    pairs->is_open = opened == HORO_OK;
+    const hr_status opened = open_mail(pairs, error);
     hr_drive_unlock(requests->drive);
     HR_TRY(opened);
     char name[64];
@@ -431,11 +485,22 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     return hr_requests_add(requests, request, handle, error);
 }
 
+/* ---- The beginning and the end ---- */
+
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier) {
+    *pairs = (struct hr_pairs){.requests = requests, .reads = reads};
+    pairs->mail.node = requests->node;
+    pairs->mail.carrier = carrier;
+    if (carrier.carry != NULL) {
+        hr_drive_add(requests->drive, &pairs->part, &PART, pairs);
+    }
+}
+
 void hr_pairs_fini(struct hr_pairs *pairs) {
     while (pairs->offers != NULL) {
         struct hr_offer *offer = pairs->offers;
         pairs->offers = offer->next;
         free(offer);
     }
-    hr_mail_close(&pairs->mail);
+    hr_mail_fini(&pairs->mail);
 }
