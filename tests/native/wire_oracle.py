@@ -155,8 +155,16 @@ def tune_message(values: Sequence[int], final: int = 0) -> bytes:
 
 
 def mail_message(
-    sender: int, receiver: int, kind: int, data: bytes = b"", *, dtype: int = 0, tag: int = 0, status: int = 0,
-    send: int = 1, count: int = 0,
+    sender: int,
+    receiver: int,
+    kind: int,
+    data: bytes = b"",
+    *,
+    dtype: int = 0,
+    tag: int = 0,
+    status: int = 0,
+    send: int = 1,
+    count: int = 0,
 ) -> bytes:
     """MAIL, whose kinds are those of engine/pairs/mail.h."""
     head = struct.pack("<BiiBBiiQQI", MAIL, sender, receiver, kind, dtype, tag, status, send, count, len(data))

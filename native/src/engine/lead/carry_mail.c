@@ -1,6 +1,5 @@
 /* Mail between ranks of different hosts, between their leaders: along the tree. */
 #include "engine/lead/leader.h"
-#include "engine/pairs/mail.h"
 #include "node/team.h"
 #include "wire/frame.h"
 

@@ -117,7 +117,7 @@ int hr_leader_sends_left(const struct hr_leader *leader);
 
 /* The way to ranks of other hosts. */
 struct hr_mail_carrier hr_leader_carrier(struct hr_leader *leader);
-/* What a link has brought on such a way. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
+/* A message that a link has brought on such a way. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
 hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const struct hr_wire_message *wire,
                               struct hr_mail_message *message);
 

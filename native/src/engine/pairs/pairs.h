@@ -34,13 +34,14 @@ struct hr_pair_list {
 
 struct hr_offer;
 
-/* The driver's, but for `is_open` and what opening makes, which are written once, with the lock held. */
+/* The driver's, but for `is_open` and what opening makes. */
 struct hr_pairs {
     struct hr_requests *requests;
     struct hr_part part;
     struct hr_mail mail;
-    int is_open; /* this rank has sent or received something, or passed it on */
-    int reads;   /* memory of others of this host is read */
+    /* this rank has sent or received something, or passed it on; written under the lock, behind what opening makes */
+    _Atomic int is_open;
+    int reads; /* memory of others of this host is read */
     uint64_t last_send;
     uint64_t moves;
     struct hr_pair_list offered, pulled, posted, reading, pulling;
