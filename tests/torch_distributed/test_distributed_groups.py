@@ -140,7 +140,11 @@ def test_workers_of_a_data_loader_do_not_disturb_the_group() -> None:
 @on("group2")
 def test_a_difference_between_ranks_is_told_to_all_and_the_group_goes_on() -> None:
     rank = dist.get_rank()
-    with pytest.raises(MismatchError, match=r"rank 0 .* float32 \[2\], rank 1 .* float32 \[3\]"):
+    calls = [lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 1)]
+    for call in calls if rank == 0 else calls[::-1]:
+        with pytest.raises(MismatchError, match=r"call \d+: rank 0 .* (allreduce|broadcast)\(.*, rank 1 .* calls "):
+            call()
+    with pytest.raises(MismatchError, match=r"rank 0 .*\(float32 \[2\], Sum\), rank 1 .*\(float32 \[3\], Sum\)"):
         dist.all_reduce(torch.ones(2 + rank))
     work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
     with pytest.raises(RuntimeError, match=r"float32 \[3\]"):
