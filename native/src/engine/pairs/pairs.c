@@ -48,7 +48,10 @@ static int turn(struct hr_part *part) {
     }
     if (!atomic_load(&pairs->is_open)) {
         part->is_quiet = !hr_mail_is_rung(&pairs->mail);
-        return part->is_quiet ? HR_STILL : open_to_pass(pairs);
+        if (part->is_quiet) {
+            return HR_STILL;
+        }
+        HR_TRY(open_to_pass(pairs));
     }
     const int took = hr_mail_take(&pairs->mail, hr_moves_handle, pairs);
     HR_TRY(took);
