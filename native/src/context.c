@@ -115,6 +115,12 @@ HORO_API void horo_leave(horo_context *context, int32_t status, const char *word
     }
 }
 
+HORO_API void horo_abort(horo_context *context, const char *words) {
+    if (context != NULL && hr_owner_is_here(&context->owner)) {
+        hr_engine_abort(&context->engine, words);
+    }
+}
+
 HORO_API void horo_show_step(horo_context *context, const int64_t *step) {
     atomic_store(&context->node.step, step);
 }
