@@ -245,16 +245,40 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
     hr_drive_end_thread(&engine->drive);
 }
 
-void hr_engine_fini(struct hr_engine *engine) {
+/* Leaves, unless that has been done, and gives all but memory back. */
+static void end(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
     hr_drive_lock(&engine->drive);
     while (engine->requests.calls > 0) { /* which end now, for all that they wait for has ended */
         hr_drive_wait(&engine->drive, INT64_MAX);
     }
+    const int has_ended = engine->leaving.has_ended;
+    engine->leaving.has_ended = 1;
     hr_drive_unlock(&engine->drive);
+    if (has_ended) {
+        return;
+    }
     hr_gpu_end(engine);
+    hr_drive_lock(&engine->drive); /* after an abort, others may still call */
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
+    hr_drive_close_fd(&engine->drive);
+    hr_drive_unlock(&engine->drive);
+}
+
+void hr_engine_abort(struct hr_engine *engine, const char *words) {
+    struct hr_node *node = engine->node;
+    hr_drive_lock(&engine->drive);
+    if (!atomic_load(&engine->drive.stop)) { /* else its descriptors may be gone */
+        hr_arena_keep_last_words(&node->arena, node->rank, words, strlen(words));
+        hr_node_abort(node, HORO_ERR_ABORTED, node->rank, HR_REASON_ABORTED);
+    }
+    hr_drive_unlock(&engine->drive);
+    end(engine);
+}
+
+void hr_engine_fini(struct hr_engine *engine) {
+    end(engine);
     free_parts(engine);
 }
 

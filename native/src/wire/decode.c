@@ -256,10 +256,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->status = read_i32(reader);
         message->reason = (enum hr_abort_reason)read_u8(reader);
         message->by = read_i32(reader);
-        require(reader, message->rank >= -1 && message->by >= -1 && hr_is_error(message->status) &&
-                            message->reason > HR_REASON_NONE && message->reason <= HR_REASON_INTERNAL);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= (message->text.bytes > 0 ? 0 : -1) && message->by >= -1 &&
+                            hr_is_error(message->status) && message->reason > HR_REASON_NONE &&
+                            message->reason <= HR_REASON_ABORTED);
         break;
-    case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);

@@ -228,9 +228,8 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     case HR_WIRE_LOST:
         at = write_i32(write_i32(at, message->rank), message->status);
         *at++ = (uint8_t)message->reason;
-        at = write_i32(at, message->by);
+        at = write_str16(write_i32(at, message->by), message->text);
         break;
-    case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:
         at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
         break;

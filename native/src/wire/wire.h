@@ -10,9 +10,8 @@
  *   ROWS     u32 id, rows                                  FAIL     i32 status, str16 name, str16 text
  *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
- *   LOST     i32 rank, i32 status, u8 reason, i32 by    (both directions; enum hr_abort_reason; by: the rank that has
- *            found it; -1: nobody knows which)
- *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
+ *   LOST     i32 rank, i32 status, u8 reason, i32 by, str16 text    (both directions; enum hr_abort_reason; by: the
+ *            rank that has found it; -1: nobody knows which; text: the words of a rank that has ended the group)
  *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is not
  *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
@@ -69,14 +68,13 @@ enum hr_wire_type {
     HR_WIRE_DATA = 8,
     HR_WIRE_RESULT = 9,
     HR_WIRE_ROWS = 10,
-    HR_WIRE_ENDED = 11,
+    HR_WIRE_TUNE = 11,
     HR_WIRE_BLOCKED = 12,
     HR_WIRE_ASK = 13,
     HR_WIRE_QUERY = 14,
     HR_WIRE_JOINED = 15,
-    HR_WIRE_TUNE = 16,
 };
-enum { HR_WIRE_TYPES = HR_WIRE_TUNE + 1 };
+enum { HR_WIRE_TYPES = HR_WIRE_JOINED + 1 };
 
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
@@ -135,12 +133,12 @@ struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
-    int status; /* LOST, ENDED, LEAVE, FAIL, REQUEST */
+    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
+    int status; /* LOST, LEAVE, FAIL, REQUEST */
     enum hr_abort_reason reason; /* LOST */
     int by;     /* LOST (-1: unknown) */
     struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* FAIL, REQUEST, ENDED, LEAVE, BLOCKED: what it waits for */
+    struct hr_wire_text text; /* FAIL, REQUEST, LOST, LEAVE, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     int is_final;             /* TUNE: no other follows */
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
@@ -216,10 +214,11 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
- * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
- * unknown, HORO_OK in LOST, ENDED, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are
- * written longer than they need to be or are of an operation that tells none, lanes that are not in the order of their
- * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * count past the limit, a negative rank but for the -1 of a LOST without words, a reason that is none or unknown, a
+ * status that is unknown, HORO_OK in LOST, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows
+ * that are written longer than they need to be or are of an operation that tells none, lanes that are not in the order
+ * of their teams, a question without a number, a short or long body. Every item is checked here, so the walks below
+ * cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);
