@@ -156,7 +156,7 @@ class HoroWork(torch_distributed.Work):
         try:
             self.wait()
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error.with_traceback(None))  # its frames refer to the future, which no collector sees
         else:
             future.set_result(list(self._outputs))
 
@@ -301,7 +301,7 @@ class Pending:
                 work.settle(future)
 
     def stop(self) -> None:
-        """Returns when no thread is in the core. Futures that are not complete wait for ``give_up``."""
+        """Returns when no thread is in the core. Futures that are not complete wait for ``settle_all``."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -312,6 +312,10 @@ class Pending:
         """Ends what is left with ``error``, when the context is gone."""
         for work in list(self.works):
             work.give_up(error)
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Completes the futures that are left, whose operations have ended."""
         while self._futures:
             work, future = self._futures.popleft()
             work.settle(future)
