@@ -30,7 +30,7 @@ def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(expected)]
 
 
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 @pytest.mark.parametrize("words", [[], ["--no-torch-env"], ["-x", "MASTER_PORT={port}"], ["--master-port", "{port}"]])
@@ -42,9 +42,10 @@ def test_variables_of_torch_are_set_unless_they_are_not_wanted(hororun: Hororun,
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(line.split() for line in done.stdout.splitlines())
     if words == ["--no-torch-env"]:
-        assert lines == [["unset"] * 6] * 3
+        assert lines == [["unset"] * 7] * 3
         return
     local = {"localhost:8": ["0/3", "1/3", "2/3"], "one:2,two:2": ["0/2", "1/2", "0/1"]}[where]
+    assert [line[6] for line in lines] == {"localhost:8": ["0", "0", "0"], "one:2,two:2": ["0", "0", "1"]}[where]
     assert [[*line[:2], "/".join(line[2:4]), line[4]] for line in lines] == [
         [str(rank), "3", place, "127.0.0.1"] for rank, place in enumerate(local)
     ]
