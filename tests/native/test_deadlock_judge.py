@@ -58,7 +58,7 @@ def blocked(
     ended: tuple[int, int] = (0, 0),
 ) -> bytes:
     lanes = [oracle.lane(0, size, executed, hashes)]
-    return oracle.blocked_message(rank, text.encode(), others.encode(), lanes, question, moves, ended)
+    return oracle.blocked_message(rank, text.encode(), others.encode(), lanes, question, moves=moves, ended=ended)
 
 
 def test_two_ranks_that_wait_for_one_another_are_a_deadlock(judges: list[Judge]) -> None:

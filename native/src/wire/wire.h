@@ -12,8 +12,8 @@
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   LOST     i32 rank, i32 status, u8 reason, i32 by, str16 text    (both directions; enum hr_abort_reason; by: the
  *            rank that has found it; -1: nobody knows which; text: the words of a rank that has ended the group)
- *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, moves, u32 n, n x lane    (up only; n is 0: the rank is not
- *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
+ *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, moves, u32 n, n x lane    (up only; n is 0: the rank is
+ *            not blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
@@ -37,8 +37,8 @@
  *            0, it may differ by rank
  *   lane     u32 team, u32 members of it, u64 bytes of its log executed, u32 n, n x u64: the hash of each name that is
  *            submitted to it and not done; 0: the rank has joined, which stands for all names
- *   moves    u64 sends that have ended, u64 receives that have ended, u32 bytes, and of each that has not, nine of these:
- *            i32 the other rank, of a receive from any -1, i32 tag, u8 is a send
+ *   moves    u64 sends that have ended, u64 receives that have ended, u32 bytes, and so many of those that have not, of
+ *            each i32 the other rank, -1 in a receive from any, i32 tag, u8 is a send
  *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of an alltoall in the
  *            place of each those for rank 0, 1 ..., which add up to it; of all ranks whom the sender speaks for, host
  *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one.
