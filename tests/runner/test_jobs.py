@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, wait_until
+from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, wait_until
 
 
 def shell(script: str, flags: Flags | None = None) -> list[str]:
@@ -36,8 +35,7 @@ TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_A
 
 @pytest.mark.parametrize("words", [[], ["--no-torch-env"], ["-x", "MASTER_PORT={port}"], ["--master-port", "{port}"]])
 def test_variables_of_torch_are_set_unless_they_are_not_wanted(hororun: Hororun, where: str, words: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(port_for_later())
     script = "echo " + " ".join(f"${{{name}-unset}}" for name in TORCH_NAMES)
     words = [word.format(port=port) for word in words]
     done = hororun.run("-np", "3", *words, "--no-prefix", *shell(script), where=where)
