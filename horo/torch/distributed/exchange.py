@@ -147,7 +147,9 @@ class Exchange:
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
-        if call.key is not None and may_keep:  # the key has no factor, and a complex tensor may be conjugated lazily
+        if (
+            call.key is not None and may_keep and not self._kept.get(call.key)
+        ):  # the key has no factor, and a complex tensor may be conjugated lazily
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
             self._kept.setdefault(call.key, []).append(buffer)
@@ -171,9 +173,7 @@ class Exchange:
             pending.memory.hold_back(tensors)
         try:
             pending.core.run(buffer)
-        except HoroError:
-            raise
-        except BaseException:  # of a signal handler: the request goes on
+        except BaseException:  # of a signal handler, perhaps: then the request goes on
             pending.core.release_or_keep(buffer.last_handle[0], tensors)
             raise
         if after is not None:
