@@ -274,21 +274,30 @@ class Exchange:
         if self._closed:
             raise NotInitializedError(f"{self._what}: {self._closed}")
 
-    def close(self, why: str, words: str | None = None) -> None:
-        """Leaves the group. ``words``: for ranks that still wait for this one; None: it has done all that it had to."""
+    def abort(self, why: str, words: str) -> None:
+        """Ends the group at once, here and for all others, who get ``words``; other threads may wait meanwhile."""
+        if self._closed:
+            return
+        self._closed = why
+        self._kept.clear()
+        if self.job is not None and self.pending is not None:
+            close_job(self.job, words)
+            self.pending.stop()
+            self.pending.settle_all()
+
+    def close(self, why: str) -> None:
+        """Leaves the group, when others have done what this rank has begun."""
         if self._closed:
             return
         # a rank that fails is waited for by others, rather than the reverse
         is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-        if self._has_paired and words is None and is_well:
+        if self._has_paired and is_well:
             self._await_others()
         self._closed = why
         self._kept.clear()
         if self.job is None or self.pending is None:
             return
         self.pending.stop()
-        if words is not None:
-            self.job.context.end(words)
         close_job(self.job)
         self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 

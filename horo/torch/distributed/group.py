@@ -106,9 +106,9 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         self.other_devices.shutdown()
 
     def abort(self) -> None:
-        """Ends the group: operations in progress fail, on all ranks."""
+        """Ends the group at once: operations in progress fail, on all ranks. Idempotent; any thread."""
+        self._exchange.abort("it has been aborted", f"abort() of process group {self._name}")
         self.other_devices.abort()
-        self._exchange.close("it has been aborted", f"abort() of process group {self._name}")
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class HoroWork(torch_distributed.Work):
             self._await_end()
         if self._error is None:
             future.set_result(list(self._outputs))
-        else:
+        else:  # without its frames, which refer to the future: no collector sees that
             future.set_exception(self._error.with_traceback(None))
 
     def end(self, error: HoroError | None = None) -> None:
@@ -336,7 +336,7 @@ class Pending:
                 work.settle(future)
 
     def stop(self) -> None:
-        """Returns when no thread is in the core. Futures that are not complete wait for ``give_up``."""
+        """Returns when no thread is in the core. Futures that are not complete wait for ``settle_all``."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -347,6 +347,10 @@ class Pending:
         """Ends what is left with ``error``, when the context is gone."""
         for work in list(self.works):
             work.give_up(error)
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Completes the futures that are left, whose operations have ended."""
         while self._futures:
             work, future = self._futures.popleft()
             work.settle(future)
