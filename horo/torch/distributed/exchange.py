@@ -104,7 +104,7 @@ class Exchange:
         Returns:
             As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
         """
-        if profiling._is_profiler_enabled:
+        if self._closed or profiling._is_profiler_enabled:
             return None
         tensors: tuple[torch.Tensor, ...] = ()
         try:
@@ -279,7 +279,6 @@ class Exchange:
         if self._closed:
             return
         self._closed = why
-        self._kept.clear()
         if self.job is not None and self.pending is not None:
             close_job(self.job, words)
             self.pending.stop()
@@ -294,7 +293,6 @@ class Exchange:
         if self._has_paired and is_well:
             self._await_others()
         self._closed = why
-        self._kept.clear()
         if self.job is None or self.pending is None:
             return
         self.pending.stop()
