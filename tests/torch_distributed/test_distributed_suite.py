@@ -24,7 +24,9 @@ test_sparse_all_reduce_sum test_static_graph_api_cpu
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("stands_for", "ranks", "least"), [("horo", 2, 90), ("gloo", 2, 84), ("horo", 3, 105), ("mpi", 3, 85)])
+@pytest.mark.parametrize(
+    ("stands_for", "ranks", "least"), [("horo", 2, 90), ("gloo", 2, 84), ("horo", 3, 105), ("mpi", 3, 85)]
+)
 def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: int) -> None:
     if not ALL and (stands_for, ranks) != ("horo", 2):
         pytest.skip("`make test-all` runs it")
