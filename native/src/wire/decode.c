@@ -283,6 +283,12 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_RESULT: read_data(reader, message); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_TUNE: read_tune(reader, message); break;
+    case HR_WIRE_LATE:
+        message->rank = read_i32(reader);
+        message->name = read_name(reader);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= 0);
+        break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);
         message->name = read_name(reader);

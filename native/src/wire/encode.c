@@ -248,7 +248,9 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         at = hr_store_u64(write_i32(at, message->rank), message->at);
         break;
     case HR_WIRE_FAIL:
-        at = write_str16(write_str16(write_i32(at, message->status), message->name), message->text);
+    case HR_WIRE_LATE:
+        at = write_i32(at, message->type == HR_WIRE_FAIL ? message->status : message->rank);
+        at = write_str16(write_str16(at, message->name), message->text);
         break;
     case HR_WIRE_BATCH:
         at = hr_store_u32(at, message->count);
