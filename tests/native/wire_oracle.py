@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 (
-    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, TUNE, BLOCKED, ASK, QUERY, JOINED,
-    LATE,
-) = range(1, 17)  # fmt: skip
+    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, TUNE, BLOCKED, ASK, QUERY, JOINED, MAIL, LATE,
+) = range(1, 18)  # fmt: skip
 (
     ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN, REDUCE, GATHER,
     SCATTER,
@@ -155,6 +154,23 @@ def tune_message(values: Sequence[int], final: int = 0) -> bytes:
     return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
 
 
+def mail_message(
+    sender: int,
+    receiver: int,
+    kind: int,
+    data: bytes = b"",
+    *,
+    dtype: int = 0,
+    tag: int = 0,
+    status: int = 0,
+    send: int = 1,
+    count: int = 0,
+) -> bytes:
+    """MAIL, whose kinds are those of engine/pairs/mail.h."""
+    head = struct.pack("<BiiBBiiQQI", MAIL, sender, receiver, kind, dtype, tag, status, send, count, len(data))
+    return head + data
+
+
 def leave_message(rank: int, text: bytes = b"", status: int = -43) -> bytes:
     return struct.pack("<Bii", LEAVE, rank, status) + str16(text)
 
@@ -228,5 +244,9 @@ def samples() -> dict[str, bytes]:
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
         "tune": tune_message([1 << 20, 1 << 17, 1, 128 << 20, 1 << 16, 0, 2**64 - 1, 2]),
         "tune-final": tune_message([7], 1),
+        "mail-offer": mail_message(0, 1, 1, bytes(12), dtype=7, tag=5, count=3),
+        "mail-pull": mail_message(1, 0, 2, send=2**64 - 1, count=1 << 40),
+        "mail-data": mail_message(3, 0x7FFFFFFF, 3, bytes(range(64)), count=8192),
+        "mail-mismatch": mail_message(2, 0, 4, dtype=26, tag=0x7FFFFFFF, status=-3, count=2),
     }
     return result

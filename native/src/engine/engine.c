@@ -137,6 +137,15 @@ static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .tur
 
 /* ---- The rooms of an engine ---- */
 
+/* A leader's handler of MAIL: sends and receives between hosts. */
+static int handle_mail(void *owner, int member, const struct hr_wire_message *wire, int64_t now_ns) {
+    (void)now_ns;
+    struct hr_lane *lane = owner;
+    struct hr_mail_message message;
+    HR_TRY(hr_leader_take_mail(&lane->leader, member, wire, &message));
+    return hr_pairs_take_in(&lane->engine->pairs, &message, wire->data);
+}
+
 /* The handlers of messages that are none of a leader's own. */
 static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_JOINED] = hr_join_handle,
@@ -144,6 +153,7 @@ static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_QUERY] = hr_blocked_handle_query,
     [HR_WIRE_ASK] = hr_stall_handle_question,
     [HR_WIRE_LATE] = hr_late_handle,
+    [HR_WIRE_MAIL] = handle_mail,
 };
 
 static const struct hr_executor_ops EXECUTOR_OPS = {
@@ -175,6 +185,9 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->gpu, &hr_part_gpu, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
+                  engine->lanes[0]->is_leader && world->host_count > 1 ? hr_leader_carrier(&engine->lanes[0]->leader)
+                                                                       : (struct hr_mail_carrier){0});
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     hr_drive_add(drive, &engine->late.part, &hr_part_late, engine);
@@ -214,7 +227,6 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
         return status;
     }
     hr_requests_init(&engine->requests, &engine->drive);
-    engine->pairs = (struct hr_pairs){.requests = &engine->requests, .reads = setup->direct_bytes > 0};
     atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
     status = init_parts(engine, world, backend, setup, error);

@@ -228,6 +228,23 @@ static void read_tune(struct reader *reader, struct hr_wire_message *message) {
     (void)take(reader, reader->failed ? 0 : 8 * (size_t)message->count);
 }
 
+static void read_mail(struct reader *reader, struct hr_wire_message *message) {
+    struct hr_wire_mail *mail = &message->mail;
+    message->rank = read_i32(reader);
+    mail->to = read_i32(reader);
+    mail->kind = read_u8(reader);
+    mail->dtype = read_u8(reader);
+    mail->tag = read_i32(reader);
+    message->status = read_i32(reader);
+    mail->send = read_u64(reader);
+    mail->count = read_u64(reader);
+    const uint32_t bytes = read_u32(reader);
+    require(reader, message->rank >= 0 && mail->to >= 0 && mail->dtype < HORO_ANY_DTYPE_COUNT && mail->tag >= 0 &&
+                        (message->status == HORO_OK || hr_is_error(message->status)) && bytes <= HR_WIRE_MAIL_MAX);
+    message->data_bytes = reader->failed ? 0 : bytes;
+    message->data = take(reader, message->data_bytes);
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS:
@@ -289,6 +306,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->text = read_str16(reader);
         require(reader, message->rank >= 0);
         break;
+    case HR_WIRE_MAIL: read_mail(reader, message); break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);
         message->name = read_name(reader);

@@ -247,6 +247,14 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     case HR_WIRE_JOINED:
         at = hr_store_u64(write_i32(at, message->rank), message->at);
         break;
+    case HR_WIRE_MAIL:
+        at = write_i32(write_i32(at, message->rank), message->mail.to);
+        *at++ = (uint8_t)message->mail.kind;
+        *at++ = (uint8_t)message->mail.dtype;
+        at = write_i32(write_i32(at, message->mail.tag), message->status);
+        at = hr_store_u64(hr_store_u64(at, message->mail.send), message->mail.count);
+        at = write_bytes(hr_store_u32(at, (uint32_t)message->data_bytes), message->data, message->data_bytes);
+        break;
     case HR_WIRE_FAIL:
     case HR_WIRE_LATE:
         at = write_i32(at, message->type == HR_WIRE_FAIL ? message->status : message->rank);

@@ -21,6 +21,8 @@
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)
+ *   MAIL     i32 from, i32 to, u8 kind, u8 dtype, i32 tag, i32 status, u64 send, u64 count, u32 n, n bytes
+ *            (both directions; from one rank to another, engine/pairs/mail.h)
  *   JOINED   i32 rank, u64 at                     (up: this rank joins, all of its subtree need not; a record: the root
  *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; 0 in
  *            the record)
@@ -75,7 +77,8 @@ enum hr_wire_type {
     HR_WIRE_ASK = 13,
     HR_WIRE_QUERY = 14,
     HR_WIRE_JOINED = 15,
-    HR_WIRE_LATE = 16,
+    HR_WIRE_MAIL = 16,
+    HR_WIRE_LATE = 17,
 };
 enum { HR_WIRE_TYPES = HR_WIRE_LATE + 1 };
 
@@ -84,6 +87,7 @@ enum {
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
     HR_WIRE_DATA_MAX = 1 << 16,
+    HR_WIRE_MAIL_MAX = 1 << 13,
     HR_WIRE_KNOBS_MAX = 64,
     HR_WIRE_VAR_MAX = 9, /* bytes */
     HR_WIRE_ON_GPU = 2,   /* among the flags of a request */
@@ -132,12 +136,17 @@ struct hr_wire_request {
     size_t byte_count;
 };
 
+struct hr_wire_mail {
+    int to, kind, dtype, tag;
+    uint64_t send, count;
+};
+
 struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LATE, LEAVE, DONE, JOINED; REQUEST: the origin */
-    int status; /* LOST, LEAVE, FAIL, REQUEST */
+    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LATE, LEAVE, DONE, JOINED; REQUEST, MAIL: the origin */
+    int status; /* LOST, LEAVE, FAIL, REQUEST, MAIL */
     enum hr_abort_reason reason; /* LOST */
     int by;     /* LOST (-1: unknown) */
     struct hr_wire_text name; /* FAIL, LATE */
@@ -148,12 +157,13 @@ struct hr_wire_message {
     uint32_t id;              /* DATA, RESULT, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
     uint64_t at;              /* JOINED: a time */
-    const uint8_t *data;      /* DATA, RESULT: packed values */
-    size_t data_bytes;        /* at least 1 */
+    const uint8_t *data;      /* DATA, RESULT: packed values; MAIL */
+    size_t data_bytes;        /* at least 1, but for MAIL */
     const uint8_t *items;     /* IDS: read with hr_wire_u32; TUNE: hr_wire_u64; BATCH: hr_wire_next_ref;
                                * BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
+    struct hr_wire_mail mail;
 };
 
 struct hr_wire_lane {
