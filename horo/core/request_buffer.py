@@ -96,7 +96,7 @@ class Tensor(NamedTuple):
 
 
 _REQUEST = "P4i2dP4iQ"
-"""``horo_request``: name, op, reduce_op, root_rank, flags, scales, tensors, their count, team, device, timeout, stream."""
+"""``horo_request``: name, op, reduce_op, root_rank, flags, scales, tensors, count, team, device, timeout, stream."""
 _TENSOR = "PPPiiiiqP"
 """``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, split_count, output_bytes, splits.
 

@@ -156,12 +156,15 @@ static void find_silent(const struct hr_lane *lane, struct who *who) {
     }
 }
 
-/* Nobody has ended the group. */
-static void give_up(const struct late *late) {
+/* Nobody has ended the group: 1, this rank has; 0: those on other hosts may know better, unless this is the last look. */
+static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
     struct who who = {0};
     find_silent(lane, &who);
+    if (who.count == 0 && !is_last) {
+        return 0;
+    }
     if (who.count == 0) {
         const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
         const int asked = is_executing ? -1 : atomic_load(&lane->node->arena.header->asked_rank) - 1;
@@ -172,11 +175,12 @@ static void give_up(const struct late *late) {
     }
     if (who.count > 0) {
         end_group(lane, &who, "does", "do", "not answer, and others wait for", text);
-        return;
+        return 1;
     }
     char all[HR_LAST_WORDS_MAX + 1];
     (void)snprintf(all, sizeof all, "all ranks have called, and not done, %.*s", (int)text.bytes, text.data);
     hr_node_end(lane->node, HORO_ERR_TIMEOUT, lane->node->rank, all, strlen(all));
+    return 1;
 }
 
 static int64_t due(struct hr_part *part, int64_t now_ns) {
@@ -207,11 +211,13 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         if (ask(&late, now_ns + grace_ns) != HORO_OK) {
             hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks have not called %s", late.text);
         }
-    } else if (now_ns >= asked->asked_ns + grace_ns) {
-        give_up(&late);
+    }
+    const int64_t look_ns = asked->asked_ns + GRACE_MS * 1000000ll;
+    const int is_last = now_ns >= asked->asked_ns + grace_ns;
+    if (now_ns >= look_ns && give_up(&late, is_last)) {
         return HR_NEVER;
     }
-    return asked->asked_ns + grace_ns;
+    return now_ns < look_ns ? look_ns : asked->asked_ns + grace_ns;
 }
 
 /* Nothing is pending any more: no wake-up for what is done. */
