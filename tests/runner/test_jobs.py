@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, wait_until
+from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, wait_until
 
 
 def shell(script: str, flags: Flags | None = None) -> list[str]:
@@ -31,22 +30,22 @@ def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{i}] {line}" for i, line in enumerate(expected)]
 
 
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
 @pytest.mark.parametrize("words", [[], ["--no-torch-env"], ["-x", "MASTER_PORT={port}"], ["--master-port", "{port}"]])
 def test_variables_of_torch_are_set_unless_they_are_not_wanted(hororun: Hororun, where: str, words: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(port_for_later())
     script = "echo " + " ".join(f"${{{name}-unset}}" for name in TORCH_NAMES)
     words = [word.format(port=port) for word in words]
     done = hororun.run("-np", "3", *words, "--no-prefix", *shell(script), where=where)
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(line.split() for line in done.stdout.splitlines())
     if words == ["--no-torch-env"]:
-        assert lines == [["unset"] * 6] * 3
+        assert lines == [["unset"] * 7] * 3
         return
     local = {"localhost:8": ["0/3", "1/3", "2/3"], "one:2,two:2": ["0/2", "1/2", "0/1"]}[where]
+    assert [line[6] for line in lines] == {"localhost:8": ["0", "0", "0"], "one:2,two:2": ["0", "0", "1"]}[where]
     assert [[*line[:2], "/".join(line[2:4]), line[4]] for line in lines] == [
         [str(rank), "3", place, "127.0.0.1"] for rank, place in enumerate(local)
     ]
