@@ -156,7 +156,7 @@ static void find_silent(const struct hr_lane *lane, struct who *who) {
     }
 }
 
-/* Nobody has ended the group: 1, this rank has; 0: those on other hosts may know better, unless this is the last look. */
+/* Nobody has ended the group: 1, this rank has; 0: before the last look, others may know better. */
 static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
