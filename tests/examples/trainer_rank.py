@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -145,6 +146,38 @@ def check_logs(folder: Path, trainer: Any) -> None:
     hvd.shutdown()
 
 
+def change_members(group: Any) -> None:
+    """As torchft's manager does: a group with another prefix for each quorum, while the old one may be in use."""
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    ones = torch.ones(4)
+
+    def meet(where: str) -> None:
+        """As the manager's votes on each step."""
+        store.set(f"{where}{rank}", "")
+        store.wait([f"{where}{each}" for each in range(size)])
+
+    for quorum in range(4):
+        group.configure(f"127.0.0.1:{port}/quorum/{quorum}", f"replica{rank}", rank, size, quorum)
+        value = ones.clone()
+        group.allreduce([value], dist.AllreduceOptions()).wait()
+        assert value.tolist() == [size] * 4
+        meet(f"done{quorum}.")
+        if quorum == 2 and rank == 0:
+            work = group.allreduce([ones.clone()], dist.AllreduceOptions())  # the other one never comes
+            group.abort()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                assert "abort" in str(error)
+        meet(f"quorum{quorum}.")
+    group.configure(f"127.0.0.1:{port}/alone/{rank}", f"replica{rank}", 0, 1, 5)
+    group.allreduce([ones], dist.AllreduceOptions()).wait()
+    assert ones.tolist() == [1.0] * 4
+    group.abort()
+    meet("done.")
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     name = sys.argv[1]
@@ -155,6 +188,8 @@ def main() -> None:
     exec(block.compiled(), variables)
     if name == "optuna":
         assert dist.get_rank() != 0 or len(variables["study"].trials) == 5
+    elif name == "torchft":
+        change_members(variables["ProcessGroupHoro"]())
     elif name == "loggers":
         check_logs(Path.cwd(), variables["trainer"])
     elif name != "ray":  # whose ranks have checked it

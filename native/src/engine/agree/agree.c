@@ -149,19 +149,6 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
     return count;
 }
 
-enum hr_agree_state hr_agree_look_up(const struct hr_agree *agree, struct hr_wire_text name,
-                                     const uint64_t **announced) {
-    for (int state = HR_AGREE_WAITING; state <= HR_AGREE_CHOSEN; state++) {
-        for (const struct hr_agree_entry *entry = agree->lists[state].first; entry != NULL; entry = entry->next) {
-            if (entry->name_bytes == name.bytes && memcmp(entry->name, name.data, name.bytes) == 0) {
-                *announced = entry->announced;
-                return entry->state;
-            }
-        }
-    }
-    return HR_AGREE_IDLE;
-}
-
 int64_t hr_agree_since(const struct hr_agree *agree, enum hr_agree_state state) {
     const struct hr_agree_entry *first = agree->lists[state].first;
     return first == NULL ? 0 : first->first_ns;

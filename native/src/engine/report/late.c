@@ -148,7 +148,7 @@ static void find_silent(const struct hr_lane *lane, struct who *who) {
     for (int i = 0; i < team->local_size; i++) {
         const struct hr_arena_block *block = &arena->blocks[team->index_of_local[i]];
         const uint64_t place = atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed);
-        /* who is behind that place has done its part; where nothing is executed, the leader is to agree on it */
+        /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;
         if (i != team->local_rank && is_awaited && atomic_load(&block->present) != roll_call) {
             add(who, team->job_rank[team->rank_of_local[i]]);
