@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +16,9 @@ from horo.bootstrap.running_rank import RunningRank
 from horo.core import context
 from horo.core.context import OPS, RequestBuffer
 from horo.errors import AbortedError, HoroError, NotInitializedError, UnsupportedError, UsageError
+from horo.torch.compat.profiler import profiling
 from horo.torch.distributed.connection import close_job
+from horo.torch.distributed.recorded import recorded
 from horo.torch.distributed.reduction import Reduction
 from horo.torch.distributed.work import DONE, HoroWork, Pending
 from horo.torch.engine.operation import DTYPES, check_tensor, count_change
@@ -24,6 +27,7 @@ from horo.torch.engine.results import Gathered, gathered
 __all__ = ["Exchange", "GroupCall", "writable"]
 
 _PLAIN = Reduction(0)
+_TIMEOUT_MAX_MS = 2**31 - 1
 _OTHERS_S = 60.0
 """Longest wait at the end of a group for sends and receives of others."""
 _KEPT_MAX = 1000
@@ -51,6 +55,8 @@ class GroupCall(NamedTuple):
     """For an alltoall: rows of the input for each rank. The input has its own shape then."""
     key: Hashable = None
     """For ``Exchange.again``; None: the call has several tensors, or is not likely to come again."""
+    timeout_ms: int = 0
+    """0: that of the group."""
 
     def rows_of_core(self) -> list[context.Tensor]:
         """The tensors as the core takes them. Only the number of elements counts, so shapes are flat."""
@@ -77,16 +83,24 @@ class GroupCall(NamedTuple):
 class Exchange:
     """The ranks of one group, as far as this rank calls them."""
 
-    def __init__(self, job: RunningRank | None, what: str) -> None:
-        """``job``: None in a group of one rank. ``what``: the group, for messages."""
+    def __init__(self, job: RunningRank | None, what: str, timeout: timedelta) -> None:
+        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each collective."""
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
+        self._timeout_ms = _milliseconds(timeout)
+        self.recorded_as = "horo"
+        """The backend in torch's profiler."""
         self._closed = ""
         self._has_paired = False
         """This rank has sent or received, so others may do so without it."""
         self._kept: dict[Hashable, list[RequestBuffer]] = {}
         """The requests for each key of ``again`` that no thread is using."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of collectives that are begun from now on."""
+        self._timeout_ms = _milliseconds(timeout)
+        self._kept.clear()
 
     def again(self, key: tuple[Any, ...], source: torch.Tensor | None = None, target: Any = None) -> Any:
         """Does a call that ``do`` has done before, with other memory.
@@ -99,7 +113,7 @@ class Exchange:
         Returns:
             As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
         """
-        if self._closed:
+        if self._closed or profiling._is_profiler_enabled:
             return None
         tensors: tuple[torch.Tensor, ...] = ()
         try:
@@ -127,6 +141,11 @@ class Exchange:
         Raises:
             HoroError: of the request, where the caller waits; the request cannot be begun.
         """
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, call.op, call.inputs, lambda: self._do(call, opts))
+        return self._do(call, opts)
+
+    def _do(self, call: GroupCall, opts: Any) -> Any:
         self.check_open()
         if self.pending is None:
             _copy_alone(call)
@@ -144,9 +163,12 @@ class Exchange:
             root_rank=call.root,
             sync=not is_async,
             into=call.op in ("allgather", "alltoall"),
+            timeout_ms=call.timeout_ms or self._timeout_ms,
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
+        if profiling._is_profiler_enabled:
+            may_keep = False  # ``again`` would take none
         if call.key is not None and may_keep:  # the key has no factor, and a complex tensor may be conjugated lazily
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
@@ -183,13 +205,18 @@ class Exchange:
 
     def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
         """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
+        return self._gather_rows(rows, finish, opts)
+
+    def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., None], opts: Any) -> Any:
         self.check_open()
         if self.pending is None:
             finish([Gathered(each, [len(each)]) for each in rows])
             return DONE
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
-        buffer = RequestBuffer.of(OPS["allgather"], None, tensors)
+        buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_ms)
 
         def take(handle: int) -> None:
             taken = (core.take_result(handle, index) for index in range(len(rows)))
@@ -202,6 +229,11 @@ class Exchange:
 
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "send", [source], lambda: self._send(source, peer, tag))
+        return self._send(source, peer, tag)
+
+    def _send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
         return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
@@ -215,6 +247,19 @@ class Exchange:
         after: Callable[[], None] | None,
     ) -> Any:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
+        begin = functools.partial(self._receive, target, peer, tag, results, after)
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
+        return begin()
+
+    def _receive(
+        self,
+        target: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        results: Sequence[torch.Tensor],
+        after: Callable[[], None] | None,
+    ) -> Any:
         pending = self._core("recv")
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), DTYPES[target.dtype])
         core = pending.core
@@ -269,6 +314,11 @@ class Exchange:
         with contextlib.suppress(HoroError):
             work = self.do(GroupCall("barrier", [], [], []), None)
             work.wait(timedelta(seconds=_OTHERS_S))
+
+
+def _milliseconds(timeout: timedelta) -> int:
+    """For the core: at least 1, at most what it can take."""
+    return max(1, min(int(timeout / timedelta(milliseconds=1)), _TIMEOUT_MAX_MS))
 
 
 def _address(tensor: torch.Tensor) -> int:
