@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,8 @@ def test_operations_in_progress_share_no_memory() -> None:
 
 @on("group2")
 def test_of_calls_that_are_no_repetition_few_requests_are_kept() -> None:
-    exchange = dist.group.WORLD._exchange  # type: ignore[union-attr]
+    group: Any = dist.group.WORLD
+    exchange = group._exchange
     parameter = torch.nn.Parameter(torch.ones(77), requires_grad=False)
     for tensor in (parameter, torch.ones(78, 2)[:, 0], torch.ones(0)):
         before = sum(len(buffers) for buffers in exchange._kept.values())
