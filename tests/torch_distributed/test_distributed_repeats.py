@@ -129,18 +129,23 @@ def test_an_error_of_horo_that_a_signal_handler_raises_ends_no_operation() -> No
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
         return
-    thread, of_context = threading.get_ident(), context.__file__
+    group: Any = dist.group.WORLD
+    core, thread = group._exchange.pending.core, threading.get_ident()
+    before = core.count_of("allreduce")
 
-    def interrupt() -> None:
-        while sys._current_frames()[thread].f_code.co_filename != of_context:
+    def interrupt(begun: int) -> None:
+        while (
+            core.count_of("allreduce") < before + begun
+            or sys._current_frames()[thread].f_code.co_filename != context.__file__
+        ):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def raise_error(*_: object) -> None:
         raise PeerLostError("of another group")
 
-    def fails(call: Callable[[], object]) -> None:
-        interrupts = threading.Thread(target=interrupt)
+    def fails(call: Callable[[], object], begun: int) -> None:
+        interrupts = threading.Thread(target=interrupt, args=(begun,))
         interrupts.start()
         with pytest.raises(PeerLostError, match="of another group"):
             call()
@@ -149,14 +154,14 @@ def test_an_error_of_horo_that_a_signal_handler_raises_ends_no_operation() -> No
     handler = signal.signal(signal.SIGUSR1, raise_error)
     tensor = torch.ones(1)
     memory = weakref.ref(tensor)
-    fails(functools.partial(dist.all_reduce, tensor))
+    fails(functools.partial(dist.all_reduce, tensor), 1)
     tensor = torch.ones(1)
     gc.collect()
     assert memory() is not None
     work = dist.all_reduce(tensor, async_op=True)
-    fails(work.wait)
+    fails(work.wait, 2)
     assert not work.is_completed()
-    fails(lambda: dist.all_reduce(tensor))  # waits for the other one
+    fails(lambda: dist.all_reduce(tensor), 2)  # waits for the other one
     signal.signal(signal.SIGUSR1, handler)
     store.set("raised", "")
     assert work.wait()
