@@ -216,18 +216,25 @@ def not_contiguous(device: torch.device) -> None:
     ranks = size * (size + 1) / 2
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         torch.Tensor.t, lambda x: x[:, ::2], lambda x: x[1::3, 2:5], lambda x: x.view(2, 3, 2, 4).permute(2, 0, 3, 1),
-        lambda x: x[:1].expand(3, 8),
+        lambda x: x[:1].expand(3, 8), torch._neg_view,
     )  # fmt: skip
     for view in views:
-        _close([hvd.allreduce(view(base * (rank + 1)), op=hvd.Sum)], [view(base) * ranks])
+        own = view(base * (rank + 1))
+        _close([hvd.allreduce(own, op=hvd.Sum)], [view(base) * ranks])
         assert torch.equal(hvd.allgather(view(base)), torch.cat([view(base)] * size))
-        assert torch.equal(hvd.broadcast(view(base * (rank + 1)), root_rank=size - 1), view(base * size))
+        assert torch.equal(hvd.broadcast(own, root_rank=size - 1), view(base * size))
+        if own.stride(0):  # its elements are apart
+            layout = own.stride()
+            assert hvd.allreduce_(own, op=hvd.Sum) is own and own.stride() == layout
+            _close([own], [view(base) * ranks])
     area = torch.zeros(6, 8, dtype=torch.float64, device=device)
     area[:, ::2] = rank + 1
     part = area[:, ::2]
     assert hvd.allreduce_(part, op=hvd.Sum) is part
     assert area[:, ::2].eq(ranks).all() and area[:, 1::2].eq(0).all()  # nothing beside it was written
-    hvd.broadcast_(area.t()[1:4], root_rank=0)
+    rows = torch.full((6, 8), rank, dtype=torch.float64, device=device)
+    hvd.broadcast_(rows.t()[1:4], root_rank=0)
+    assert rows[:, 1:4].eq(0).all() and rows[:, 4:].eq(rank).all() and rows[:, 0].eq(rank).all()
     x = base.t().clone().requires_grad_()
     hvd.allreduce(x.t() * (rank + 1), op=hvd.Sum).sum().backward()
     assert x.grad is not None

@@ -30,10 +30,8 @@ class Rank:
         self._pending: dict[str, tuple[int, array.array[float], array.array[float]]] = {}
         self.hasty = False
 
-    def start(self, version: str = "") -> list[int]:
-        """``init()``, with another version of the core if one is given; answers rank and size."""
-        if version:
-            bootstrap.version = lambda: version
+    def start(self) -> list[int]:
+        """``init()``; answers rank and size."""
         self._job = bootstrap.start()
         return [self._job.rank, self._job.size]
 

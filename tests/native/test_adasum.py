@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
 from ranks import Rank, on_ranks, over_every_layout, run_ranks
-from test_teams import run_in_teams
 
 from horo.core import context
 from horo.core.context import RequestBuffer, Tensor
@@ -127,13 +126,13 @@ def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
             check(arrays[i], [mine[i] for mine in inputs], dtype)
 
 
-def test_teams_combine_in_the_order_of_their_members() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        count = 3 + 1999 * number
-        inputs = [values_of(member, count) for member in members]
-        check(combined(rank, inputs[members.index(rank.rank)], team=team), inputs, "float64")
-
-    run_in_teams(step)
+@on_ranks(host_of_rank=[0, 1, 2, 0, 1, 2, 0])
+def test_teams_combine_in_the_order_of_their_members(rank: Rank) -> None:
+    for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
+        team = rank.add_team(members)
+        for count in (3, 5000) if rank.rank in members else ():
+            inputs = [values_of(member, count) for member in members]
+            check(combined(rank, inputs[members.index(rank.rank)], team=team), inputs, "float64")
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

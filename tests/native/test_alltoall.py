@@ -8,7 +8,6 @@ import native_build
 import numpy as np
 import pytest
 from ranks import Rank, describe, on_ranks, over_every_layout, run_ranks
-from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import UsageError
@@ -37,26 +36,18 @@ class Plan:
         return np.concatenate([self.block(other, rank) for other in range(len(self.rows))])
 
 
-def submit(rank: Rank, plans: Sequence[Plan], number: int, name: str, **options: int) -> int:
-    """``number``: of this rank among those of the plan. The inputs live as long as the handle."""
-    inputs = [plan.given(number) for plan in plans]
+def check(rank: Rank, plans: Sequence[Plan], name: str = "a") -> None:
+    inputs = [plan.given(rank.rank) for plan in plans]
     tensors = [
-        tensor._replace(splits=tuple(plan.rows[number]))
+        tensor._replace(splits=tuple(plan.rows[rank.rank]))
         for tensor, plan in zip(describe(inputs, inputs), plans, strict=True)
     ]
-    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], name, tensors, **options))
-    rank._kept[handle] = inputs, inputs
-    return handle
-
-
-def check(rank: Rank, plans: Sequence[Plan], name: str = "a", number: int | None = None, **options: int) -> None:
-    place = rank.rank if number is None else number
-    handle = submit(rank, plans, place, name, **options)
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], name, tensors))
     rank.context.wait(handle)
     for i, plan in enumerate(plans):
         data, received = rank.context.take_result(handle, i)
-        assert received == [rows[place] for rows in plan.rows]
-        wanted = plan.wanted(place)
+        assert received == [rows[rank.rank] for rows in plan.rows]
+        wanted = plan.wanted(rank.rank)
         assert np.array_equal(np.frombuffer(data, plan.dtype).reshape(wanted.shape), wanted)
     rank.finish(handle)
 
@@ -104,13 +95,6 @@ def test_many_ranks(hosts: list[int], direct_bytes: int) -> None:
             check(rank, [plan])
 
     run_ranks(body, hosts, segment_bytes=1 << 12, spin_us=0, direct_bytes=direct_bytes)
-
-
-def test_teams_exchange_each_in_the_order_of_its_members() -> None:
-    def step(rank: Rank, members: list[int], team: int, number: int) -> None:
-        check(rank, [random_plan(len(members), number)], number=members.index(rank.rank), team=team)
-
-    run_in_teams(step)
 
 
 @pytest.mark.parametrize(

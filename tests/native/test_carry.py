@@ -81,16 +81,6 @@ def test_data_of_a_round_that_failed_is_not_used_in_the_next(rank: Rank, differs
         assert (rank.allreduce(np.full(5, step, np.float32), "x") == rank.size * step).all()
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3])
-def test_names_that_evict_one_another_get_their_own_data(capacity: int) -> None:
-    def body(rank: Rank) -> None:
-        for step in range(300):
-            place = (step * 7 + step // 5) % 5
-            assert (rank.allreduce(np.full(place + 1, step + rank.rank, np.float32), f"x{place}") == 2 * step + 1).all()
-
-    run_ranks(body, [1, 1], cache_capacity=capacity)
-
-
 @pytest.mark.parametrize(("hosts", "is_carried"), [([2], False), ([2, 1], True)], ids=str)
 def test_a_tensor_alone_on_one_host_is_not_carried(native: ModuleType, hosts: list[int], is_carried: bool) -> None:
     """There the arena is quicker: what rank 1 writes to its leader is an announcement, which has no data."""

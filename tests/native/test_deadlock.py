@@ -169,26 +169,3 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
     for r in range(2):
         assert f"'early {r}' (" in texts[0]
         assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
-
-
-def test_two_threads_that_wait_are_both_named() -> None:
-    are_known = threading.Barrier(4)
-
-    def body(rank: Rank) -> None:
-        errors: list[str] = []
-
-        def wait(name: str) -> None:
-            rank.barrier(f"known {name[1:]}")
-            are_known.wait(20)  # else one is a deadlock without the other
-            with pytest.raises(DeadlockError) as error:
-                rank.barrier(name)
-            errors.append(str(error.value))
-
-        threads = [threading.Thread(target=wait, args=(f"{rank.rank}{i}",)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(f"'{i}{k}' (" in text for text in errors for i in range(2) for k in range(2)), errors
-
-    run_ranks(body, [2])

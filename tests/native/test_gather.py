@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from ranks import Group, Rank, describe, on_ranks, over_every_layout, wait_for
-from test_teams import run_in_teams
 
 from horo.core import context
 from horo.errors import PeerLostError, UsageError
@@ -27,12 +26,10 @@ def part(rank: int, step: int, index: int) -> np.ndarray:
     return np.full((row_count(rank, step, index), 1 + index % 3), rank + 3 * step + index, DTYPES[index % 3])
 
 
-def check_group(rank: Rank, step: int, tensors: int, members: Sequence[int] = (), **options: int) -> None:
-    """One request of so many tensors, of all ranks or those of a team."""
-    ranks = members or range(rank.size)
-    handle = rank.submit(
-        "allgather", f"group of {tensors}", [part(rank.rank, step, i) for i in range(tensors)], **options
-    )
+def check_group(rank: Rank, step: int, tensors: int) -> None:
+    """One request of so many tensors."""
+    ranks = range(rank.size)
+    handle = rank.submit("allgather", f"group of {tensors}", [part(rank.rank, step, i) for i in range(tensors)])
     rank.context.wait(handle)
     for i in range(tensors):
         data, first_dims = rank.context.take_result(handle, i)
@@ -126,10 +123,6 @@ def test_more_rows_than_a_result_can_have_are_refused_by_all(rank: Rank, shape: 
 def test_as_many_rows_as_a_result_can_have_are_counted(rank: Rank) -> None:
     rows = [2**63 - 1 - 5, 5]
     assert gather(rank, [(rows[rank.rank], 0)], "float32") == rows
-
-
-def test_teams_gather_each_in_the_order_of_its_members() -> None:
-    run_in_teams(lambda rank, members, team, step: check_group(rank, step, 3, members, team=team))
 
 
 def whole(size: int, step: int, index: int) -> np.ndarray:

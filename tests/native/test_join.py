@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 import native_build
 import numpy as np
@@ -13,10 +12,8 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import AbortedError, DeadlockError, HoroError, MismatchError, PeerLostError, StalledError, UsageError
+from horo.errors import AbortedError, DeadlockError, HoroError, PeerLostError, StalledError, UsageError
 
-LAYOUTS = [[1], [2], [3], [4], [8], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
-SEVERAL = [hosts for hosts in LAYOUTS if sum(hosts) > 1]
 SUM = context.REDUCE_OPS["sum"]
 
 
@@ -45,27 +42,6 @@ def end_join(rank: Rank, handle: int | None) -> int:
     return join(rank) if handle is None else finish_join(rank, handle)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("cache", [0, 2, 64])
-def test_ranks_leave_one_after_the_other_and_the_rest_go_on(hosts: list[int], cache: int) -> None:
-    """Rank r has r steps in the first epoch, the other way round in the second, and so on."""
-    counts = [1, 700, 40_000]
-
-    def body(rank: Rank) -> None:
-        for epoch in range(6):
-            ends = [r if epoch % 2 == 0 else rank.size - 1 - r for r in range(rank.size)]
-            for step in range(ends[rank.rank]):
-                active = [r for r, end in enumerate(ends) if end > step]
-                arrays = [np.arange(count, dtype=np.float64) + rank.rank for count in counts]
-                handles = [rank.submit("allreduce", f"x{len(array)}", [array], reduce_op=SUM) for array in arrays]
-                for handle, array in zip(handles, arrays, strict=True):
-                    rank.finish(handle)
-                    assert np.array_equal(np.arange(len(array)) * len(active) + sum(active), array)
-            assert join(rank) in range(rank.size)
-
-    run_ranks(body, hosts, cache_capacity=cache)
-
-
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
 @on_ranks([2], [3], [1, 1], [2, 2], [2, 1, 3])
 def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> None:
@@ -82,34 +58,6 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
                 result = rank.allreduce(inputs[rank.rank][:count].copy(), f"{op}{count}", op)
                 assert np.array_equal(expected, result), (op, count)
     end_join(rank, handle)
-
-
-@pytest.mark.parametrize("cache_capacity", [0, 64])
-@on_ranks(*SEVERAL, "cache_capacity")
-def test_what_a_joined_rank_cannot_do_fails_on_the_others_and_the_job_goes_on(rank: Rank) -> None:
-    rows, array, part = np.zeros((rank.size, 2)), np.zeros(rank.size), np.zeros((1, 2))
-    tensor = context.Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["float64"], splits=(1,) * rank.size)
-    alltoall = context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor])
-    scatter = partial(rank.submit, "reducescatter")
-    calls = {
-        "^reducescatter 'rs': rank 0 has joined": partial(scatter, "rs", [rows], outputs=[part], reduce_op=SUM),
-        "^broadcast 'b': its root, rank 0, has joined": partial(rank.submit, "broadcast", "b", [array], root_rank=0),
-        "^alltoall 'a': rank 0 has joined": partial(rank.context.submit, alltoall),
-    }
-    for op in ("min", "max", "product"):
-        scaled = partial(rank.submit, reduce_op=context.REDUCE_OPS[op], prescale=0.5)
-        calls[rf"^allreduce '{op}': rank 0 has joined.*0\.5"] = partial(scaled, "allreduce", op, [array])
-    for _ in range(2):
-        handle = joins_first(rank, 1)
-        if handle is None:
-            for said, submit in calls.items():
-                with pytest.raises(MismatchError, match=said):
-                    rank.finish(submit())
-            with pytest.raises(MismatchError, match="add_process_set: rank 0 has joined"):
-                rank.context.add_team([0])
-            assert rank.allreduce(np.ones(2), "after")[0] == rank.size - 1
-        end_join(rank, handle)
-        assert rank.allreduce(np.ones(2), "all")[0] == rank.size
 
 
 def test_a_rank_that_has_joined_can_submit_nothing() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,20 +19,6 @@ from horo.errors import (
     UnsupportedError,
     UsageError,
 )
-
-HOSTS = ([4], [2, 2], [1, 1, 1, 1], [3, 1], [1, 3])
-
-
-def run_in_teams(step: Callable[[Rank, list[int], int, int], None]) -> None:
-    """Calls ``step(rank, members, team, number)`` four times on each member of teams that overlap, over three hosts."""
-
-    def body(rank: Rank) -> None:
-        for members in ([0, 1, 2, 4, 6], [1, 2, 5], [0, 3, 6]):
-            team = rank.add_team(members)
-            for number in range(4 if rank.rank in members else 0):
-                step(rank, members, team, number)
-
-    run_ranks(body, host_of_rank=[0, 1, 2, 0, 1, 2, 0])
 
 
 def check_all(rank: Rank, team: int, ranks: Sequence[int], step: int) -> None:
@@ -60,18 +46,6 @@ def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) ->
                 rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
     rank.context.remove_team(team)
     assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [2, 3], [1, 2], [0, 3], [1, 2, 3], [0, 1, 2, 3], [3]], ids=str)
-@on_ranks(*HOSTS, segment_bytes=1 << 14)
-def test_members_do_all_operations_among_themselves(rank: Rank, ranks: list[int]) -> None:
-    team = rank.add_team(ranks)
-    assert team == 1
-    for step in range(4):
-        if rank.rank in ranks:
-            check_all(rank, team, ranks, step)
-        check_all(rank, 0, range(4), step)
-    rank.context.remove_team(team)
 
 
 @on_ranks([3])

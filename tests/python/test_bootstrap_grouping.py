@@ -133,6 +133,7 @@ def test_other_version_is_named_even_if_it_encodes_everything_else_differently()
         check_agreement([PEER_INFO.encode(), PEER_INFO.encode(), strange], name)
     said = "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)"
     assert said in str(caught.value)
+    assert "install the same version on all hosts" in str(caught.value)
 
 
 def test_a_default_that_another_setting_gives_is_compared_and_names_that() -> None:

@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import Hororun, wait_until
+from jobs import wait_until
 from plain_ranks import PlainRanks
 
 LARGE = 4 << 20
@@ -132,35 +131,6 @@ def test_a_rank_that_dies_right_after_init_is_an_error_of_the_first_call(tmp_pat
         for rank in told:
             ranks.tell(rank, "allreduce", "x")
         check_lost(ranks, told, 1, REFUSED)
-
-
-LEAVES_EARLY = """
-import os
-from horo.bootstrap import job
-if os.environ["HOROVOD_RANK"] == "0":
-    job.start()
-"""
-
-
-def test_ranks_of_different_versions_are_told_both(tmp_path: Path) -> None:
-    with PlainRanks(tmp_path, "ab") as ranks:
-        ranks.tell(0, "start", "1.0+abi1")
-        ranks.tell(1, "start", "2.0+abi2")
-        for rank in (0, 1):
-            answer = ranks.answer(rank)
-            assert answer.get("error") == "MismatchError", answer
-            assert "core 1.0+abi1" in answer["text"]
-            assert "core 2.0+abi2" in answer["text"]
-            assert "install the same version on all hosts" in answer["text"]
-        assert ranks.finish() == [0, 0]
-
-
-def test_a_script_that_ends_before_init_on_one_rank_is_named_by_the_others(hororun: Hororun) -> None:
-    words = [sys.executable, "-c", LEAVES_EARLY]
-    done = hororun.run("-np", "2", *words, environment={"HORO_START_TIMEOUT": "1000"})
-    assert done.returncode == 1
-    assert "rank 1 (localhost) exited with code 0 before it called init()" in done.stderr
-    assert "hororun: rank 0 on localhost ended with PeerLostError: init() was given up" in done.stderr
 
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}

@@ -115,33 +115,6 @@ def test_shapes_of_every_kind_are_reduced() -> None:
         assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), torch.ones(shape) * scale)
 
 
-@on("ranks")
-def test_tensors_that_are_not_contiguous_work_in_place_and_not() -> None:
-    n, r = hvd.size(), hvd.rank()
-    base = torch.arange(4 * 6, dtype=torch.float64).reshape(4, 6)
-    views = {
-        "transposed": lambda t: t.t(),
-        "strided": lambda t: t[::2, 1::2],
-        "column": lambda t: t[:, 3],
-        "channels_last": lambda t: t.reshape(1, 4, 3, 2).contiguous(memory_format=torch.channels_last),
-        "negative": torch._neg_view,
-    }
-    for name, view in views.items():
-        own = view(base * (r + 1))
-        layout = own.stride()
-        expected = view(base.clone()) * (n * (n + 1) / 2)
-        torch.testing.assert_close(hvd.allreduce(own, op=hvd.Sum), expected, rtol=0, atol=0, msg=name)
-        assert hvd.allreduce_(own, op=hvd.Sum) is own
-        assert own.stride() == layout
-        torch.testing.assert_close(own, expected, rtol=0, atol=0, msg=name)
-    whole = base * (r + 1)
-    hvd.broadcast_(whole[:, 1::2], root_rank=n - 1)
-    assert torch.equal(whole[:, ::2], base[:, ::2] * (r + 1))
-    assert torch.equal(whole[:, 1::2], base[:, 1::2] * n)
-    gathered = hvd.allgather(base.t()[:2])
-    assert torch.equal(gathered, torch.cat([base.t()[:2]] * n))
-
-
 @on("ranks2")
 def test_a_rank_with_other_strides_is_combined_by_position() -> None:
     own = torch.arange(12.0).reshape(3, 4)
@@ -159,18 +132,6 @@ def test_poll_is_false_before_the_other_ranks_have_come() -> None:
     if hvd.rank() > 0:
         handle = hvd.allreduce_async(torch.ones(3), name="late")
     hvd.synchronize(handle)
-
-
-@on("ranks2")
-def test_poll_turns_true_and_a_handle_is_used_once() -> None:
-    handle = hvd.allreduce_async(torch.ones(4))
-    assert isinstance(handle, int)
-    while not hvd.poll(handle):
-        pass
-    assert torch.equal(hvd.synchronize(handle), torch.ones(4))
-    for function in (hvd.poll, hvd.synchronize):
-        with pytest.raises(ValueError, match=f"Handle {handle} was not created or has been cleared"):
-            function(handle)
 
 
 @on("ranks")

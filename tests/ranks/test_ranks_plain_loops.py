@@ -238,29 +238,6 @@ def sparse(side: Side, op: int = hvd.Average, **options: Any) -> Iterator[Tensor
         yield [table.weight.detach().clone()]
 
 
-def convolutional(side: Side) -> Iterator[Tensors]:
-    """Batch statistics are frozen, and memory is in the order of channels."""
-    torch.manual_seed(5)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(2, 6, 3),
-        torch.nn.BatchNorm2d(6).eval(),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(6, 4, 3, stride=2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(16, 11),
-    ).to(torch.float64, memory_format=torch.channels_last)
-    optimizer = side.wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
-    share = slice(None) if side.rank is None else slice(4 * side.rank, 4 * side.rank + 4)
-    for step in range(12):
-        generator, count = torch.Generator().manual_seed(step), 4 * side.size
-        target = torch.randint(0, 11, (count,), generator=generator)
-        data = torch.randn((count, 2, 7, 7), generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(data[share]), target[share]).backward()
-        optimizer.step()
-        yield state_of(model)
-
-
 LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "accumulate": (accumulate, {}),
     "accumulate, counted": (accumulate, {"backward_passes_per_step": 3}),
@@ -274,7 +251,6 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "clip, in groups": (clip, {"groups": 2}),
     "clip, predivided": (clip, {"gradient_predivide_factor": 3.0}),
     "closure that clips": (closure_that_clips, {}),
-    "convolutional": (convolutional, {}),
     "gan": (gan, {}),
     "gradient penalty": (gradient_penalty, {}),
     "no_sync": (no_sync, {}),

@@ -207,8 +207,8 @@ static int turn_round(struct hr_lane *lane) {
     }
     struct hr_wire_rows rows = {0};
     HR_TRY(hr_op_tells_rows(lane->round.request->call.op) ? hr_round_collect_rows(&lane->round, &rows) : HORO_OK);
-    if (lane->is_leader) {
-        hr_leader_take_up_round(&lane->leader);
+    if (lane->is_leader && hr_round_take_up(&lane->round)) {
+        hr_agree_skip_call(&lane->leader.agree);
     }
     struct hr_request *request = hr_round_leave(&lane->round, 1);
     atomic_fetch_add_explicit(&lane->node->counts.counted, 1, memory_order_relaxed);

@@ -174,19 +174,12 @@ static int handle(struct hr_leader *leader, int member, const struct hr_wire_mes
                : handler(leader->owner, member, message, now_ns);
 }
 
-void hr_leader_take_up_round(struct hr_leader *leader) {
-    struct hr_round *round = leader->round;
-    const int is_due = round->request != NULL && hr_request_is_call(round->request) && !round->is_taken_up;
-    if (is_due && hr_round_is_complete(round)) {
-        round->is_taken_up = 1;
-        hr_agree_skip_call(&leader->agree);
-    }
-}
-
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_agree *agree = &leader->agree;
     leader->has_news = 1;
-    hr_leader_take_up_round(leader);
+    if (hr_round_take_up(leader->round)) { /* before a later call is announced */
+        hr_agree_skip_call(agree);
+    }
     switch (message->type) {
     case HR_WIRE_IDS:
         for (uint32_t i = 0; i < message->count; i++) {

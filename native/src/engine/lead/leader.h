@@ -91,8 +91,6 @@ void hr_leader_fini(struct hr_leader *leader);
 
 /* Takes in what this rank has announced, and what others have brought. HR_STILL, HR_MOVED or a status. */
 int hr_leader_collect(struct hr_leader *leader);
-/* Counts the ordered call of a round that is complete, once: before its batch, and before a later call is announced. */
-void hr_leader_take_up_round(struct hr_leader *leader);
 /* Whether no record is under way here or due: so long, a round on the host needs no leader. */
 int hr_leader_is_idle(const struct hr_leader *leader);
 /*

@@ -136,6 +136,10 @@ static void set_hashes(struct hr_request *request, int is_call) {
     request->pending_hash += request->pending_hash == 0;
 }
 
+int hr_request_is_call(const struct hr_request *request) {
+    return (request->call.flags & HORO_SUBMIT_ORDERED) != 0;
+}
+
 void hr_request_set_number(struct hr_request *request, uint64_t number) {
     char *name = (char *)request->bytes - HR_CALL_NAME_BYTES;
     request->name_bytes = hr_name_call(number, name);

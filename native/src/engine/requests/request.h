@@ -97,9 +97,7 @@ void hr_request_destroy(struct hr_request *request);
 int hr_request_is_like(const struct hr_request *request, const horo_request *call);
 void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Whether it is known by its number, not by a name. */
-static inline int hr_request_is_call(const struct hr_request *request) {
-    return (request->call.flags & HORO_SUBMIT_ORDERED) != 0;
-}
+int hr_request_is_call(const struct hr_request *request);
 /* Of such a call, which gets the name of its number. */
 void hr_request_set_number(struct hr_request *request, uint64_t number);
 /* Before it is announced: that it is done on the GPU. */

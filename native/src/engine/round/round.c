@@ -106,8 +106,13 @@ static enum hr_round_end end_of(const struct hr_round *round, uint64_t word) {
     return rounds == (round->rounds & MASK(ROUND_BITS)) ? HR_ROUND_CLOSED : HR_ROUND_COMPLETE;
 }
 
-int hr_round_is_complete(const struct hr_round *round) {
-    return round->request != NULL && end_of(round, atomic_load(word_of(round))) == HR_ROUND_COMPLETE;
+int hr_round_take_up(struct hr_round *round) {
+    if (round->request == NULL || round->is_taken_up || !hr_request_is_call(round->request) ||
+        end_of(round, atomic_load(word_of(round))) != HR_ROUND_COMPLETE) {
+        return 0;
+    }
+    round->is_taken_up = 1;
+    return 1;
 }
 
 enum hr_round_end hr_round_look(struct hr_round *round) {

@@ -47,7 +47,7 @@ struct hr_round {
     uint64_t place;             /* that the log has until the request is over */
     uint64_t rounds;            /* completed in the team; this rank executes the last one, or has */
     int is_given_up;            /* it is to be closed */
-    int is_taken_up;            /* it is complete, and the leader has counted its ordered call */
+    int is_taken_up;            /* its ordered call has been counted */
     struct hr_buffer out, rows; /* scratch */
 };
 
@@ -61,8 +61,8 @@ int hr_round_show_rows(struct hr_round *round, const struct hr_request *request)
 int hr_round_enter(struct hr_round *round, struct hr_request *request, uint64_t place);
 /* The state of the round of this rank. It is closed where this rank is about to sleep, or it has lasted too long. */
 enum hr_round_end hr_round_look(struct hr_round *round);
-/* Whether there is one and all are counted in. */
-int hr_round_is_complete(const struct hr_round *round);
+/* Whether it is complete with an ordered call, which the leader is to count: once. */
+int hr_round_take_up(struct hr_round *round);
 /* Closes it, unless it is complete. */
 enum hr_round_end hr_round_close_mine(const struct hr_round *round);
 /* The time when it has lasted too long; HR_NEVER: there is none, or it has. */
