@@ -21,8 +21,8 @@ def held() -> dict[str, int]:
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line]
     ends = [line.split()[0].split("-") for line in shared]
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len([*Path("/proc/self/fd").iterdir()]),
+        "threads": len([*Path("/proc/self/task").iterdir()]),
         "resident_bytes": int(status.partition("\nVmRSS:")[2].split()[0]) << 10,
         "shared_bytes": sum(int(end, 16) - int(begin, 16) for begin, end in ends),
     }

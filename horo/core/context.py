@@ -108,27 +108,20 @@ class Context(Pairs):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     def __init__(self, setup: Setup, *, is_logged: bool = False) -> None:
-        """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr.
-
-        Without it, this rank does not answer one that waits for it, and asks where its program stands.
-        """
-        keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
-        native = native_setup(setup, keep, ffi)
+        """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr."""
+        native = native_setup(setup, keep := [], ffi)  # the targets of its pointers, until horo_create has copied them
         self._context: Any = _NULL
-        self.log_lines = LogLines(self.callers, is_logged=is_logged)
+        self.log_lines, self._watch = LogLines(self.callers, is_logged=is_logged), Watch()
         native.log_queue = self.log_lines.queue
         out, error = ffi.new("horo_context **"), error_buffer()
         try:
-            self._watch = Watch(setup.life_fds)
-            native.watch = self._watch.native
-            if (status := lib.horo_create(native, out, error, _MESSAGE_MAX)) != _OK:
-                self._watch.close()
-            check(status, error)
+            native.watch = self._watch.begin(setup.life_fds)
+            check(lib.horo_create(native, out, error, _MESSAGE_MAX), error)
         except BaseException:
+            self._watch.close()
             self.log_lines.close()
             raise
-        self.rank = setup.rank
-        self.size = setup.size
+        self.rank, self.size = setup.rank, setup.size
         self._context = out[0]
         self.step = ffi.new("int64_t *")
         """The step of its training that the program is in, counted from 1; 0: in none. Messages name it."""

@@ -35,7 +35,7 @@ class LogLines:
     """The messages of one context, until ``close``. They go through a queue: the engine waits for no Python."""
 
     def __init__(self, callers: Callable[[], list[int]], *, is_logged: bool) -> None:
-        """Without ``is_logged`` the messages are lines on stderr, and nobody is told where the program stands.
+        """Without ``is_logged`` the messages are lines on stderr, and questions where the program stands get no answer.
 
         ``callers``: the threads that have called the core, see `describe_stacks`.
         """
@@ -99,7 +99,7 @@ class _Taker:
         self._order = threading.Lock()
         """Held from before a line is taken until it is logged."""
         self._stacks = ""
-        """As they have been told last."""
+        """The last ones that were logged."""
         self._thread = OwnThread(target=self._take_lines, name="horo log", daemon=True)
         if self.queue != ffi.NULL:
             try:
@@ -170,7 +170,7 @@ def _log(rank: int, level: int, text: str) -> None:
 
 
 class _Process:
-    """What the contexts of this process share."""
+    """The taker that the contexts of this process share."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may end a context in the middle of another end

@@ -16,23 +16,21 @@ __all__ = ["Watch"]
 class Watch:
     """The use of that thread by one context, until ``close``. The thread ends with the last use."""
 
-    def __init__(self, life_fds: Sequence[int]) -> None:
-        """``life_fds``: the life lines of the context; without any it needs no thread.
+    def begin(self, life_fds: Sequence[int]) -> Any:
+        """The ``horo_watch`` for the setup of a context with these life lines; NULL if it has none.
 
         Raises:
             ResourceError: the thread cannot be started.
         """
-        self.native: Any = ffi.NULL
-        """The ``horo_watch`` for the setup of the context."""
         if max(life_fds, default=-1) < 0:
-            return
+            return ffi.NULL
         with _process.lock:
             if not _process.users:
                 out, error = ffi.new("horo_watch **"), error_buffer()
                 check(lib.horo_create_watch(out, error, lib.HORO_MESSAGE_MAX), error)
                 _process.native = out[0]
             _process.users.add(self)
-            self.native = _process.native
+            return _process.native
 
     def close(self) -> None:
         """No context may use it any more. Idempotent."""
@@ -45,7 +43,7 @@ class Watch:
 
 
 class _Process:
-    """What the contexts of this process share."""
+    """The thread that the contexts of this process share."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a signal handler may end a context in the middle of another end

@@ -4,12 +4,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, wait_for
 
 from horo.core import context as _core
 from horo.errors import AbortedError

@@ -266,7 +266,7 @@ class _Threads:
         self._idle = 0
 
     def await_for(self, pending: Pending) -> None:
-        """Sends a thread to the core, if there is a reason and none is there; the caller has ``changed``."""
+        """Sends a thread to the core for futures, unless it has one there; the caller has ``changed``."""
         if pending.futures and not pending.is_awaited:
             pending.is_awaited = True
             self._wanted.append(pending)

@@ -20,8 +20,8 @@ static hr_status allocate(struct hr_node *node, const horo_setup *setup, const s
     node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
     node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
     if (node->rank_of_local == NULL || node->core_choice.core_of == NULL ||
-        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->owned_fds == NULL || node->host_name_of_rank == NULL ||
-        hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
+        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->owned_fds == NULL ||
+        node->host_name_of_rank == NULL || hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
     memcpy(node->rank_of_local, world->rank_of_local, local * sizeof *node->rank_of_local);

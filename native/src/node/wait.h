@@ -18,7 +18,7 @@
 
 struct hr_node;
 
-/* What a thread sleeps on. It is its own: the driver may go on meanwhile. */
+/* The word or the descriptors of a sleep. They are its thread's own: the driver may go on meanwhile. */
 struct hr_sleep {
     _Atomic uint32_t *word; /* of the arena, while it has the value; NULL: on descriptors */
     uint32_t value;

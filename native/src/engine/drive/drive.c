@@ -48,8 +48,8 @@
  *     MPI, NCCL and CUDA, of which nothing tells                | sleeps end soon, see name_events in wait.c
  *     time                                                      | next_ns of the parts, which is looked at before
  *
- * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on calls alone: then
- * no part needs it, or a caller drives, who kicks it if one does.
+ * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on calls alone:
+ * then no part needs it, or a caller drives, who kicks it if one does.
  */
 
 enum {
@@ -383,7 +383,7 @@ static void *thread_main(void *arg) {
     hr_drive_lock(drive);
     while (!atomic_load(&drive->stop)) {
         if (drive->owner != HR_TOKEN_WATCH) {
-            const uint32_t calls = hr_node_calls(node); /* what comes behind the looks ends the sleep */
+            const uint32_t calls = hr_node_calls(node); /* a later one ends the sleep */
             hr_node_pass_questions(node);
             if (may_drive(drive)) {
                 run(drive);
