@@ -1,6 +1,7 @@
 """Time of one small allreduce, call by call: to its result, to the return of an asynchronous call, and of poll().
 
     python benchmarks/latency.py --json out.json
+    python benchmarks/latency.py --peers horo,horo-dist,gloo --max 4M     # horo dist: dist.all_reduce over horo
 
 The terms are defined in benchmarks/README.md.
 """
@@ -25,7 +26,7 @@ IN_FLIGHT = 100
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Latency of small allreduces by horo and its peers.")
-    options.add(parser, contestants="horo,gloo,horovod")
+    options.add(parser, contestants="horo,horo-dist,gloo,horovod")
     parser.add_argument(
         "--max", type=report.parse_size, default=64 << 10, metavar="SIZE", help="largest (default: 64K)"
     )

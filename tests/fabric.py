@@ -9,7 +9,7 @@ from slow_links import Relays
 
 from horo.bootstrap.auth.handshake import Purpose
 from horo.bootstrap.host.grouping import Grouping, control_peers, data_peers, group_ranks
-from horo.core.context import arena_bytes, create_memory, create_wake
+from horo.core.memory import arena_bytes, create_memory, create_wake
 from horo.core.setup import Setup, close_all
 from horo.core.setup import close_setup as close_setup  # noqa: PLC0414 - for those who make setups
 

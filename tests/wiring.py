@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 from horo.bootstrap.host.grouping import Grouping
-from horo.core.context import arena_bytes
+from horo.core.memory import arena_bytes
 from horo.core.setup import Setup, setup_descriptors
 
 POWERS = {1 << bit for bit in range(20)}

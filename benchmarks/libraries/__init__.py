@@ -14,7 +14,7 @@ class Library(Protocol):
     """One contestant's library, in one rank: the class ``Opened`` of a module here.
 
     Attributes:
-        kind: the name of its module: what a workload decides by.
+        kind: the name of its module, or of one that is used in the same way: what a workload decides by.
         module: what its user imports: horo.torch, torch.distributed, mpi4py.MPI, horovod.torch; None without a library.
         rank: of this process.
         size: the number of ranks.

@@ -16,7 +16,7 @@ TIMEOUT = timedelta(seconds=120)
 
 class Opened:
     kind = "gloo"
-    """Of torch.distributed's backend, too."""
+    backend = "gloo"
     module = dist
 
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
@@ -26,7 +26,7 @@ class Opened:
         address, port = exchange([own, store.port if store is not None else 0])[0]
         if store is None:
             store = TCPStore(address, port, is_master=False)
-        dist.init_process_group(self.kind, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank, self.size = rank, size
 
     def barrier(self) -> None:

@@ -8,7 +8,7 @@ from libraries import Exchange, gloo
 
 
 class Opened(gloo.Opened):
-    kind = "nccl"
+    kind = backend = "nccl"
 
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
         torch.cuda.set_device(rank)

@@ -53,7 +53,7 @@ def prepare(library: Library, parameters: dict[str, Any]) -> Work:
     if form == "complete":
         return Work(complete, check)
     if library.kind == "gloo":
-        raise Unsupported("gloo has no handles")
+        raise Unsupported("torch.distributed has no handles")
     if form == "poll":
         # A tensor of its own: until the operation is done, it is the library's.
         handle = module.allreduce_async_(torch.zeros(count), op=module.Sum, name=f"latency.poll.{count}")

@@ -149,7 +149,7 @@ class WorkerMembership:
             self._reporter.elastic(within=self.generation)
 
     def done(self) -> None:
-        """Reports that a training function has come to its end on all ranks."""
+        """Reports that a training function has come to its end on all ranks, or that its state is kept."""
         self._reporter.elastic(done=self.generation)
 
     def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:

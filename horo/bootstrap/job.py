@@ -44,7 +44,8 @@ from horo.bootstrap.tuned_values import check_log, first_values, search_of, slot
 from horo.config.ignored import misspelt, passed_over
 from horo.config.settings import settings_of
 from horo.config.table import Config, LaunchVariables, drop_variables, environment, read_config, read_variables
-from horo.core.context import arena_bytes, create_memory, simd_name, version
+from horo.core.context import simd_name, version
+from horo.core.memory import arena_bytes, create_memory
 from horo.core.setup import MpiUse, Setup, close_setup
 from horo.errors import InternalError, ResourceError
 

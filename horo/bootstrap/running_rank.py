@@ -142,20 +142,24 @@ class RunningRank:
         if self._tuner is not None and self._tuner.end_step(optimizer):
             self._tuner = None
 
-    def close(self, words: str = "") -> None:
+    def close(self, words: str = "", *, aborts: bool = False) -> None:
         """Leaves the job, announces that to the peers, frees everything; idempotent. Does nothing in a forked child.
 
         Args:
             words: what this rank has done, for other ranks that still wait for it; empty: it has shut horo down.
+            aborts: ends the job for all ranks at once, for the reason in ``words``. Others may still use the context.
         """
         if not self._closed and os.getpid() == self._pid:
             _ranks.discard(self)
             self.note_loss()
             health = self.context.health()
             self.reporter.lost(lost := culprit_of(health))
-            if words or self.thread_error:
-                self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
-            self.context.destroy()
+            if aborts:
+                self.context.abort(words)
+            else:
+                if words or self.thread_error:
+                    self.context.end(self.thread_error or words, has_failed=bool(self.thread_error))
+                self.context.destroy()
             if self._tuner is not None:
                 self._tuner.close()
             if isinstance(health, PeerLostError):

@@ -31,10 +31,7 @@ __all__ = [
     "RequestBuffer",
     "TakenResult",
     "Tensor",
-    "arena_bytes",
     "change_name",
-    "create_memory",
-    "create_wake",
     "simd_name",
     "version",
 ]
@@ -69,35 +66,6 @@ def simd_name() -> str:
     return text_of(lib.horo_simd_name())
 
 
-def arena_bytes(local_size: int, segment_bytes: int, teams: int = 1) -> int:
-    """Bytes of shared memory that ``local_size`` ranks on one host need; a memfd grows with teams beyond the first."""
-    return int(lib.horo_arena_bytes(local_size, segment_bytes, teams))
-
-
-def create_memory(byte_count: int) -> int:
-    """A close-on-exec memfd of ``byte_count`` zero bytes, which cannot shrink.
-
-    It has no name: the kernel frees it when its last descriptor is closed.
-
-    Raises:
-        ResourceError: the kernel gives no memory or descriptor.
-    """
-    out, error = ffi.new("int32_t *"), error_buffer()
-    check(lib.horo_create_memory(byte_count, out, error, lib.HORO_MESSAGE_MAX), error)
-    return int(out[0])
-
-
-def create_wake() -> int:
-    """A nonblocking, close-on-exec eventfd at zero.
-
-    Raises:
-        ResourceError: the kernel gives no descriptor.
-    """
-    out, error = ffi.new("int32_t *"), error_buffer()
-    check(lib.horo_create_wake(out, error, lib.HORO_MESSAGE_MAX), error)
-    return int(out[0])
-
-
 _MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _OK = lib.HORO_OK
 _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.horo_finish  # looked up once, not per call
@@ -107,9 +75,12 @@ _words = Words()
 class Context(Pairs):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
+    _is_aborted = False
+
     def __init__(self, setup: Setup, *, is_logged: bool = False) -> None:
         """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr."""
-        native = native_setup(setup, keep := [], ffi)  # the targets of its pointers, until horo_create has copied them
+        keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
+        native = native_setup(setup, keep, ffi)
         self._context: Any = _NULL
         self.log_lines, self._watch = LogLines(self.callers, is_logged=is_logged), Watch()
         native.log_queue = self.log_lines.queue
@@ -478,6 +449,16 @@ class Context(Pairs):
         """The number of operations of these kinds that this rank has submitted; their names are in ``OPS``."""
         return sum(int(lib.horo_count_of(self._context, OPS[op])) for op in ops)
 
+    def abort(self, words: str) -> None:
+        """Ends the group at once, here and for all others, whose requests fail with ``words``; never waits for them.
+
+        Other threads may wait meanwhile, and call afterwards: they get AbortedError. All but memory is given back, and
+        that is when nobody refers to the context any more.
+        """
+        lib.horo_abort(self._context, as_words(words))
+        self._is_aborted = True
+        self._answers.stop()
+
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""
         self._final_counters = self.counters()
@@ -488,6 +469,11 @@ class Context(Pairs):
         self._watch.close()
         self.log_lines.close()
         self._kept.clear()
+
+    def __del__(self) -> None:
+        if self._is_aborted:
+            with contextlib.suppress(Exception):  # at the end of Python, anything may be gone
+                self.destroy()
 
     def _message(self, handle: int) -> str:
         lib.horo_error(self._context, handle, error := error_buffer(), lib.HORO_MESSAGE_MAX)

@@ -33,7 +33,7 @@ class Pairs:
             A handle, as from ``submit``.
 
         Raises:
-            UsageError: no such rank, this rank, or no such tag. UnsupportedError: the rank is on another host.
+            UsageError: no such rank, this rank, or no such tag.
             HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
         """
         return self._begin(lib.horo_send, tensor, peer, tag, sync)

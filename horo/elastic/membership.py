@@ -41,7 +41,7 @@ class DriverLink(Protocol):
         """Called when a training function begins in a generation."""
 
     def done(self) -> None:
-        """Called when it returns on all ranks: an error from then on ends the job."""
+        """Called when it returns on all ranks, or has kept its state for a later job: an error ends the job then."""
 
     def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
         """Leaves the generation, for a reason or because it is to change.

@@ -83,11 +83,7 @@ enum horo_reduce_op {
 };
 
 enum horo_log_level {
-    HORO_LOG_TRACE = 0,
-    HORO_LOG_DEBUG = 1,
-    HORO_LOG_INFO = 2,
-    HORO_LOG_WARNING = 3,
-    HORO_LOG_ERROR = 4,
+    HORO_LOG_TRACE = 0, HORO_LOG_DEBUG = 1, HORO_LOG_INFO = 2, HORO_LOG_WARNING = 3, HORO_LOG_ERROR = 4,
     HORO_LOG_OFF = 5,
 };
 
@@ -310,7 +306,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi34": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi35": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);
@@ -357,6 +353,12 @@ HORO_API void horo_destroy(horo_context *context);
  * 895 bytes of `words`: HORO_ERR_PEER_LOST, the program's error; HORO_ERR_ABORTED, what it has done, or "".
  */
 HORO_API void horo_leave(horo_context *context, int32_t status, const char *words);
+/*
+ * Ends the group at once: here and on all ranks, what is pending and what follows fails with HORO_ERR_ABORTED and
+ * `words`, as above. Other threads may wait: they return first. Waits for no rank, but half a second for a link that is
+ * full. Gives all but memory back; horo_destroy follows, when nobody uses the context any more.
+ */
+HORO_API void horo_abort(horo_context *context, const char *words);
 /* The step that the program is in, from 1, or 0, is there until horo_destroy. Of an op it has submitted so many. */
 HORO_API void horo_show_step(horo_context *context, const int64_t *step);
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op);

@@ -12,7 +12,6 @@
  * to this rank with its tag (0 or more) that no earlier receive takes, of that peer, or, with peer -1, of whoever is
  * first; dtype and number of elements must be equal, or both end with HORO_ERR_MISMATCH. Neither blocks; a send is done
  * when the receiver has all of it. flags: 0 or HORO_SUBMIT_SYNC. The end of the group fails what is not done.
- * HORO_ERR_UNSUPPORTED where a peer is, or may be, on another host.
  */
 HORO_API int horo_send(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
                        int64_t *handle, char *error, size_t error_bytes);

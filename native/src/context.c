@@ -25,7 +25,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi34";
+    return "0.1.0+abi35";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -123,6 +123,12 @@ HORO_API void horo_destroy(horo_context *context) {
 HORO_API void horo_leave(horo_context *context, int32_t status, const char *words) {
     if (context != NULL && hr_owner_is_here(&context->owner)) {
         hr_engine_leave(&context->engine, status, words);
+    }
+}
+
+HORO_API void horo_abort(horo_context *context, const char *words) {
+    if (context != NULL && hr_owner_is_here(&context->owner)) {
+        hr_engine_abort(&context->engine, words);
     }
 }
 

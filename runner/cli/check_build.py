@@ -129,7 +129,7 @@ def context() -> _Part:
 
 def _memory() -> str:
     """The reason why this kernel gives no memory that ranks can share; empty: it does."""
-    from horo.core.context import create_memory  # noqa: PLC0415 - the launcher must run without the core
+    from horo.core.memory import create_memory  # noqa: PLC0415 - the launcher must run without the core
 
     try:
         os.close(create_memory(1))

@@ -168,7 +168,7 @@ class HostsSupervisor(Supervisor):
     def _mark(self, host: int) -> str:
         return self._marks[host][-1] if host in self._remotes else super()._mark(host)
 
-    def _lose(self, index: int, how: str, may_run_s: float = 0.0) -> None:
+    def _lose(self, index: int, how: str, may_run_s: float | None = 0.0) -> None:
         self._take(HostLost(self._hosts[index].name, how, may_run_s))
 
     # Workers

@@ -139,9 +139,14 @@ class _Turn(Turn):
             self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
         elif isinstance(event, Done):
             self._set(worker, Standing.DONE)
-            self.state.done_s = self._now_s if self.state.done_s is None else self.state.done_s
+            self._note_end()
         else:
             self._on_waits(worker, event)
+
+    def _note_end(self) -> None:
+        """A member has come to the end of its training: others have some time, if they do not write their state."""
+        if self.state.done_s is None and self.state.leaves_s is None:
+            self.state.done_s = self._now_s
 
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
@@ -160,8 +165,14 @@ class _Turn(Turn):
         is_member, is_sent_away = worker.number in self.state.members, worker.standing in _SENT_AWAY
         if is_member:
             self._break()
-        is_done = worker.standing is Standing.DONE or (not event.has_failed and is_member and not worker.is_going)
-        if self.state.phase is Phase.FINISHING or is_done or (not event.has_failed and self.state.generation == 0):
+        may_end = (is_member or self.state.generation == 0) and not worker.is_going
+        if (
+            self.state.phase is Phase.FINISHING
+            or worker.standing is Standing.DONE
+            or (may_end and not event.has_failed)
+        ):
+            if self.state.has_trained:
+                self._note_end()
             self._enter(Phase.FINISHING)
         elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too
@@ -182,16 +193,18 @@ class _Turn(Turn):
         if host is not None and host.free_s <= self._now_s:
             self._cool(host, self.state.limits.start_timeout_s)
 
-    def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
+    def _lose_worker(self, worker: Worker, how: str, may_run_s: float | None) -> None:
         """The host of the worker is lost, and so is the worker."""
         self.suspects.pop(worker.number, None)
         is_member, name = worker.number in self.state.members, self._name(worker)
-        until_s = self._now_s + may_run_s
+        until_s = self._now_s + (may_run_s or 0.0)
         self.workers[worker.number] = replace(worker, standing=Standing.ADRIFT, until_s=until_s)
         if self.state.phase is Phase.FINISHING or worker.standing is Standing.DONE:
             self._enter(Phase.FINISHING)
         elif is_member:
-            if self.state.phase is Phase.RUNNING:  # it may still answer the others, for whom nothing is broken then
+            if may_run_s is None and not self.state.is_broken:
+                self.silent[worker.slot.host] = self._now_s + self.state.limits.elastic_timeout_s
+            if self.state.phase in (Phase.FORMING, Phase.RUNNING):  # nothing may be broken for it and the others
                 before = self.state.announced or Announce(self.state.generation, 0)
                 self._announce(before.added, True, before.leave)
             self._gather(f"{name} {how}")
@@ -245,6 +258,8 @@ class _Turn(Turn):
         due_s = self.state.since_s + limits.start_timeout_s
         is_late = self._now_s >= due_s
         staying = [worker for worker in self.workers.values() if self._stays(worker)]
+        if staying:
+            self._dismiss_leavers()
         in_time = [slot for slot in free_slots(self.state) if free_time_s(self.state, slot) < due_s]
         expected = min(limits.size, len(staying) + len(in_time))
         may_grow = limits.is_discovered or any(host.reach is Reach.COMING for host in self.hosts.values())
@@ -328,12 +343,13 @@ class _Turn(Turn):
         state = self.state
         if state.leaves_s is None or state.phase is Phase.OVER:
             return
-        if self._now_s >= state.leaves_s and self.workers:
-            left = ", ".join(str(number) for number in sorted(self.workers))
-            self._finish(
-                f"the time to leave is over, and worker{'s' if len(self.workers) > 1 else ''} {left} still run",
-                EXIT_TERMINATED,
-            )
+        left = sorted(each.number for each in self.workers.values() if each.standing is not Standing.DONE)
+        if self._now_s >= state.leaves_s and left:
+            names = ", ".join(map(str, left))
+            names = f"worker {names} still runs" if len(left) == 1 else f"workers {names} still run"
+            self._finish(f"the time to leave is over, and {names}", EXIT_TERMINATED)
+        elif self._now_s >= state.leaves_s and self.workers:
+            self._finish("", 0)  # all have kept their commit, and are about to end
         elif state.phase in (Phase.CONNECTING, Phase.STARTING):
             self._finish("", EXIT_TERMINATED)
         elif state.phase is Phase.SHORT:
@@ -362,10 +378,16 @@ class _Turn(Turn):
         if self._is_at_reset_limit():
             limit = self.state.limits.reset_limit
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
-        elif len(ready) >= self.state.limits.min_size and self._has_state(ready):
+        elif len(ready) >= self.state.limits.min_size and not self.silent and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
-            if ready:
+            if self.silent:
+                hosts, limit_s = " and ".join(self.silent), self.state.limits.elastic_timeout_s
+                self._report(
+                    f"nobody has seen generation {self.state.generation} end: training waits until {hosts} "
+                    f"answer{'s' if len(self.silent) == 1 else ''}, for at most {limit_s:g} s (--elastic-timeout)"
+                )
+            elif ready:
                 self._report(
                     f"{ranks_in_words(len(ready))} left: training waits for {self.state.limits.min_size} (--min-np)"
                 )

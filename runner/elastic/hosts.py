@@ -100,6 +100,7 @@ def host_deadlines_s(state: DriverState) -> list[float]:
         times.append(host.free_s)
         if host.leaves_s is not None:
             times.append(host.leaves_s)
+    times += state.silent.values()
     times += [worker.until_s for worker in state.workers.values() if worker.standing is Standing.ADRIFT]
     return times
 
@@ -122,10 +123,10 @@ class HostTurn:
     def __init__(self, state: DriverState, now_s: float) -> None:
         now_s = max(now_s, state.now_s)
         self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
-        self.hosts = dict(state.hosts)
+        self.hosts, self.silent = dict(state.hosts), dict(state.silent)
         self.state = copy(state)
         self.state.now_s, self.state.workers, self.state.slots = now_s, self.workers, self.slots
-        self.state.suspects, self.state.hosts = self.suspects, self.hosts
+        self.state.suspects, self.state.hosts, self.state.silent = self.suspects, self.hosts, self.silent
         self.actions: list[Action] = []
         self._now_s = now_s
 
@@ -165,6 +166,7 @@ class HostTurn:
         if host is not None and host.reach is Reach.COMING:
             slots = event.slots if host.slots is None else host.slots
             self.hosts[host.name] = replace(host, slots=slots, reach=Reach.UP, since_s=self._now_s)
+            self.silent.pop(host.name, None)  # the new agent ends what the one before has left
 
     def _on_leave(self, event: Leave) -> None:
         until_s = self._now_s + event.within_s
@@ -186,10 +188,10 @@ class HostTurn:
         elif host is not None:
             self._report(f"{host.name} has to end within {event.within_s:g} s{why}: its workers leave")
 
-    def _lose(self, host: Host, how: str, may_run_s: float) -> None:
+    def _lose(self, host: Host, how: str, may_run_s: float | None) -> None:
         lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
         host = self._part_from(host)
-        pause_s = self._cool(host, may_run_s)
+        pause_s = self._cool(host, may_run_s or 0.0)
         again = f"; it is tried again after {pause_s:.0f} s" if _is_kept(host) else ""
         self._report(f"{host.name} {how}{again}")
         for worker in lost:
@@ -201,7 +203,7 @@ class HostTurn:
         self.hosts[host.name] = away = replace(host, reach=Reach.AWAY, since_s=self._now_s)
         return away
 
-    def _lose_worker(self, worker: Worker, how: str, may_run_s: float) -> None:
+    def _lose_worker(self, worker: Worker, how: str, may_run_s: float | None) -> None:
         raise NotImplementedError
 
     # Failures
@@ -242,6 +244,8 @@ class HostTurn:
 
     def forget_adrift(self) -> None:
         """Workers that could not be reached have ended by now."""
+        for name in [name for name, until_s in self.silent.items() if until_s <= self._now_s]:
+            del self.silent[name]
         for worker in list(self.workers.values()):
             if worker.standing is Standing.ADRIFT and worker.until_s <= self._now_s:
                 del self.workers[worker.number]
@@ -259,7 +263,8 @@ class HostTurn:
             elif not _is_kept(host):
                 self._let_go(host)
             elif host.free_s <= self._now_s:
-                if host.reach is Reach.AWAY and room < _wanted(self.state) and not is_trained_on:
+                is_needed = room < _wanted(self.state) or host.name in self.silent
+                if host.reach is Reach.AWAY and is_needed and not is_trained_on:
                     self.actions.append(Connect(host.name))
                     self.hosts[host.name] = replace(host, reach=Reach.COMING, since_s=self._now_s)
                 if self.hosts[host.name].reach is not Reach.AWAY:

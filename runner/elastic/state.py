@@ -194,6 +194,8 @@ class DriverState:
         changes: how many changes were announced in this generation.
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
+        silent: hosts of which nothing is known, where members of the generation may train on; nobody is seated before
+            these times.
         broken_s: the time from which members have to leave the generation within the gather timeout: one has left, has
             ended, or none was in it. None: they may be at work, and leave at their next commit.
         idle_since_s: the time at which training stopped; None: it goes on.
@@ -223,6 +225,7 @@ class DriverState:
     changes: int = 0
     announced: Announce | None = None
     is_broken: bool = False
+    silent: Mapping[str, float] = field(default_factory=dict)
     broken_s: float | None = None
     idle_since_s: float | None = None
     steps_lost: int | None = None
@@ -272,12 +275,12 @@ class HostLost:
     Attributes:
         host: its name.
         how: in words that go on behind the name.
-        may_run_s: how long its workers may still be at work.
+        may_run_s: how long its workers may still be at work; None: nothing has come from it, so nobody knows.
     """
 
     host: str
     how: str
-    may_run_s: float = 0.0
+    may_run_s: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Done:
-    """``hvd.elastic.run`` returns in a worker, as in all others of a generation."""
+    """``hvd.elastic.run`` returns in a worker, as in all others of a generation, or has kept its state to end."""
 
     worker: int
     generation: int

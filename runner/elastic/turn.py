@@ -43,6 +43,7 @@ class Turn(HostTurn):
         state.changes, state.announced, state.done_s = 0, None, None
         state.is_broken, state.broken_s = False, None
         self.suspects.clear()
+        self.silent.clear()
         for number in state.members:
             self._set(self.workers[number], Standing.SEATED)
         self.actions.append(WriteSeats(state.generation, state.members))
@@ -76,6 +77,7 @@ class Turn(HostTurn):
     def _break(self) -> None:
         """A member has left the generation, or has ended: nobody can be at work in it."""
         self.state.is_broken = True
+        self.silent.clear()
         self._hurry()
 
     def _hurry(self) -> None:

@@ -73,6 +73,8 @@ def _process(ending: Ending, word: str) -> dict[str, Any]:
 def check_report(path: str) -> None:
     """Whether the report can be written, by the file that is written beside it: a later failure would lose it.
 
+    Removes that of an earlier job, which would be taken for this one's if hororun ends before it has started any.
+
     Raises:
         JobError: it cannot, for the named reason.
     """
@@ -81,6 +83,7 @@ def check_report(path: str) -> None:
     try:
         os.close(open_own_file(draft))
         draft.unlink()
+        Path(path).unlink(missing_ok=True)
     except OSError as error:
         raise JobError(f"{_OPTION} {path}: {error.strerror or error}") from None
 

@@ -274,9 +274,12 @@ class RemoteHost:
         self._finish()
 
     @property
-    def may_run_s(self) -> float:
-        """The time for which workers of an elastic job may be at work there after the end of the connection."""
-        has_ended = self._was_silent or (self._code == 0 and self.error is not None)  # srun: 0 when a node fails, too
+    def may_run_s(self) -> float | None:
+        """The time for which workers of an elastic job may be at work there after the end of the connection; None: its
+        agent should have ended them before, and nobody knows whether it has."""
+        if self._was_silent:
+            return None
+        has_ended = self._code == 0 and self.error is not None  # srun: 0 when a node fails, too
         return 0.0 if has_ended or self._silence_s is None else self._silence_s * _OWN_SILENCE
 
     @property

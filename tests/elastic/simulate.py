@@ -161,7 +161,8 @@ class Simulation:
 
     def tell(self, event: ElasticEvent) -> None:
         """An event comes to the driver."""
-        self.has_trained |= isinstance(event, Committed)
+        is_known = isinstance(event, Committed) and event.worker in self.state.workers  # else it comes after its end
+        self.has_trained |= is_known
         self.state, actions = step(self.state, event, self.now_s)
         self.due_s = deadline_s(self.state)
         self.do(actions)
@@ -373,8 +374,7 @@ class Simulation:
         elif self.steps_left <= 0 or (change and change.leave):
             process.mode = "done"
             self.ends_well.add(process.worker)
-            if self.steps_left <= 0:
-                self.note(process, Done(process.worker, generation))
+            self.note(process, Done(process.worker, generation))
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
@@ -460,8 +460,6 @@ class Simulation:
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
-            if self.is_lossy:  # the driver may not know that one is done
-                with_it = [each for each in with_it if each.mode != "done"]
             # Where all hang, outside of horo, nobody can know.
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True

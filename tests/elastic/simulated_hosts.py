@@ -153,7 +153,7 @@ class Machines:
             for call in waiting:
                 call()
 
-        self._later(SILENCE_S, if_still(lambda: self._lose(machine, agent, "is silent", 0.0)))
+        self._later(SILENCE_S, if_still(lambda: self._lose(machine, agent, "is silent", None)))
         self._later(self._random.choice([5.0, SILENCE_S + 10.0, 200.0]), if_still(go_on))
 
     def power_off(self, machine: Machine) -> None:
@@ -161,7 +161,7 @@ class Machines:
         agent = machine.agent
         machine.is_down = True
         self.end_agent(machine)
-        self._later(SILENCE_S, lambda: self._lose(machine, agent, "is silent", _MAY_RUN_S))
+        self._later(SILENCE_S, lambda: self._lose(machine, agent, "is silent", None))
         self._later(self._random.uniform(20.0, 200.0), lambda: setattr(machine, "is_down", False))
 
     def cut(self, machine: Machine) -> None:
@@ -183,9 +183,11 @@ class Machines:
                 call()
             self._is_back(machine.name)
 
-        self._later(SILENCE_S + self._random.uniform(-1.5, 1.5), if_still(lambda: self.end_agent(machine)))
-        lose = if_still(lambda: self._lose(machine, agent, "is silent", _MAY_RUN_S))
-        self._later(SILENCE_S + self._random.uniform(-1.5, 1.5), lose)
+        ends_s, lost_s = (SILENCE_S + self._random.uniform(-1.5, 1.5) for _ in range(2))
+        may_run_s = self._random.choice([None, _MAY_RUN_S])
+        self._later(ends_s, if_still(lambda: self.end_agent(machine)))
+        lose = if_still(lambda: self._lose(machine, agent, "is silent", may_run_s))
+        self._later(max(ends_s, lost_s) if may_run_s is None else lost_s, lose)
         self._later(heals_s, heal)
 
     def flap(self) -> None:
@@ -213,7 +215,7 @@ class Machines:
             self.pass_on(machine.name, lambda: self._tell(Leave(machine.name, within_s)))
         self._later(within_s + 1.0, lambda: self.power_off(machine))
 
-    def _lose(self, machine: Machine, agent: int, how: str, may_run_s: float) -> None:
+    def _lose(self, machine: Machine, agent: int, how: str, may_run_s: float | None) -> None:
         if machine.known == agent:
             machine.known = 0
             self._tell(HostLost(machine.name, how, may_run_s))

@@ -16,6 +16,7 @@ from horo.runner.elastic.state import (
     Dismiss,
     Done,
     Ended,
+    Fail,
     Finish,
     FoundHost,
     HostLost,
@@ -182,6 +183,42 @@ def test_they_are_not_waited_for_if_another_member_has_left() -> None:
     driver.on(HostLost("a", "is silent", 5.0), *waits(1, 2, culprit=0))
     assert driver.on(*waits(1, 3, culprit=0)) == [WriteSeats(2, (2, 3))]
     assert driver.on(*waits(1, 0), Committed(0, 9)) == []  # what they report is of no account any more
+
+
+def test_nobody_begins_anew_beside_a_generation_that_may_train_on_where_no_agent_answers() -> None:
+    driver = Driver(2, hosts={"a": 1, "b": 1}, is_reached=False, elastic_timeout_s=500.0)
+    driver.on(HostUp("a", 1), HostLost("b", "cannot be reached"), Ready(0))
+    assert driver.tick() == [Connect("b")]
+    driver.on(HostUp("b", 1), Ready(1))
+    assert driver.on(HostLost("a", "is silent", None)) == [
+        Announce(1, 1, removed=True),
+        Fail(1, "worker 0 (rank 0) on a was on a, which is silent"),
+    ]
+    assert "training waits until a answers, for at most 500 s" in driver.words and driver.phase is Phase.SHORT
+    assert driver.tick() == [Connect("a")]
+    assert of(WriteSeats, driver.on(HostUp("a", 1))) == [WriteSeats(2, (1,))]  # its agent has ended worker 0
+
+
+def one_alone_with_an_older_commit_elsewhere() -> Driver:
+    """Worker 1 is the only one; the commit of worker 0, before its own, is in the memory of another host."""
+    driver = running(2, hosts={"a": 1, "b": 1}, elastic_timeout_s=500.0)
+    driver.on(Committed(0, 7, True), Committed(1, 7, True), killed(0), *waits(1, 1, culprit=0), *within(2, 1))
+    driver.on(Committed(1, 9, True))
+    return driver
+
+
+def test_nobody_goes_on_from_an_older_commit_either() -> None:
+    driver = one_alone_with_an_older_commit_elsewhere()
+    assert driver.on(HostLost("b", "is silent", None), Ready(2)) == [Announce(2, 1, removed=True)]
+    begin_s = driver.now_s
+    while driver.phase is Phase.SHORT:
+        actions = driver.tick()
+    assert actions == [WriteSeats(3, (2,))] and driver.now_s == begin_s + 500.0
+
+
+def test_unless_the_generation_is_known_to_have_ended() -> None:
+    driver = one_alone_with_an_older_commit_elsewhere()
+    assert driver.on(HostLost("b", "is lost", 0.0), Ready(2))[-1] == WriteSeats(3, (2,))
 
 
 def test_a_job_whose_hosts_are_all_lost_ends() -> None:
@@ -390,6 +427,27 @@ def test_the_job_ends_when_the_time_to_leave_is_over() -> None:
     driver.on(Leave(None, 30.0))
     assert deadline_s(driver.state) == driver.now_s + 30.0
     assert driver.tick() == [Finish("the time to leave is over, and workers 0, 1 still run", 143)]
+
+
+def test_ranks_that_have_kept_their_commit_in_time_may_still_be_about_to_end() -> None:
+    driver = running(2)
+    driver.on(Leave(None, 60.0), Done(0, 1))
+    assert driver.on(Tick(), after_s=59.0) == []  # 1 may still write the file
+    driver.on(Done(1, 1))
+    assert driver.tick() == [Finish("", 0)]
+
+
+def test_ranks_that_have_not_done_so_are_named() -> None:
+    driver = running(2)
+    driver.on(Leave(None, 30.0), Done(0, 1))
+    assert driver.tick() == [Finish("the time to leave is over, and worker 1 still runs", 143)]
+
+
+def test_ranks_that_are_about_to_begin_leave_their_host_at_once() -> None:
+    driver = Driver(4, hosts=A2_B2)
+    assert driver.on(Leave("b", 30.0)) == [Dismiss(2), Dismiss(3)]
+    assert driver.on(Ended(2, False), Ended(3, True)) == [Disconnect("b")]
+    assert driver.on(Ready(0), Ready(1)) == [WriteSeats(1, (0, 1))]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -469,7 +469,7 @@ def test_a_job_that_is_to_end_keeps_its_state_and_ends_well(commits_it: bool) ->
     with pytest.raises(SystemExit) as ended:
         looped(fake, state, train)
     assert ended.value.code == 0
-    assert fake.calls[-1] == "keep"
+    assert fake.calls[-1] == "keep" and fake.course == "begun done"
     assert state._saved_state == {"epoch": 1}
 
 

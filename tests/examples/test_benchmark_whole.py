@@ -63,9 +63,9 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
         [("single", "horo"), ("single", "gloo"), ("grouped", "horo")],
         0,
     ),
-    f"latency {SHORT} --max 4": (
+    f"latency {SHORT} --peers horo,horo-dist,gloo --max 4": (
         "form contestant",
-        [("complete", "horo"), ("complete", "gloo"), ("submit", "horo"), ("poll", "horo")],
+        [("complete", who) for who in ("horo", "horo dist", "gloo")] + [("submit", "horo"), ("poll", "horo")],
         0,
     ),
     "two_hosts --hosts 2 --per-host 1,2 --rates 1gbit --size 64K --rounds 2": (

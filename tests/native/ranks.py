@@ -28,6 +28,7 @@ from slow_links import Relay, Relays
 
 from horo.core import context as _core
 from horo.core.context import Context, Tensor
+from horo.core.memory import arena_bytes
 from horo.core.setup import Setup
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ class Group:
         host = setup.host_of_rank[setup.rank]
         if host not in self._mappings:
             local_size = list(setup.host_of_rank).count(host)
-            room = _core.arena_bytes(local_size, setup.segment_bytes, self._teams)
+            room = arena_bytes(local_size, setup.segment_bytes, self._teams)
             os.ftruncate(setup.arena_fd, room)
             self._mappings[host] = mmap.mmap(setup.arena_fd, room)
         return replace(setup, arena_memory=self.arena_address(host), arena_memory_bytes=len(self._mappings[host]))

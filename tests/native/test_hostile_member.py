@@ -120,6 +120,9 @@ def work(rank: Rank, kept: list[np.ndarray]) -> None:
             kept += arrays
             handles = [rank.submit("allreduce", f"m{i}", [array], reduce_op=1) for i, array in enumerate(arrays)]
             rank.finish(*handles)
+            moved = [np.ones(20_000) for _ in range(2)]
+            kept += moved
+            rank.finish(rank.receive(moved[0]), rank.send(moved[1], 1 - rank.rank))
             rank.barrier()
 
 

@@ -13,11 +13,11 @@ import os, sys, threading
 import numpy as np
 from fabric import make_setups
 from ranks import Rank
-from horo.core import context
+from horo.core import context, memory
 
 page, segment = map(int, sys.argv[1:])
 for teams in 1, 2, 3:
-    assert context.arena_bytes(3, segment, teams) % page == 0
+    assert memory.arena_bytes(3, segment, teams) % page == 0
 setups = make_setups([2], segment_bytes=segment)
 memory = os.dup(setups[0].arena_fd)
 ranks = [Rank(context.Context(setup)) for setup in setups]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 (
-    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, ENDED, BLOCKED, ASK, QUERY, JOINED, TUNE,
+    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, TUNE, BLOCKED, ASK, QUERY, JOINED, MAIL,
 ) = range(1, 17)  # fmt: skip
 (
     ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN, REDUCE, GATHER,
@@ -20,7 +20,7 @@ ADASUM = 2
 TRANSIENT, BY_NCCL = 2, 256
 ERRORS = (*range(-5, 0), -21, -20, *range(-44, -39), -60)
 """Status codes that travel."""
-REASONS = range(1, 7)
+REASONS = range(1, 9)
 """Why a rank is at fault."""
 NAME_MAX, DIMS_MAX, TENSORS_MAX = 1023, 64, 1 << 20
 ITEM_BYTES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1)
@@ -110,9 +110,9 @@ def request_message(origin: int, status: int, text: bytes, body: bytes, values: 
     return struct.pack("<Bii", REQUEST, origin, status) + str16(text) + rows(values) + body
 
 
-def lost_message(rank: int, status: int, reason: int, by: int = 0) -> bytes:
+def lost_message(rank: int, status: int, reason: int, by: int = 0, text: bytes = b"") -> bytes:
     """LOST, found by a rank; -1 if nobody knows which."""
-    return struct.pack("<BiiBi", LOST, rank, status, reason, by)
+    return struct.pack("<BiiBi", LOST, rank, status, reason, by) + str16(text)
 
 
 def data_message(kind: int, number: int, data: bytes) -> bytes:
@@ -125,10 +125,6 @@ def done_message(rank: int) -> bytes:
 
 def joined_message(rank: int, at: int = 0) -> bytes:
     return struct.pack("<BiQ", JOINED, rank, at)
-
-
-def ended_message(rank: int, text: bytes, status: int = -40) -> bytes:
-    return struct.pack("<Bii", ENDED, rank, status) + str16(text)
 
 
 def lane(team: int, members: int, executed: int, hashes: Sequence[int]) -> bytes:
@@ -152,6 +148,23 @@ def query_message(question: int) -> bytes:
 
 def tune_message(values: Sequence[int], final: int = 0) -> bytes:
     return struct.pack(f"<BBI{len(values)}Q", TUNE, final, len(values), *values)
+
+
+def mail_message(
+    sender: int,
+    receiver: int,
+    kind: int,
+    data: bytes = b"",
+    *,
+    dtype: int = 0,
+    tag: int = 0,
+    status: int = 0,
+    send: int = 1,
+    count: int = 0,
+) -> bytes:
+    """MAIL, whose kinds are those of engine/pairs/mail.h."""
+    head = struct.pack("<BiiBBiiQQI", MAIL, sender, receiver, kind, dtype, tag, status, send, count, len(data))
+    return head + data
 
 
 def leave_message(rank: int, text: bytes = b"", status: int = -43) -> bytes:
@@ -216,8 +229,8 @@ def samples() -> dict[str, bytes]:
         "lost-unknown": lost_message(-1, -41, 4),
         "data": data_message(DATA, 4097, b"\0\0\x80?"),
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
-        "ended": ended_message(3, b"ValueError: bad sample"),
-        "ended-silent": ended_message(0x7FFFFFFF, b"", -44),
+        "lost-with-words": lost_message(3, -40, 7, text=b"ValueError: bad sample"),
+        "lost-without-words": lost_message(0x7FFFFFFF, -44, 8),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
         "blocked-answer": blocked_message(1, b"'b'", b"", [lane(0, 2, 9, [7])], 2**32 - 1),
@@ -226,5 +239,9 @@ def samples() -> dict[str, bytes]:
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),
         "tune": tune_message([1 << 20, 1 << 17, 1, 128 << 20, 1 << 16, 0, 2**64 - 1, 2]),
         "tune-final": tune_message([7], 1),
+        "mail-offer": mail_message(0, 1, 1, bytes(12), dtype=7, tag=5, count=3),
+        "mail-pull": mail_message(1, 0, 2, send=2**64 - 1, count=1 << 40),
+        "mail-data": mail_message(3, 0x7FFFFFFF, 3, bytes(range(64)), count=8192),
+        "mail-mismatch": mail_message(2, 0, 4, dtype=26, tag=0x7FFFFFFF, status=-3, count=2),
     }
     return result

@@ -251,7 +251,23 @@ def test_wrong_secret_is_refused_on_both_sides_and_logged(server: StoreServer, r
     wait_until(lambda: bool(refusals), "it is refused")
     with client_of(server) as client:
         client.set("a", b"")
-    assert all("127.0.0.1" in sentence for sentence in refusals)
+    assert refusals == ["refused a connection from 127.0.0.1: it does not know the job's secret"]
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_dialer_that_ends_during_the_handshake_is_not_refused(
+    server: StoreServer, refusals: list[str], is_answered: bool
+) -> None:
+    with raw(server) as connection:
+        address, port = connection.getpeername()
+        reached = bytes(10) + b"\xff\xff" + socket.inet_aton(address) + port.to_bytes(2, "big")
+        connection.sendall(b"HORO\x03\x01\0\0" + bytes(16) + reached + bytes(32))
+        connection.recv(72, socket.MSG_WAITALL if is_answered else socket.MSG_PEEK)
+    with raw(server) as connection:  # the next line is about this one
+        connection.sendall(b"GET ")
+        assert connection.recv(1) == b""
+    wait_until(lambda: bool(refusals), "it is refused")
+    assert refusals == ["refused a connection from 127.0.0.1: it sent no handshake of horo"]
 
 
 def test_dialer_that_skips_checking_the_server_still_needs_the_secret(server: StoreServer, refusals: list[str]) -> None:

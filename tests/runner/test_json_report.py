@@ -86,6 +86,16 @@ def test_a_job_that_cannot_start_has_the_reason(hororun: Hororun, tmp_path: Path
     assert report["ranks"] == []
 
 
+def test_a_report_is_not_taken_for_that_of_a_later_job_that_fails_before_it_starts(
+    hororun: Hororun, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("{}")
+    done = hororun.run("-np", "2", "--json-report", str(file), "--", "touch", "ran", cwd=tmp_path, where="localhost:1")
+    assert done.returncode != 0 and not (tmp_path / "ran").exists()
+    assert not file.exists()
+
+
 def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_path: Path) -> None:
     hororun.remote_shell, file = "false", tmp_path / "report.json"
     words = ("-np", "1", "--min-np", "1", "--start-timeout", "1", "--elastic-timeout", "1")

@@ -36,7 +36,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "drive": (), "requests": ("drive",), "agree": (), "announce": ("requests",), "round": ("drive", "requests"),
-        "lead": ("drive", "agree", "announce", "round"), "execute": ("group", "requests"),
+        "lead": ("drive", "pairs", "agree", "announce", "round"), "execute": ("group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute"), "gpu": ("engine.h",),
         "membership": ("engine.h", "gpu"), "report": ("engine.h", "gpu"),
         "pairs": ("drive", "requests"),

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import on, one_of
+from rank_pool import on
 
-pair = one_of("group2", "group3")
-"""Ranks on one host: sends to another host are not there yet."""
 DTYPES = ["float32", "bfloat16", "int64", "uint8", "bool", "complex64", "uint16", "float8_e5m2"]
 
 
@@ -25,7 +23,7 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("count", [1, 1000, 3_000_000])
 @pytest.mark.parametrize("dtype", DTYPES)
-@on("pair")
+@on("group")
 def test_a_ring_of_sends_and_receives(dtype: str, count: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     sent, received = value(rank, dtype, count), torch.zeros(count).to(getattr(torch, dtype))
@@ -41,7 +39,7 @@ def test_a_ring_of_sends_and_receives(dtype: str, count: int) -> None:
     assert equal(apart, value(before, dtype, count))
 
 
-@on("pair")
+@on("group")
 def test_tags_order_and_any_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -73,7 +71,7 @@ def test_tags_order_and_any_source() -> None:
     dist.barrier()
 
 
-@on("pair")
+@on("group")
 def test_any_legal_order_ends() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = random.Random(17)
@@ -96,7 +94,18 @@ def test_any_legal_order_ends() -> None:
     assert all(torch.equal(tensor, torch.full_like(tensor, float(i))) for i, tensor in received)
 
 
-@on("pair")
+@on("group")
+def test_lists_of_objects() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    listed: list[Any] = [{"rank": rank}, "x" * 100_000, None] if rank == 0 else [None] * 3
+    if rank > 0:
+        dist.recv_object_list(listed, rank - 1)
+        assert listed == [{"rank": 0}, "x" * 100_000, None]
+    if rank + 1 < size:
+        dist.send_object_list(listed, rank + 1)
+
+
+@on("group")
 def test_a_difference_is_told_to_both() -> None:
     rank = dist.get_rank()
     if rank < 2:

@@ -141,11 +141,6 @@ class Acceptor:
         """Set once the dialer is authenticated; the caller then sends WELCOME."""
 
     @property
-    def started(self) -> bool:
-        """Whether the dialer has sent anything."""
-        return self._claim is not None or bool(self._received)
-
-    @property
     def missing_bytes(self) -> int:
         """Most bytes to read next; further bytes belong to the user of the connection."""
         whole = _HELLO.size if self._claim is None else _MAC_BYTES
@@ -223,6 +218,7 @@ def authenticate(connection: socket.socket, secret: bytes, claim: Claim, deadlin
             raise HandshakeError(f"the listener there speaks version {version} of the handshake, this side {_VERSION}")
         transcript = hello + nonce
         if not hmac.compare_digest(mac, _mac(secret, b"accept", transcript)):
+            connection.sendall(bytes(_MAC_BYTES))  # no proof, so that the other side can name the reason, too
             raise HandshakeError("the listener there does not know the job's secret")
         connection.sendall(_mac(secret, b"dial", transcript))
         if _receive(connection, len(WELCOME), deadline) != WELCOME:

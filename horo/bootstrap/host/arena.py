@@ -24,7 +24,7 @@ from horo.bootstrap.net.listener import ListenerThread
 from horo.bootstrap.net.open_files import make_room
 from horo.bootstrap.packed import pack, unpack
 from horo.bootstrap.rendezvous import Rendezvous
-from horo.core.context import create_memory, create_wake
+from horo.core.memory import create_memory, create_wake
 from horo.core.setup import close_all
 from horo.errors import ResourceError
 

@@ -238,8 +238,7 @@ class Listener:
         try:
             data = half_open.connection.recv(acceptor.missing_bytes)
             if not data:
-                self._hang_up(half_open)
-                return
+                raise ConnectionResetError
             reply = acceptor.feed(data)
             if reply:
                 half_open.connection.sendall(reply)
@@ -251,20 +250,15 @@ class Listener:
         except HandshakeError as error:
             self._refuse(half_open, str(error), error.reply)
             return
-        except OSError as error:
-            self._refuse(half_open, f"the connection broke during the handshake ({error.strerror})")
+        except OSError:
+            # Members dial several addresses of one listener at once, close all connections but the first, and may end
+            # at any time: no refusal.
+            self._forget(half_open)
+            half_open.connection.close()
             return
         if acceptor.result is not None:
             self._forget(half_open)
             self._on_peer(half_open.connection, acceptor.result)
-
-    def _hang_up(self, half_open: _HalfOpen) -> None:
-        # Members dial several addresses of one listener at once and close all connections but the first: no refusal.
-        if half_open.acceptor.started:
-            self._refuse(half_open, "it hung up during the handshake")
-        else:
-            self._forget(half_open)
-            half_open.connection.close()
 
     def _refuse(self, half_open: _HalfOpen, reason: str, reply: bytes = b"") -> None:
         self._forget(half_open)

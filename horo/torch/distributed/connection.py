@@ -97,11 +97,14 @@ def open_job(options: Any) -> RunningRank | None:
     return job
 
 
-def close_job(job: RunningRank) -> None:
-    """Leaves the group; what all ranks have begun is finished first. Idempotent; nothing in a forked child."""
+def close_job(job: RunningRank, aborts: str = "") -> None:
+    """Leaves the group; what all ranks have begun is finished first. Idempotent; nothing in a forked child.
+
+    ``aborts``: ends it for all at once instead, for this reason.
+    """
     with _changing:
         _open.pop(id(job), None)
-    job.close()
+    job.close(aborts, aborts=bool(aborts))
 
 
 def _close_all() -> None:

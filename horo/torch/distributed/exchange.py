@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ __all__ = ["Exchange", "GroupCall", "writable"]
 _PLAIN = Reduction(0)
 _OTHERS_S = 60.0
 """Longest wait at the end of a group for sends and receives of others."""
+_KEPT_MAX = 1000
+"""Most keys with requests that a group keeps for later calls; each takes under 2 KiB."""
+_Tensor = torch.Tensor  # looked up once, not per call
 
 
 class GroupCall(NamedTuple):
@@ -46,6 +49,8 @@ class GroupCall(NamedTuple):
     """Not 0: inputs are this many equal rows, one for each rank."""
     splits: Sequence[int] = ()
     """For an alltoall: rows of the input for each rank. The input has its own shape then."""
+    key: Hashable = None
+    """For ``Exchange.again``; None: the call has several tensors, or is not likely to come again."""
 
     def rows_of_core(self) -> list[context.Tensor]:
         """The tensors as the core takes them. Only the number of elements counts, so shapes are flat."""
@@ -80,7 +85,39 @@ class Exchange:
         self._closed = ""
         self._has_paired = False
         """This rank has sent or received, so others may do so without it."""
-        self._numbers = itertools.count(1)
+        self._kept: dict[Hashable, list[RequestBuffer]] = {}
+        """The requests for each key of ``again`` that no thread is using."""
+
+    def again(self, key: tuple[Any, ...], source: torch.Tensor | None = None, target: Any = None) -> Any:
+        """Does a call that ``do`` has done before, with other memory.
+
+        Args:
+            key: equal for calls that differ by their memory alone; its second item is whether the caller does not wait.
+            source: None: of a barrier.
+            target: a tensor; None: the call is in place.
+
+        Returns:
+            As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
+        """
+        tensors: tuple[torch.Tensor, ...] = ()
+        try:
+            buffers = self._kept[key]
+            if source is None:
+                buffer = buffers.pop()
+            else:
+                begin = _address(source)
+                end = begin if target is None else _address(target)
+                if not begin or not end:
+                    return None
+                buffer = buffers.pop()
+                rows = buffer.rows
+                rows[0], rows[1] = begin, end
+                tensors = (source,) if target is None else (source, target)
+        except (LookupError, RuntimeError):  # also where another thread uses it; a tensor without memory
+            return None
+        work = self._begin(buffer, key[1], tensors, tensors[-1:], None)
+        buffers.append(buffer)
+        return work
 
     def do(self, call: GroupCall, opts: Any) -> Any:
         """Begins a collective, or does it where the caller waits at once; the work that torch gets.
@@ -91,37 +128,56 @@ class Exchange:
         self.check_open()
         if self.pending is None:
             _copy_alone(call)
-            return _finish(call)
+            if call.after is not None:
+                call.after()
+            count_change(call.results)
+            return DONE
         is_async = getattr(opts, "asyncOp", True)
         buffer = RequestBuffer.of(
             OPS[call.op],
-            self._name_next(),
+            None,
             call.rows_of_core(),
             reduce_op=call.reduction.number,
-            prescale=call.reduction.factor,
+            prescale=1.0 if call.reduction.factor is None else call.reduction.factor,
             root_rank=call.root,
             sync=not is_async,
-            transient=True,
             into=call.op in ("allgather", "alltoall"),
         )
-        core = self.pending.core
-        if not is_async:
-            try:
-                core.run(buffer)
-            except HoroError:
-                raise
-            except BaseException:  # of a signal handler: the request goes on
-                core.release_or_keep(buffer.last_handle[0], (call.inputs, call.outputs))
-                raise
-            return _finish(call)
-        after = call.after
-        return HoroWork(
-            self.pending,
-            core.submit(buffer),
-            (*call.inputs, *call.outputs),
-            call.results,
-            None if after is None else lambda _: after(),
-        )
+        work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
+        may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
+        if call.key is not None and may_keep:  # the key has no factor, and a complex tensor may be conjugated lazily
+            if len(self._kept) >= _KEPT_MAX:
+                self._kept.clear()
+            self._kept.setdefault(call.key, []).append(buffer)
+        return work
+
+    def _begin(
+        self,
+        buffer: RequestBuffer,
+        is_async: bool,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        after: Callable[[], None] | None,
+    ) -> Any:
+        """Submits a request on ``tensors``, or runs it; the rest as in ``GroupCall``."""
+        pending: Any = self.pending
+        if is_async:
+            spans = pending.memory.hold_back(tensors)
+            end = None if after is None else lambda _: after()
+            return HoroWork(pending, pending.core.submit(buffer), tensors, results, end, spans=spans)
+        if pending.memory:
+            pending.memory.hold_back(tensors)
+        try:
+            pending.core.run(buffer)
+        except HoroError:
+            raise
+        except BaseException:  # of a signal handler: the request goes on
+            pending.core.release_or_keep(buffer.last_handle[0], tensors)
+            raise
+        if after is not None:
+            after()
+        count_change(results)
+        return DONE
 
     def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
         """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
@@ -131,7 +187,7 @@ class Exchange:
             return DONE
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
-        buffer = RequestBuffer.of(OPS["allgather"], self._name_next(), tensors, transient=True)
+        buffer = RequestBuffer.of(OPS["allgather"], None, tensors)
 
         def take(handle: int) -> None:
             taken = (core.take_result(handle, index) for index in range(len(rows)))
@@ -176,28 +232,35 @@ class Exchange:
         self._has_paired = True
         return self.pending
 
-    def _name_next(self) -> str:
-        return f"call {next(self._numbers)}"
-
     def check_open(self) -> None:
         """Raises NotInitializedError after the end of the group."""
         if self._closed:
             raise NotInitializedError(f"{self._what}: {self._closed}")
 
-    def close(self, why: str, words: str | None = None) -> None:
-        """Leaves the group. ``words``: for ranks that still wait for this one; None: it has done all that it had to."""
+    def abort(self, why: str, words: str) -> None:
+        """Ends the group at once, here and for all others, who get ``words``; other threads may wait meanwhile."""
+        if self._closed:
+            return
+        self._closed = why
+        self._kept.clear()
+        if self.job is not None and self.pending is not None:
+            close_job(self.job, words)
+            self.pending.stop()
+            self.pending.settle_all()
+
+    def close(self, why: str) -> None:
+        """Leaves the group, when others have done what this rank has begun."""
         if self._closed:
             return
         # a rank that fails is waited for by others, rather than the reverse
         is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-        if self._has_paired and words is None and is_well:
+        if self._has_paired and is_well:
             self._await_others()
         self._closed = why
+        self._kept.clear()
         if self.job is None or self.pending is None:
             return
         self.pending.stop()
-        if words is not None:
-            self.job.context.end(words)
         close_job(self.job)
         self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 
@@ -208,18 +271,24 @@ class Exchange:
             work.wait(timedelta(seconds=_OTHERS_S))
 
 
-def _finish(call: GroupCall) -> Any:
-    if call.after is not None:
-        call.after()
-    count_change(call.results)
-    return DONE
+def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor that the core can work on as it is; else 0, or RuntimeError where it has no memory."""
+    if (
+        type(tensor) is _Tensor
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_nested
+    ):
+        return tensor.data_ptr()
+    return 0
 
 
 def _copy_alone(call: GroupCall) -> None:
     for source, target in zip(call.inputs, call.outputs, strict=True):
         if target is not source:
             target.view(-1).copy_(source.view(-1))
-        if call.reduction.factor != 1.0:
+        if call.reduction.factor is not None:
             target.mul_(call.reduction.factor)
 
 

@@ -16,8 +16,8 @@ import torch.distributed as torch_distributed
 from horo.errors import UsageError
 from horo.torch.distributed.connection import open_job
 from horo.torch.distributed.exchange import Exchange, GroupCall, writable
-from horo.torch.distributed.other_devices import OtherDevices, by_device
-from horo.torch.distributed.reduction import reduction_of
+from horo.torch.distributed.other_devices import OtherDevices, by_device, is_for_horo
+from horo.torch.distributed.reduction import Reduction, reduction_of
 from horo.torch.distributed.sparse import check_sum, entries_of, put_together
 from horo.torch.engine.operation import check_tensor
 
@@ -106,25 +106,29 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         self.other_devices.shutdown()
 
     def abort(self) -> None:
-        """Ends the group: operations in progress fail, on all ranks."""
+        """Ends the group at once: operations in progress fail, on all ranks. Idempotent; any thread."""
+        self._exchange.abort("it has been aborted", f"abort() of process group {self._name}")
         self.other_devices.abort()
-        self._exchange.close("it has been aborted", f"abort() of process group {self._name}")
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    @by_device
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduces each tensor in place."""
         opts = opts or torch_distributed.AllreduceOptions()
+        tensor = tensors[0]
+        key = ("allreduce", getattr(opts, "asyncOp", True), hash(opts.reduceOp), tensor.dtype, tensor.numel())
+        if len(tensors) == 1 and (work := self._exchange.again(key, tensor)) is not None:
+            return work
+        if not is_for_horo(tensor):
+            return self.other_devices.group(tensor.device).allreduce(tensors, opts)
         reduction = reduction_of(opts.reduceOp, "all_reduce")
-        if tensors[0].is_sparse:
+        if tensor.is_sparse:
             averages = check_sum(reduction)
             (tensor,) = tensors
             finish = put_together(tensor, self._size, averages=averages)
             return self._exchange.gather_rows(entries_of(tensor), finish, opts)
-        return self._in_place("allreduce", "all_reduce", tensors, opts, reduction=reduction)
+        return self._in_place("allreduce", "all_reduce", tensors, opts, key, reduction=reduction)
 
-    @by_device
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """As ``allreduce``, all tensors in one exchange."""
         return self.allreduce(tensors, opts)
@@ -148,15 +152,21 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @by_device
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Reduces the input; part i of it goes to rank i."""
-        return self._scatter_reduced([output], [input], opts, "reduce_scatter_tensor")
+        opts = opts or torch_distributed.ReduceScatterOptions()
+        is_async, op = getattr(opts, "asyncOp", True), hash(opts.reduceOp)
+        key = ("reducescatter", is_async, op, input.dtype, input.numel(), output.dtype, output.numel())
+        if (work := self._exchange.again(key, input, output)) is not None:
+            return work
+        if not is_for_horo(output):
+            return self.other_devices.group(output.device).reduce_scatter_single(output, input, opts)
+        return self._scatter_reduced([output], [input], opts, "reduce_scatter_tensor", key)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def _scatter_reduced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any, what: str
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any, what: str, key: Any = None
     ) -> Any:
         opts = opts or torch_distributed.ReduceScatterOptions()
         _check_parts(outputs, inputs, self._size, what)
@@ -170,16 +180,22 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
             _copies(outputs, targets),
             reduction_of(opts.reduceOp, what),
             rows=self._size,
+            key=key,
         )
         return self._exchange.do(call, opts)
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    @by_device
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """The tensors of the root go to all ranks."""
         opts = opts or torch_distributed.BroadcastOptions()
-        return self._in_place("broadcast", "broadcast", tensors, opts, root=opts.rootRank)
+        tensor, root = tensors[0], opts.rootRank
+        key = ("broadcast", getattr(opts, "asyncOp", True), root, tensor.dtype, tensor.numel())
+        if len(tensors) == 1 and (work := self._exchange.again(key, tensor)) is not None:
+            return work
+        if not is_for_horo(tensor):
+            return self.other_devices.group(tensor.device).broadcast(tensors, opts)
+        return self._in_place("broadcast", "broadcast", tensors, opts, key, root=root)
 
     @by_device
     def allgather(self, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -210,21 +226,31 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Any:
         """The input of rank i goes to part i of the output, for each pair; all in one exchange."""
-        _check_parts(inputs, outputs, self._size, "all_gather_into_tensor")
-        sources = [writable(each, "all_gather_into_tensor") for each in inputs]
-        targets = [_memory(each) for each in outputs]
-        return self._exchange.do(GroupCall("allgather", sources, targets, outputs, _copies(outputs, targets)), opts)
+        return self._gather_into(outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @by_device
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """The input of rank i goes to part i of the output."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        is_async = getattr(opts, "asyncOp", True)
+        key = ("allgather", is_async, input.dtype, input.numel(), output.dtype, output.numel())
+        if (work := self._exchange.again(key, input, output)) is not None:
+            return work
+        if not is_for_horo(output):
+            return self.other_devices.group(output.device).all_gather_single(output, input, opts)
+        return self._gather_into([output], [input], opts, key)
 
     _allgather_base = all_gather_single
 
-    @by_device
+    def _gather_into(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any, key: Any = None
+    ) -> Any:
+        _check_parts(inputs, outputs, self._size, "all_gather_into_tensor")
+        sources = [writable(each, "all_gather_into_tensor") for each in inputs]
+        targets = [_memory(each) for each in outputs]
+        call = GroupCall("allgather", sources, targets, outputs, _copies(outputs, targets), key=key)
+        return self._exchange.do(call, opts)
+
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -237,11 +263,18 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
 
         Without splits, each rank gets equally many rows.
         """
+        is_async, splits = getattr(opts, "asyncOp", True), (*output_splits, *input_splits)
+        key = ("alltoall", is_async, input.dtype, input.shape, output.dtype, output.shape, splits, len(input_splits))
+        if (work := self._exchange.again(key, input, output)) is not None:
+            return work
+        if not is_for_horo(output):
+            others = self.other_devices.group(output.device)
+            return others.all_to_all_single(output, input, output_splits, input_splits, opts)
         what = "all_to_all_single"
         source, target = writable(input, what), _memory(output)
         sent = _splits(input, input_splits, self._size, "input")
         _splits(output, output_splits, self._size, "output")
-        call = GroupCall("alltoall", [source], [target], [output], _copies([output], [target]), splits=sent)
+        call = GroupCall("alltoall", [source], [target], [output], _copies([output], [target]), splits=sent, key=key)
         return self._exchange.do(call, opts)
 
     alltoall_base = all_to_all_single
@@ -262,7 +295,8 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """Done when all ranks have called it."""
-        return self._exchange.do(GroupCall("barrier", [], [], []), opts)
+        key = ("barrier", getattr(opts, "asyncOp", True))
+        return self._exchange.again(key) or self._exchange.do(GroupCall("barrier", [], [], [], key=key), opts)
 
     # -- to and from one rank ------------------------------------------------------------------------------------------
 
@@ -334,13 +368,20 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         return self._exchange.do(GroupCall("barrier", [], [], []), torch_distributed.BarrierOptions())
 
     def _in_place(
-        self, op: str, what: str, tensors: Sequence[torch.Tensor], opts: Any, *, root: int = 0, reduction: Any = None
+        self,
+        op: str,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        opts: Any,
+        key: Any,
+        *,
+        root: int = 0,
+        reduction: Reduction | None = None,
     ) -> Any:
         memory = [writable(each, what, reduced=reduction is not None) for each in tensors]
-        after = _copies(tensors, memory)
-        if reduction is None:
-            return self._exchange.do(GroupCall(op, memory, memory, tensors, after, root=root), opts)
-        return self._exchange.do(GroupCall(op, memory, memory, tensors, after, reduction), opts)
+        call = GroupCall(op, memory, memory, tensors, _copies(tensors, memory), root=root)
+        call = call if reduction is None else call._replace(reduction=reduction)
+        return self._exchange.do(call._replace(key=key) if len(tensors) == 1 else call, opts)
 
 
 def _memory(output: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class OtherDevices:
         """Whether this torch has NCCL, and this process a GPU."""
         return torch_distributed.is_nccl_available() and torch.cuda.is_available()
 
-    def group(self, device: torch.device) -> torch_distributed.ProcessGroup:
+    def group(self, device: torch.device) -> Any:
         """The group for such a device. UnsupportedError: this torch has none."""
         if self._group is None:
             kind, backend = self._make_backend(device)

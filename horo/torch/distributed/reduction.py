@@ -24,10 +24,10 @@ _NUMBERS = {
 
 
 class Reduction(NamedTuple):
-    """A reduction: the core's number of it, and the factor that is multiplied in before."""
+    """A reduction: the core's number of it, and the factor that is multiplied in before, if it has one."""
 
     number: int
-    factor: float = 1.0
+    factor: float | None = None
 
 
 def reduction_of(op: Any, what: str) -> Reduction:

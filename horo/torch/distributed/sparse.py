@@ -17,7 +17,7 @@ __all__ = ["check_sum", "entries_of", "put_together"]
 
 def check_sum(reduction: Reduction) -> bool:
     """Whether the reduction is an average. UnsupportedError: it is no sum, either."""
-    if reduction.number not in (REDUCE_OPS["sum"], REDUCE_OPS["average"]) or reduction.factor != 1.0:
+    if reduction.number not in (REDUCE_OPS["sum"], REDUCE_OPS["average"]) or reduction.factor is not None:
         raise UnsupportedError("all_reduce: of sparse tensors there are SUM and AVG; convert others by to_dense()")
     return reduction.number == REDUCE_OPS["average"]
 

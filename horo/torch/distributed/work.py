@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
@@ -68,6 +69,8 @@ class HoroWork(torch_distributed.Work):
         keep: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         after: Callable[[int], Any] | None,
+        *,
+        spans: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Args:
         pending: the operations in progress of the group.
@@ -75,6 +78,7 @@ class HoroWork(torch_distributed.Work):
         keep: tensors that the core uses until the operation is done.
         outputs: tensors of the caller that have the result in the end.
         after: is called with the handle when the operation has ended well, once: moves the results into ``outputs``.
+        spans: of its memory, as ``hold_back`` returns them.
         """
         super().__init__()
         self.handle = handle
@@ -86,7 +90,9 @@ class HoroWork(torch_distributed.Work):
         self._source = -1
         self._is_done = False
         self._ending = threading.Lock()
+        self._spans = spans
         pending.works.add(self)
+        pending.memory.add(handle, spans)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Blocks, with the GIL released, until the operation is done. Raises its error, or ``TimeoutError``."""
@@ -153,7 +159,7 @@ class HoroWork(torch_distributed.Work):
         try:
             self.wait()
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error.with_traceback(None))  # its frames refer to the future, which no collector sees
         else:
             future.set_result(list(self._outputs))
 
@@ -174,6 +180,7 @@ class HoroWork(torch_distributed.Work):
             self._error, self._is_done = error, True
             self._keep = self._after = None
             self._pending.works.discard(self)
+            self._pending.memory.remove(self.handle, self._spans)
 
     def give_up(self, error: HoroError) -> None:
         """The group has ended, and the core uses no memory of it any more."""
@@ -188,12 +195,60 @@ class HoroWork(torch_distributed.Work):
                 self._pending.core.release_or_keep(self.handle, self._keep)
 
 
+class _Memory:
+    """The memory of operations in progress: no two may share any, since the core may do them at once. Thread-safe."""
+
+    def __init__(self, core: Context) -> None:
+        self._core = core
+        self._spans: list[tuple[int, int, int]] = []
+        """Begin, end and handle of each part, by their place; none overlap."""
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def hold_back(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Waits for operations that use some of this memory. Returns where it begins and ends, for ``add``."""
+        spans: list[tuple[int, int]] = []
+        for begin, end in sorted({(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors}):
+            if spans and begin < spans[-1][1]:
+                spans[-1] = spans[-1][0], max(end, spans[-1][1])
+            elif begin < end:
+                spans.append((begin, end))
+        for begin, end in spans:
+            while (found := self._find(begin, end)) is not None:
+                with contextlib.suppress(HoroError):  # its own wait raises it; or it has been released
+                    self._core.wait(found[2])
+                self.remove(found[2], [found[:2]])
+        return spans
+
+    def _find(self, begin: int, end: int) -> tuple[int, int, int] | None:
+        with self._lock:
+            index = bisect.bisect_left(self._spans, (end,)) - 1
+            return self._spans[index] if index >= 0 and self._spans[index][1] > begin else None
+
+    def add(self, handle: int, spans: Sequence[tuple[int, int]]) -> None:
+        """The operation is in progress. If nobody takes its end, ``hold_back`` finds that out."""
+        with self._lock:
+            for begin, end in spans:
+                bisect.insort(self._spans, (begin, end, handle))
+
+    def remove(self, handle: int, spans: Sequence[tuple[int, int]]) -> None:
+        """The operation is done."""
+        with self._lock:
+            for begin, end in spans:
+                index = bisect.bisect_left(self._spans, (begin, end, handle))
+                if self._spans[index : index + 1] == [(begin, end, handle)]:
+                    del self._spans[index]
+
+
 class Pending:
     """The operations in progress of one group, and the futures that are to be completed."""
 
     def __init__(self, core: Context) -> None:
         self.core = core
         self.works: weakref.WeakSet[HoroWork] = weakref.WeakSet()
+        self.memory = _Memory(core)
         self.futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
         self.is_awaited = False
         """A thread is in the core for them, or on its way."""
@@ -232,7 +287,7 @@ class Pending:
             work.settle(future)
 
     def stop(self) -> None:
-        """Returns when no thread is in the core. Futures that are not complete wait for ``give_up``."""
+        """Returns when no thread is in the core. Futures that are not complete wait for ``settle_all``."""
         with _threads.changed:
             self._is_stopping = True
             while self.is_awaited:
@@ -242,12 +297,16 @@ class Pending:
         """Ends what is left with ``error``, when the context is gone."""
         for work in list(self.works):
             work.give_up(error)
-        while self.futures:
-            work, future = self.futures.popleft()
-            work.settle(future)
+        self.settle_all()
         with _threads.changed:
             _threads.groups -= 1
             _threads.changed.notify_all()
+
+    def settle_all(self) -> None:
+        """Completes the futures that are left, whose operations have ended."""
+        while self.futures:
+            work, future = self.futures.popleft()
+            work.settle(future)
 
 
 class _Threads:

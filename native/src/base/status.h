@@ -29,9 +29,9 @@ enum hr_abort_reason {
     HR_REASON_STALLED = 4, /* it did not submit what others wait for within the stall shutdown time */
     HR_REASON_LEFT = 5,    /* it shut horo down */
     HR_REASON_INTERNAL = 6, /* it met a state that should not be */
-    /* its words say it all, see arena/arena.h: of its program's error, or of what it knows to hold up the group;
-       travels as ENDED, not as LOST */
+    /* its words say it all, see arena/arena.h: of its program's error, or of what it knows to hold up the group */
     HR_REASON_ENDED = 7,
+    HR_REASON_ABORTED = 8, /* it has aborted the group, for the reason in its words */
 };
 
 /*

@@ -134,12 +134,22 @@ static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .tur
 
 /* ---- The rooms of an engine ---- */
 
+/* A leader's handler of MAIL: sends and receives between hosts. */
+static int handle_mail(void *owner, int member, const struct hr_wire_message *wire, int64_t now_ns) {
+    (void)now_ns;
+    struct hr_lane *lane = owner;
+    struct hr_mail_message message;
+    HR_TRY(hr_leader_take_mail(&lane->leader, member, wire, &message));
+    return hr_pairs_take_in(&lane->engine->pairs, &message, wire->data);
+}
+
 /* The handlers of messages that are none of a leader's own. */
 static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_JOINED] = hr_join_handle,
     [HR_WIRE_BLOCKED] = hr_blocked_handle,
     [HR_WIRE_QUERY] = hr_blocked_handle_query,
     [HR_WIRE_ASK] = hr_stall_handle_question,
+    [HR_WIRE_MAIL] = handle_mail,
 };
 
 static const struct hr_executor_ops EXECUTOR_OPS = {
@@ -171,6 +181,9 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->gpu, &hr_part_gpu, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
+                  engine->lanes[0]->is_leader && world->host_count > 1 ? hr_leader_carrier(&engine->lanes[0]->leader)
+                                                                       : (struct hr_mail_carrier){0});
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
@@ -209,7 +222,6 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
         return status;
     }
     hr_requests_init(&engine->requests, &engine->drive);
-    engine->pairs = (struct hr_pairs){.requests = &engine->requests, .reads = setup->direct_bytes > 0};
     atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
     status = init_parts(engine, world, backend, setup, error);
@@ -245,16 +257,40 @@ void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
     hr_drive_end_thread(&engine->drive);
 }
 
-void hr_engine_fini(struct hr_engine *engine) {
+/* Leaves, unless that has been done, and gives all but memory back. */
+static void end(struct hr_engine *engine) {
     hr_engine_leave(engine, HORO_ERR_ABORTED, "");
     hr_drive_lock(&engine->drive);
     while (engine->requests.calls > 0) { /* which end now, for all that they wait for has ended */
         hr_drive_wait(&engine->drive, INT64_MAX);
     }
+    const int has_ended = engine->leaving.has_ended;
+    engine->leaving.has_ended = 1;
     hr_drive_unlock(&engine->drive);
+    if (has_ended) {
+        return;
+    }
     hr_gpu_end(engine);
+    hr_drive_lock(&engine->drive); /* after an abort, others may still call */
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
+    hr_drive_close_fd(&engine->drive);
+    hr_drive_unlock(&engine->drive);
+}
+
+void hr_engine_abort(struct hr_engine *engine, const char *words) {
+    struct hr_node *node = engine->node;
+    hr_drive_lock(&engine->drive);
+    if (!atomic_load(&engine->drive.stop)) { /* else its descriptors may be gone */
+        hr_arena_keep_last_words(&node->arena, node->rank, words, strlen(words));
+        hr_node_abort(node, HORO_ERR_ABORTED, node->rank, HR_REASON_ABORTED);
+    }
+    hr_drive_unlock(&engine->drive);
+    end(engine);
+}
+
+void hr_engine_fini(struct hr_engine *engine) {
+    end(engine);
     free_parts(engine);
 }
 

@@ -65,7 +65,8 @@ struct hr_blocked {
 /* Leaving, and the end of the group; see leave.c. The driver's, but for what a caller writes before it sets `stop`. */
 struct hr_leaving {
     struct hr_part part;
-    int status; /* for others, as the words; under the lock */
+    int has_ended; /* its descriptors are given back; under the lock, as what follows */
+    int status;    /* for others, as the words */
     char words[HR_LAST_WORDS_MAX + 1];
     int64_t flush_ns; /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
     int64_t grace_ns; /* when it stops to wait, unless something moves; 0: it does not leave */
@@ -117,7 +118,9 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
 void hr_engine_close_links(struct hr_engine *engine);
 /* As horo_leave: leaves the group and joins the thread, unless that has been done. */
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
-/* The same without words (horo_destroy); frees. */
+/* As horo_abort. */
+void hr_engine_abort(struct hr_engine *engine, const char *words);
+/* Leaves without words (horo_destroy); frees. */
 void hr_engine_fini(struct hr_engine *engine);
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,

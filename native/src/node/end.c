@@ -82,6 +82,12 @@ void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text
                        words != NULL ? words : "an error");
         return;
     }
+    case HR_REASON_ABORTED: {
+        const char *words = hr_arena_last_words(&node->arena, end.rank);
+        (void)snprintf(text, text_bytes, "%s has aborted the group: %s", end.rank == node->rank ? "this rank" : who,
+                       words != NULL ? words : "it has given no reason");
+        return;
+    }
     case HR_REASON_LEFT: break;
     case HR_REASON_NONE:
     case HR_REASON_INTERNAL:
@@ -130,7 +136,7 @@ void hr_end_show_events(struct hr_node *node, int level) {
 void hr_end_show(struct hr_node *node) {
     hr_end_note(node); /* nobody need have driven since */
     const enum hr_abort_reason reason = hr_end_find(node).reason;
-    const int is_explained = reason == HR_REASON_LEFT || reason == HR_REASON_ENDED;
+    const int is_explained = reason == HR_REASON_LEFT || reason == HR_REASON_ENDED || reason == HR_REASON_ABORTED;
     if (!is_explained && !atomic_exchange(&node->recorder.end_shown, 1)) {
         hr_end_show_events(node, HORO_LOG_ERROR);
     }

@@ -228,6 +228,23 @@ static void read_tune(struct reader *reader, struct hr_wire_message *message) {
     (void)take(reader, reader->failed ? 0 : 8 * (size_t)message->count);
 }
 
+static void read_mail(struct reader *reader, struct hr_wire_message *message) {
+    struct hr_wire_mail *mail = &message->mail;
+    message->rank = read_i32(reader);
+    mail->to = read_i32(reader);
+    mail->kind = read_u8(reader);
+    mail->dtype = read_u8(reader);
+    mail->tag = read_i32(reader);
+    message->status = read_i32(reader);
+    mail->send = read_u64(reader);
+    mail->count = read_u64(reader);
+    const uint32_t bytes = read_u32(reader);
+    require(reader, message->rank >= 0 && mail->to >= 0 && mail->dtype < HORO_ANY_DTYPE_COUNT && mail->tag >= 0 &&
+                        (message->status == HORO_OK || hr_is_error(message->status)) && bytes <= HR_WIRE_MAIL_MAX);
+    message->data_bytes = reader->failed ? 0 : bytes;
+    message->data = take(reader, message->data_bytes);
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS:
@@ -256,10 +273,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->status = read_i32(reader);
         message->reason = (enum hr_abort_reason)read_u8(reader);
         message->by = read_i32(reader);
-        require(reader, message->rank >= -1 && message->by >= -1 && hr_is_error(message->status) &&
-                            message->reason > HR_REASON_NONE && message->reason <= HR_REASON_INTERNAL);
+        message->text = read_str16(reader);
+        require(reader, message->rank >= (message->text.bytes > 0 ? 0 : -1) && message->by >= -1 &&
+                            hr_is_error(message->status) && message->reason > HR_REASON_NONE &&
+                            message->reason <= HR_REASON_ABORTED);
         break;
-    case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
@@ -282,6 +300,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_RESULT: read_data(reader, message); break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_TUNE: read_tune(reader, message); break;
+    case HR_WIRE_MAIL: read_mail(reader, message); break;
     case HR_WIRE_FAIL:
         message->status = read_i32(reader);
         message->name = read_name(reader);

@@ -228,9 +228,8 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     case HR_WIRE_LOST:
         at = write_i32(write_i32(at, message->rank), message->status);
         *at++ = (uint8_t)message->reason;
-        at = write_i32(at, message->by);
+        at = write_str16(write_i32(at, message->by), message->text);
         break;
-    case HR_WIRE_ENDED:
     case HR_WIRE_LEAVE:
         at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
         break;
@@ -247,6 +246,14 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         break;
     case HR_WIRE_JOINED:
         at = hr_store_u64(write_i32(at, message->rank), message->at);
+        break;
+    case HR_WIRE_MAIL:
+        at = write_i32(write_i32(at, message->rank), message->mail.to);
+        *at++ = (uint8_t)message->mail.kind;
+        *at++ = (uint8_t)message->mail.dtype;
+        at = write_i32(write_i32(at, message->mail.tag), message->status);
+        at = hr_store_u64(hr_store_u64(at, message->mail.send), message->mail.count);
+        at = write_bytes(hr_store_u32(at, (uint32_t)message->data_bytes), message->data, message->data_bytes);
         break;
     case HR_WIRE_FAIL:
         at = write_str16(write_str16(write_i32(at, message->status), message->name), message->text);

@@ -10,9 +10,8 @@
  *   ROWS     u32 id, rows                                  FAIL     i32 status, str16 name, str16 text
  *   DATA     u32 id, u32 n, n bytes                        RESULT   u32 id, u32 n, n bytes
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
- *   LOST     i32 rank, i32 status, u8 reason, i32 by    (both directions; enum hr_abort_reason; by: the rank that has
- *            found it; -1: nobody knows which)
- *   ENDED    i32 rank, i32 status, str16 text     (both directions; the words of a rank that has ended the group)
+ *   LOST     i32 rank, i32 status, u8 reason, i32 by, str16 text    (both directions; enum hr_abort_reason; by: the
+ *            rank that has found it; -1: nobody knows which; text: the words of a rank that has ended the group)
  *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is not
  *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
@@ -20,6 +19,8 @@
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)
+ *   MAIL     i32 from, i32 to, u8 kind, u8 dtype, i32 tag, i32 status, u64 send, u64 count, u32 n, n bytes
+ *            (both directions; from one rank to another, engine/pairs/mail.h)
  *   JOINED   i32 rank, u64 at                     (up: this rank joins, all of its subtree need not; a record: the root
  *            knows of it. at: the time of that on the sender's host, in nanoseconds, 0: others have joined later; 0 in
  *            the record)
@@ -69,20 +70,21 @@ enum hr_wire_type {
     HR_WIRE_DATA = 8,
     HR_WIRE_RESULT = 9,
     HR_WIRE_ROWS = 10,
-    HR_WIRE_ENDED = 11,
+    HR_WIRE_TUNE = 11,
     HR_WIRE_BLOCKED = 12,
     HR_WIRE_ASK = 13,
     HR_WIRE_QUERY = 14,
     HR_WIRE_JOINED = 15,
-    HR_WIRE_TUNE = 16,
+    HR_WIRE_MAIL = 16,
 };
-enum { HR_WIRE_TYPES = HR_WIRE_TUNE + 1 };
+enum { HR_WIRE_TYPES = HR_WIRE_MAIL + 1 };
 
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
     HR_WIRE_DATA_MAX = 1 << 16,
+    HR_WIRE_MAIL_MAX = 1 << 13,
     HR_WIRE_KNOBS_MAX = 64,
     HR_WIRE_VAR_MAX = 9, /* bytes */
     HR_WIRE_ON_GPU = 2,   /* among the flags of a request */
@@ -131,28 +133,34 @@ struct hr_wire_request {
     size_t byte_count;
 };
 
+struct hr_wire_mail {
+    int to, kind, dtype, tag;
+    uint64_t send, count;
+};
+
 struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), ENDED, BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST: the origin */
-    int status; /* LOST, ENDED, LEAVE, FAIL, REQUEST */
+    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST, MAIL: the origin */
+    int status; /* LOST, LEAVE, FAIL, REQUEST, MAIL */
     enum hr_abort_reason reason; /* LOST */
     int by;     /* LOST (-1: unknown) */
     struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* FAIL, REQUEST, ENDED, LEAVE, BLOCKED: what it waits for */
+    struct hr_wire_text text; /* FAIL, REQUEST, LOST, LEAVE, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     int is_final;             /* TUNE: no other follows */
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */
     uint32_t id;              /* DATA, RESULT, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
     uint64_t at;              /* JOINED: a time */
-    const uint8_t *data;      /* DATA, RESULT: packed values */
-    size_t data_bytes;        /* at least 1 */
+    const uint8_t *data;      /* DATA, RESULT: packed values; MAIL */
+    size_t data_bytes;        /* at least 1, but for MAIL */
     const uint8_t *items;     /* IDS: read with hr_wire_u32; TUNE: hr_wire_u64; BATCH: hr_wire_next_ref;
                                * BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
     struct hr_wire_request request;
+    struct hr_wire_mail mail;
 };
 
 struct hr_wire_lane {
@@ -216,10 +224,11 @@ int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 /*
  * HORO_OK, or HORO_ERR_INTERNAL for bytes that are no message: an unknown type, op, reduce op or dtype, a shape that
  * hr_wire_tensor_bytes refuses, a wire dtype that does not go with dtype and operation, a name that is too long, a
- * count past the limit, a negative rank but for the -1 of LOST, a reason that is none or unknown, a status that is
- * unknown, HORO_OK in LOST, ENDED, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows that are
- * written longer than they need to be or are of an operation that tells none, lanes that are not in the order of their
- * teams, a question without a number, a short or long body. Every item is checked here, so the walks below cannot fail.
+ * count past the limit, a negative rank but for the -1 of a LOST without words, a reason that is none or unknown, a
+ * status that is unknown, HORO_OK in LOST, LEAVE and FAIL, or HORO_IN_PROGRESS, a request that is not canonical, rows
+ * that are written longer than they need to be or are of an operation that tells none, lanes that are not in the order
+ * of their teams, a question without a number, a short or long body. Every item is checked here, so the walks below
+ * cannot fail.
  */
 int hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message);
 int hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request);

@@ -234,13 +234,13 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
     switch (message->type) {
     case HR_WIRE_DONE: leader->links[link_index].has_said_done = 1; return HORO_OK;
     case HR_WIRE_LOST:
+        if (message->text.bytes > 0) {
+            hr_arena_keep_last_words(&node->arena, message->rank, message->text.data, message->text.bytes);
+        }
         hr_node_pass_abort(node, (struct hr_abort){.code = message->status,
                                                    .rank = message->rank,
                                                    .by = message->by,
                                                    .reason = message->reason});
-        return HORO_OK;
-    case HR_WIRE_ENDED:
-        hr_node_end(node, message->status, message->rank, message->text.data, message->text.bytes);
         return HORO_OK;
     default: break;
     }
@@ -309,12 +309,13 @@ int hr_leader_is_done(const struct hr_leader *world) {
 int hr_leader_flush_links(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
-    const char *words = end.reason == HR_REASON_ENDED ? hr_arena_last_words(arena, end.rank) : NULL;
+    const int has_words = end.reason == HR_REASON_ENDED || end.reason == HR_REASON_ABORTED;
+    const char *words = has_words ? hr_arena_last_words(arena, end.rank) : NULL;
     const struct hr_wire_message done = {.type = HR_WIRE_DONE, .rank = leader->team->node->rank};
-    const struct hr_wire_message lost = {.type = words != NULL ? HR_WIRE_ENDED : HR_WIRE_LOST,
+    const struct hr_wire_message lost = {.type = HR_WIRE_LOST,
                                           .rank = end.rank,
                                           .status = end.code,
-                                          .reason = end.reason == HR_REASON_ENDED ? HR_REASON_EXITED : end.reason,
+                                          .reason = end.reason,
                                           .by = end.by,
                                           .text = {words, words == NULL ? 0 : strlen(words)}};
     int *is_told = end.code == 0 ? &leader->told_done : &leader->told_abort;

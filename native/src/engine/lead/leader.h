@@ -11,6 +11,7 @@
 #include "engine/agree/agree.h"
 #include "engine/announce/announcer.h"
 #include "engine/drive/drive.h"
+#include "engine/pairs/mail.h"
 #include "engine/round/round.h"
 
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
@@ -113,6 +114,12 @@ static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_leader *leader);
+
+/* The way to ranks of other hosts. */
+struct hr_mail_carrier hr_leader_carrier(struct hr_leader *leader);
+/* A message that a link has brought on such a way. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
+hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const struct hr_wire_message *wire,
+                              struct hr_mail_message *message);
 
 /* ---- The end ---- */
 

@@ -11,33 +11,40 @@ static size_t place_of(const struct hr_mail *mail, int from, int to) {
     return (size_t)to * (size_t)mail->node->local_size + (size_t)from;
 }
 
-hr_status hr_mail_open(struct hr_mail *mail, struct hr_node *node, struct hr_error *error) {
-    struct hr_mail opened = {.node = node};
-    opened.peers = calloc((size_t)node->local_size, sizeof *opened.peers);
-    if (opened.peers == NULL) {
+hr_status hr_mail_open(struct hr_mail *mail, struct hr_error *error) {
+    const struct hr_node *node = mail->node;
+    struct hr_mail_peer *peers = calloc((size_t)node->local_size, sizeof *peers);
+    if (peers == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory to send to %d ranks", node->local_size);
     }
-    const hr_status status = hr_pair_rings_map(&node->arena, &opened.rings, error);
+    const hr_status status = hr_pair_rings_map(&node->arena, &mail->rings, error);
     if (status != HORO_OK) {
-        free(opened.peers);
+        free(peers);
         return status;
     }
-    *mail = opened;
+    mail->peers = peers;
     return HORO_OK;
 }
 
-void hr_mail_close(struct hr_mail *mail) {
+void hr_mail_fini(struct hr_mail *mail) {
     for (int i = 0; mail->peers != NULL && i < mail->node->local_size; i++) {
         hr_buffer_fini(&mail->peers[i].out);
     }
     free(mail->peers);
-    if (mail->node != NULL) {
-        hr_pair_rings_unmap(&mail->node->arena, &mail->rings);
-    }
-    *mail = (struct hr_mail){0};
+    mail->peers = NULL;
+    hr_pair_rings_unmap(&mail->node->arena, &mail->rings);
 }
 
-int hr_mail_has_room(const struct hr_mail *mail, int peer) {
+int hr_mail_local_of(const struct hr_mail *mail, int rank) {
+    const struct hr_node *node = mail->node;
+    int local = 0;
+    while (local < node->local_size && node->rank_of_local[local] != rank) {
+        local++;
+    }
+    return local < node->local_size ? local : -1;
+}
+
+static int ring_has_room(const struct hr_mail *mail, int peer) {
     return hr_buffer_size(&mail->peers[peer].out) == 0;
 }
 
@@ -74,35 +81,75 @@ static int write_out(struct hr_mail *mail, int peer) {
 static int send_out(struct hr_mail *mail, int peer) {
     struct hr_pair_head *head = &mail->rings.heads[place_of(mail, mail->node->local_rank, peer)];
     int moved = write_out(mail, peer);
-    if (!hr_mail_has_room(mail, peer)) {
+    if (!ring_has_room(mail, peer)) {
         atomic_store(&head->wants_room, 1);
         moved |= write_out(mail, peer);
     }
     return moved;
 }
 
-hr_status hr_mail_put(struct hr_mail *mail, int peer, const struct hr_mail_message *message, const void *data) {
+static hr_status put_into_ring(struct hr_mail *mail, int peer, const struct hr_mail_message *message,
+                               const void *data) {
     struct hr_buffer *out = &mail->peers[peer].out;
-    const int is_first = hr_mail_has_room(mail, peer);
+    const int is_first = ring_has_room(mail, peer);
     HR_TRY(hr_buffer_reserve(out, sizeof *message + message->bytes));
     (void)hr_buffer_append(out, message, sizeof *message); /* there is room for both */
     (void)hr_buffer_append(out, data, message->bytes);
     if (is_first) {
         (void)send_out(mail, peer);
-        mail->unsent += !hr_mail_has_room(mail, peer);
+        mail->unsent += !ring_has_room(mail, peer);
     }
     return HORO_OK;
+}
+
+hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
+    const int local = hr_mail_local_of(mail, message->to);
+    mail->moves++;
+    return local < 0 && mail->carrier.carry != NULL ? mail->carrier.carry(mail->carrier.owner, message, data)
+                                                    : put_into_ring(mail, local < 0 ? 0 : local, message, data);
+}
+
+hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message message, const void *data) {
+    message.from = mail->node->rank;
+    message.to = rank;
+    return hr_mail_pass(mail, &message, data);
+}
+
+int hr_mail_has_room(const struct hr_mail *mail, int rank) {
+    const int local = hr_mail_local_of(mail, rank);
+    return local < 0 && mail->carrier.carry != NULL ? mail->carrier.has_room(mail->carrier.owner, rank)
+                                                    : ring_has_room(mail, local < 0 ? 0 : local);
 }
 
 int hr_mail_flush(struct hr_mail *mail) {
     int moved = 0;
     for (int peer = 0; mail->unsent > 0 && peer < mail->node->local_size; peer++) {
-        if (!hr_mail_has_room(mail, peer)) {
+        if (!ring_has_room(mail, peer)) {
             moved |= send_out(mail, peer);
-            mail->unsent -= hr_mail_has_room(mail, peer);
+            mail->unsent -= ring_has_room(mail, peer);
         }
     }
     return moved ? HR_MOVED : HR_STILL;
+}
+
+int hr_mail_is_rung(const struct hr_mail *mail) {
+    return atomic_load(&mail->node->arena.blocks[mail->node->local_rank].bell) != mail->rung; /* partner: write_out */
+}
+
+/* From the ring of a local rank. */
+static hr_status take_one(struct hr_mail *mail, int peer, const struct hr_mail_message *message, const void *data,
+                          hr_mail_handler *handle, void *owner) {
+    const struct hr_node *node = mail->node;
+    const int is_of_peer = message->from == node->rank_of_local[peer];
+    if (message->from < 0 || message->from >= node->size || message->to < 0 || message->to >= node->size ||
+        (!is_of_peer && (peer != 0 || hr_mail_local_of(mail, message->from) >= 0))) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (message->to == node->rank) {
+        return handle(owner, message, data);
+    }
+    return mail->carrier.carry != NULL && hr_mail_local_of(mail, message->to) < 0 ? hr_mail_pass(mail, message, data)
+                                                                                  : HORO_ERR_INTERNAL;
 }
 
 int hr_mail_take(struct hr_mail *mail, hr_mail_handler *handle, void *owner) {
@@ -131,7 +178,7 @@ int hr_mail_take(struct hr_mail *mail, hr_mail_handler *handle, void *owner) {
             if (is_half_empty && atomic_load(&head->wants_room) != 0 && atomic_exchange(&head->wants_room, 0) != 0) {
                 hr_node_wake(node, peer);
             }
-            HR_TRY(handle(owner, peer, &message, data));
+            HR_TRY(take_one(mail, peer, &message, data, handle, owner));
         }
     }
     return HR_MOVED;

@@ -1,327 +1,63 @@
-#include "engine/pairs/pairs.h"
+/* Sends and receives as requests, and as a part of the loop. */
+#include "engine/pairs/private.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "base/cut.h"
 #include "base/traits.h"
-#include "collective/collective.h"
-#include "node/end.h"
-
-enum {
-    WITH_OFFER_MAX = 1 << 12, /* bytes: two copies by the ring take no longer than a read */
-    READ_AT_ONCE = 1 << 19,   /* bytes, before the driver looks at other things */
-    TEXT_BYTES = 512,
-};
-
-struct hr_move_of_pair {
-    struct hr_move_of_pair *next;
-    struct hr_request *request;
-    struct hr_pair pair; /* of a receive the rank that sends, once it is known */
-    int dtype;
-    uint64_t count;
-    char *data;
-    size_t bytes, moved;
-    uint64_t send;    /* the sender's number for it */
-    uint64_t address; /* in the sender's memory */
-};
-
-/* A send that no receive was meant for yet. */
-struct hr_offer {
-    struct hr_offer *next;
-    int peer; /* rank of the job */
-    struct hr_mail_message message;
-    char data[];
-};
-
-/* ---- Lists ---- */
-
-static void append(struct hr_pair_list *list, struct hr_move_of_pair *move) {
-    move->next = NULL;
-    *(list->last == NULL ? &list->first : &list->last->next) = move;
-    list->last = move;
-}
-
-/* Takes the one at *link, of which `before` is in front (NULL: none), out. */
-static struct hr_move_of_pair *take(struct hr_pair_list *list, struct hr_move_of_pair *before,
-                                    struct hr_move_of_pair *move) {
-    *(before == NULL ? &list->first : &before->next) = move->next;
-    list->last = list->last == move ? before : list->last;
-    return move;
-}
-
-/* The one with that rank, and number of the send; NULL: there is none. It is taken out. */
-static struct hr_move_of_pair *take_by_number(struct hr_pair_list *list, int peer, uint64_t send) {
-    struct hr_move_of_pair *before = NULL;
-    for (struct hr_move_of_pair *move = list->first; move != NULL; before = move, move = move->next) {
-        if (move->send == send && move->pair.peer == peer) {
-            return take(list, before, move);
-        }
-    }
-    return NULL;
-}
-
-/* ---- Both ends ---- */
-
-static int local_of(const struct hr_node *node, int rank) {
-    int local = 0;
-    while (local < node->local_size && node->rank_of_local[local] != rank) {
-        local++;
-    }
-    return local < node->local_size ? local : -1;
-}
-
-static hr_status put(struct hr_pairs *pairs, int rank, struct hr_mail_message message, const void *data) {
-    pairs->moves++;
-    return hr_mail_put(&pairs->mail, local_of(pairs->mail.node, rank), &message, data);
-}
-
-/* It is in no list any more. */
-static void complete(struct hr_pairs *pairs, struct hr_move_of_pair *move, int status, const char *text) {
-    struct hr_request *request = move->request;
-    pairs->moves++;
-    hr_requests_complete(pairs->requests, &request, 1, status, text);
-}
-
-/* The tensors of the two ends are not alike: `count` values of `dtype` are at the other one. */
-static void fail(struct hr_pairs *pairs, struct hr_move_of_pair *move, int dtype, uint64_t count) {
-    const struct hr_node *node = pairs->mail.node;
-    const int sends = move->request->call.op == HORO_SEND;
-    char text[TEXT_BYTES + 2 * HR_NAME_TEXT_BYTES];
-    char who[HR_NAME_TEXT_BYTES];
-    char other[HR_NAME_TEXT_BYTES];
-    (void)snprintf(text, sizeof text, "'%s': %s %s %llu values of %s, but %s %s %llu values of %s; both must be alike",
-                   move->request->call.name, hr_node_name_rank(node, node->rank, who, sizeof who),
-                   sends ? "sends" : "receives", (unsigned long long)move->count, hr_dtype_name(move->dtype),
-                   hr_node_name_rank(node, move->pair.peer, other, sizeof other), sends ? "receives" : "sends",
-                   (unsigned long long)count, hr_dtype_name(dtype));
-    complete(pairs, move, HORO_ERR_MISMATCH, text);
-}
-
-/* ---- Receiving ---- */
-
-/* All has come. The sender is told before the caller here, who may end at once. */
-static hr_status end_receive(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    HR_TRY(put(pairs, move->pair.peer, (struct hr_mail_message){.kind = HR_MAIL_DONE, .send = move->send}, NULL));
-    move->request->answer = move->pair.peer;
-    complete(pairs, move, HORO_OK, NULL);
-    return HORO_OK;
-}
-
-static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    append(&pairs->pulling, move);
-    const struct hr_mail_message message = {.kind = HR_MAIL_PULL, .send = move->send, .count = move->moved};
-    return put(pairs, move->pair.peer, message, NULL);
-}
-
-/* A receive, in no list, and the offer that it was meant for. */
-static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int peer,
-                       const struct hr_mail_message *offer, const void *data) {
-    move->pair.peer = peer;
-    move->send = offer->send;
-    move->address = offer->address;
-    if (move->dtype != offer->dtype || move->count != offer->count) {
-        const struct hr_mail_message message = {.kind = HR_MAIL_DONE,
-                                                .send = offer->send,
-                                                .status = HORO_ERR_MISMATCH,
-                                                .dtype = move->dtype,
-                                                .count = move->count};
-        HR_TRY(put(pairs, peer, message, NULL));
-        fail(pairs, move, offer->dtype, offer->count);
-        return HORO_OK;
-    }
-    if (move->bytes == offer->bytes) {
-        if (move->bytes > 0) {
-            memcpy(move->data, data, move->bytes);
-        }
-        return end_receive(pairs, move);
-    }
-    if (!pairs->reads) {
-        return pull(pairs, move);
-    }
-    append(&pairs->reading, move);
-    return HORO_OK;
-}
-
-static int is_for(struct hr_pair pair, int peer, int tag) {
-    return pair.tag == tag && (pair.peer == peer || pair.peer < 0);
-}
-
-static hr_status post(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    struct hr_offer *before = NULL;
-    struct hr_offer *offer = pairs->offers;
-    while (offer != NULL && !is_for(move->pair, offer->peer, offer->message.tag)) {
-        before = offer;
-        offer = offer->next;
-    }
-    if (offer == NULL) {
-        append(&pairs->posted, move);
-        return HORO_OK;
-    }
-    *(before == NULL ? &pairs->offers : &before->next) = offer->next;
-    pairs->last_offer = pairs->last_offer == offer ? before : pairs->last_offer;
-    const hr_status status = match(pairs, move, offer->peer, &offer->message, offer->data);
-    free(offer);
-    return status;
-}
-
-static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *before = NULL;
-    for (struct hr_move_of_pair *move = pairs->posted.first; move != NULL; before = move, move = move->next) {
-        if (is_for(move->pair, peer, message->tag)) {
-            return match(pairs, take(&pairs->posted, before, move), peer, message, data);
-        }
-    }
-    struct hr_offer *offer = malloc(sizeof *offer + message->bytes);
-    if (offer == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *offer = (struct hr_offer){.peer = peer, .message = *message};
-    memcpy(offer->data, data, message->bytes);
-    *(pairs->last_offer == NULL ? &pairs->offers : &pairs->last_offer->next) = offer;
-    pairs->last_offer = offer;
-    return HORO_OK;
-}
-
-/*
- * A part of the first one. When the group ends, a sender may give its memory to something else: what is read then is
- * not looked at, for the end fails the receive, too.
- */
-static int read_some(struct hr_pairs *pairs) {
-    struct hr_move_of_pair *move = pairs->reading.first;
-    if (move == NULL) {
-        return HR_STILL;
-    }
-    const struct hr_node *node = pairs->mail.node;
-    const struct hr_peer_range range = {
-        move->data + move->moved,
-        move->address + move->moved,
-        hr_smaller(move->bytes - move->moved, READ_AT_ONCE),
-    };
-    const int error = hr_read_peer(node, local_of(node, move->pair.peer), &range, 1);
-    if (hr_arena_aborted(&node->arena).code != 0 || hr_arena_end_of(&node->arena.header->left_word).code != 0) {
-        return HR_STILL;
-    }
-    pairs->moves++;
-    if (error != 0) {
-        hr_log(&node->log, HORO_LOG_INFO, "large sends from rank %d go by shared memory, since it cannot be read: %s",
-               move->pair.peer, strerror(error));
-        pairs->reads &= error == EFAULT; /* its memory alone, or it is gone: then its life line ends the group */
-        HR_TRY(pull(pairs, take(&pairs->reading, NULL, move)));
-        return HR_MOVED;
-    }
-    move->moved += range.bytes;
-    if (move->moved == move->bytes) {
-        HR_TRY(end_receive(pairs, take(&pairs->reading, NULL, move)));
-    }
-    return HR_MOVED;
-}
-
-static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *move = take_by_number(&pairs->pulling, peer, message->send);
-    if (move == NULL || message->count != move->moved || message->bytes > move->bytes - move->moved) {
-        return HORO_ERR_INTERNAL;
-    }
-    memcpy(move->data + move->moved, data, message->bytes);
-    move->moved += message->bytes;
-    if (move->moved == move->bytes) {
-        return end_receive(pairs, move);
-    }
-    append(&pairs->pulling, move);
-    return HORO_OK;
-}
-
-/* ---- Sending ---- */
-
-static hr_status offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    const int is_small = move->bytes <= WITH_OFFER_MAX;
-    move->send = ++pairs->last_send;
-    append(&pairs->offered, move);
-    const struct hr_mail_message message = {
-        .kind = HR_MAIL_OFFER,
-        .send = move->send,
-        .tag = move->pair.tag,
-        .dtype = move->dtype,
-        .count = move->count,
-        .address = (uint64_t)(uintptr_t)move->data,
-        .bytes = (uint16_t)(is_small ? move->bytes : 0),
-    };
-    return put(pairs, move->pair.peer, message, move->data);
-}
-
-/* Of the first one whose receiver has room, as much as that takes. */
-static int send_pieces(struct hr_pairs *pairs) {
-    const struct hr_node *node = pairs->mail.node;
-    struct hr_move_of_pair *before = NULL;
-    struct hr_move_of_pair *move = pairs->pulled.first;
-    while (move != NULL && !hr_mail_has_room(&pairs->mail, local_of(node, move->pair.peer))) {
-        before = move;
-        move = move->next;
-    }
-    if (move == NULL) {
-        return HR_STILL;
-    }
-    do {
-        const struct hr_mail_message message = {
-            .kind = HR_MAIL_DATA,
-            .send = move->send,
-            .count = move->moved,
-            .bytes = (uint16_t)hr_smaller(move->bytes - move->moved, HR_MAIL_BYTES_MAX),
-        };
-        HR_TRY(put(pairs, move->pair.peer, message, move->data + move->moved));
-        move->moved += message.bytes;
-    } while (move->moved < move->bytes && hr_mail_has_room(&pairs->mail, local_of(node, move->pair.peer)));
-    if (move->moved == move->bytes) { /* until it is done */
-        append(&pairs->offered, take(&pairs->pulled, before, move));
-    }
-    return HR_MOVED;
-}
 
 /* ---- The part of the loop ---- */
 
-static hr_status handle(void *owner, int local_peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_pairs *pairs = owner;
-    struct hr_move_of_pair *move = NULL;
-    const int peer = pairs->mail.node->rank_of_local[local_peer];
-    switch (message->kind) {
-    case HR_MAIL_OFFER: return take_offer(pairs, peer, message, data);
-    case HR_MAIL_DATA: return take_data(pairs, peer, message, data);
-    case HR_MAIL_PULL:
-        move = take_by_number(&pairs->offered, peer, message->send);
-        if (move == NULL || message->count > move->bytes) {
-            return HORO_ERR_INTERNAL;
-        }
-        move->moved = message->count;
-        append(&pairs->pulled, move);
-        return HORO_OK;
-    case HR_MAIL_DONE:
-        move = take_by_number(&pairs->offered, peer, message->send);
-        if (move == NULL) {
-            return HORO_ERR_INTERNAL;
-        }
-        if (message->status == HORO_OK) {
-            complete(pairs, move, HORO_OK, NULL);
-        } else {
-            fail(pairs, move, message->dtype, message->count);
-        }
-        return HORO_OK;
-    default: return HORO_ERR_INTERNAL;
-    }
+/* With the lock held. HORO_OK, or a status with *error set. */
+static hr_status open_mail(struct hr_pairs *pairs, struct hr_error *error) {
+    HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : hr_mail_open(&pairs->mail, error));
+    atomic_store(&pairs->is_open, 1);
+    return HORO_OK;
 }
 
-/* While nothing of this rank is under way, what others offer stays where it is. */
+/* A leader, which has sent and received nothing itself. */
+static hr_status open_to_pass(struct hr_pairs *pairs) {
+    struct hr_error error = {0};
+    hr_drive_lock(pairs->requests->drive);
+    const hr_status status = open_mail(pairs, &error);
+    hr_drive_unlock(pairs->requests->drive);
+    if (status != HORO_OK) {
+        hr_log(&pairs->mail.node->log, HORO_LOG_ERROR, "%s", error.text);
+    }
+    return status;
+}
+
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
+    HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : open_to_pass(pairs));
+    if (message->to != pairs->mail.node->rank) {
+        return hr_mail_pass(&pairs->mail, message, data);
+    }
+    /* behind the end there is nothing any more that it could be for */
+    return pairs->requests->drive->stage == HR_STAGE_RUNNING ? hr_moves_handle(pairs, message, data) : HORO_OK;
+}
+
+/*
+ * While nothing of this rank is under way, what others offer stays where it is, but for a leader, who passes on what
+ * is for other hosts.
+ */
 static int turn(struct hr_part *part) {
     struct hr_pairs *pairs = part->owner;
-    if (part->is_quiet) {
+    const int passes = pairs->mail.carrier.carry != NULL;
+    if (part->is_quiet && !passes) {
         return HR_STILL;
     }
-    const int took = hr_mail_take(&pairs->mail, handle, pairs);
+    if (!atomic_load(&pairs->is_open)) {
+        part->is_quiet = !hr_mail_is_rung(&pairs->mail);
+        if (part->is_quiet) {
+            return HR_STILL;
+        }
+        HR_TRY(open_to_pass(pairs));
+    }
+    const int took = hr_mail_take(&pairs->mail, hr_moves_handle, pairs);
     HR_TRY(took);
-    const int read = read_some(pairs);
+    const int read = hr_moves_read_some(pairs);
     HR_TRY(read);
-    const int sent = send_pieces(pairs);
+    const int sent = hr_moves_send_pieces(pairs);
     HR_TRY(sent);
     const int flushed = hr_mail_flush(&pairs->mail);
     part->is_quiet = pairs->offered.first == NULL && pairs->pulled.first == NULL && pairs->posted.first == NULL &&
@@ -337,7 +73,7 @@ static int needs(const struct hr_part *part) {
 
 static uint64_t count_moves(const struct hr_part *part) {
     const struct hr_pairs *pairs = part->owner;
-    return pairs->moves;
+    return pairs->moves + pairs->mail.moves;
 }
 
 static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .needs = needs, .moves = count_moves};
@@ -346,8 +82,7 @@ static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .ne
 
 static int announce(void *owner, struct hr_request *request) {
     struct hr_pairs *pairs = owner;
-    if (!pairs->is_added) {
-        pairs->is_added = 1;
+    if (pairs->part.ops == NULL) {
         hr_drive_lock(pairs->requests->drive);
         hr_drive_add(pairs->requests->drive, &pairs->part, &PART, pairs);
         hr_drive_unlock(pairs->requests->drive);
@@ -355,7 +90,7 @@ static int announce(void *owner, struct hr_request *request) {
     struct hr_move_of_pair *move = request->cargo.data;
     move->request = request;
     pairs->part.is_quiet = 0;
-    return request->call.op == HORO_SEND ? offer(pairs, move) : post(pairs, move);
+    return request->call.op == HORO_SEND ? hr_move_offer(pairs, move) : hr_move_post(pairs, move);
 }
 
 static const struct hr_hooks HOOKS = {.announce = announce, .freed = free};
@@ -363,7 +98,6 @@ static const struct hr_hooks HOOKS = {.announce = announce, .freed = free};
 static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, struct hr_error *error) {
     const char *name = hr_op_name(op);
     const int is_any = op == HORO_RECEIVE && pair.peer == -1;
-    char who[HR_NAME_TEXT_BYTES];
     if (!is_any && (pair.peer < 0 || pair.peer >= node->size)) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: rank %d does not exist; ranks are 0 to %d", name, pair.peer,
                        node->size - 1);
@@ -374,15 +108,7 @@ static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, 
     if (pair.tag < 0) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: tag %d; tags are 0 or more", name, pair.tag);
     }
-    if (is_any && node->host_count > 1) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "receive: from any rank is offered on one host only, and this job has %d; name the rank",
-                       node->host_count);
-    }
-    return is_any || local_of(node, pair.peer) >= 0
-               ? HORO_OK
-               : hr_fail(error, HORO_ERR_UNSUPPORTED, "%s: %s is on another host; only ranks of one host can do this",
-                         name, hr_node_name_rank(node, pair.peer, who, sizeof who));
+    return HORO_OK;
 }
 
 /* "receive from rank 3, tag 7" */
@@ -400,8 +126,7 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     struct hr_requests *requests = pairs->requests;
     HR_TRY(check(requests->node, op, pair, error));
     hr_drive_lock(requests->drive);
-    const hr_status opened = pairs->is_open ? HORO_OK : hr_mail_open(&pairs->mail, requests->node, error);
-    pairs->is_open = opened == HORO_OK;
+    const hr_status opened = open_mail(pairs, error);
     hr_drive_unlock(requests->drive);
     HR_TRY(opened);
     char name[64];
@@ -431,11 +156,22 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     return hr_requests_add(requests, request, handle, error);
 }
 
+/* ---- The beginning and the end ---- */
+
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier) {
+    *pairs = (struct hr_pairs){.requests = requests, .reads = reads};
+    pairs->mail.node = requests->node;
+    pairs->mail.carrier = carrier;
+    if (carrier.carry != NULL) {
+        hr_drive_add(requests->drive, &pairs->part, &PART, pairs);
+    }
+}
+
 void hr_pairs_fini(struct hr_pairs *pairs) {
     while (pairs->offers != NULL) {
         struct hr_offer *offer = pairs->offers;
         pairs->offers = offer->next;
         free(offer);
     }
-    hr_mail_close(&pairs->mail);
+    hr_mail_fini(&pairs->mail);
 }

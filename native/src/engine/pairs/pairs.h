@@ -3,7 +3,8 @@
  *
  * The receiver matches. A sender tells it of each send, in order, and keeps the data in place; the receiver takes the
  * first receive that it was meant for, or keeps the offer until one comes. Then it copies what has come with the offer,
- * or reads the sender's memory, or, where it cannot, has it sent in pieces. Both ends are done when the receiver is.
+ * or reads the sender's memory, or, where it cannot, has it sent in pieces; from another host so many at a time.
+ * Both ends are done when the receiver is.
  *
  *     a send     OFFERED  -> done, by DONE
  *                         -> PULLED, by PULL: goes out in pieces -> done, by DONE
@@ -33,20 +34,26 @@ struct hr_pair_list {
 
 struct hr_offer;
 
-/* The driver's, but for `is_open` and what opening makes, which are written once, with the lock held. */
+/* The driver's, but for `is_open` and what opening makes. */
 struct hr_pairs {
     struct hr_requests *requests;
     struct hr_part part;
     struct hr_mail mail;
-    int is_open;  /* this rank has sent or received something */
-    int is_added; /* the loop turns the part */
-    int reads;    /* memory of others is read */
+    /* this rank has sent or received something, or passed it on; written under the lock, behind what opening makes */
+    _Atomic int is_open;
+    int reads; /* memory of others of this host is read */
     uint64_t last_send;
     uint64_t moves;
     struct hr_pair_list offered, pulled, posted, reading, pulling;
     struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
 };
 
+/*
+ * `carrier`: of a leader in a job on several hosts, who passes on what others send; else NULLs. Before anything drives.
+ */
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier);
+/* A leader, whose links have brought a message for a rank of this host, or for another host. HORO_OK or a status. */
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data);
 /* As horo_send and horo_receive: `op` is one of the two. */
 hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
                           int64_t *handle, struct hr_error *error);

@@ -1,0 +1,321 @@
+/* The two ends of a send: the states of pairs.h. */
+#include "engine/pairs/private.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/cut.h"
+#include "base/traits.h"
+#include "collective/collective.h"
+#include "node/end.h"
+
+enum {
+    WITH_OFFER_MAX = 1 << 12, /* bytes: two copies by the ring take no longer than a read */
+    READ_AT_ONCE = 1 << 19,   /* bytes, before the driver looks at other things */
+    WINDOW = 1 << 20,         /* bytes from another host that leaders may have on the way to a receive */
+    TEXT_BYTES = 512,
+};
+
+/* ---- Lists ---- */
+
+static void append(struct hr_pair_list *list, struct hr_move_of_pair *move) {
+    move->next = NULL;
+    *(list->last == NULL ? &list->first : &list->last->next) = move;
+    list->last = move;
+}
+
+/* Takes the one at *link, of which `before` is in front (NULL: none), out. */
+static struct hr_move_of_pair *take(struct hr_pair_list *list, struct hr_move_of_pair *before,
+                                    struct hr_move_of_pair *move) {
+    *(before == NULL ? &list->first : &before->next) = move->next;
+    list->last = list->last == move ? before : list->last;
+    return move;
+}
+
+/* The one with that rank, and number of the send, and the one in front of it; NULL: there is none. */
+static struct hr_move_of_pair *find(const struct hr_pair_list *list, int peer, uint64_t send,
+                                    struct hr_move_of_pair **before) {
+    struct hr_move_of_pair *move = list->first;
+    *before = NULL;
+    while (move != NULL && (move->send != send || move->pair.peer != peer)) {
+        *before = move;
+        move = move->next;
+    }
+    return move;
+}
+
+static struct hr_move_of_pair *take_by_number(struct hr_pair_list *list, int peer, uint64_t send) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(list, peer, send, &before);
+    return move == NULL ? NULL : take(list, before, move);
+}
+
+/* ---- Both ends ---- */
+
+static int is_far(const struct hr_pairs *pairs, const struct hr_move_of_pair *move) {
+    return hr_mail_local_of(&pairs->mail, move->pair.peer) < 0;
+}
+
+/* It is in no list any more. */
+static void complete(struct hr_pairs *pairs, struct hr_move_of_pair *move, int status, const char *text) {
+    struct hr_request *request = move->request;
+    pairs->moves++;
+    hr_requests_complete(pairs->requests, &request, 1, status, text);
+}
+
+/* The tensors of the two ends are not alike: `count` values of `dtype` are at the other one. */
+static void fail(struct hr_pairs *pairs, struct hr_move_of_pair *move, int dtype, uint64_t count) {
+    const struct hr_node *node = pairs->mail.node;
+    const int sends = move->request->call.op == HORO_SEND;
+    char text[TEXT_BYTES + 2 * HR_NAME_TEXT_BYTES];
+    char who[HR_NAME_TEXT_BYTES];
+    char other[HR_NAME_TEXT_BYTES];
+    (void)snprintf(text, sizeof text, "'%s': %s %s %llu values of %s, but %s %s %llu values of %s; both must be alike",
+                   move->request->call.name, hr_node_name_rank(node, node->rank, who, sizeof who),
+                   sends ? "sends" : "receives", (unsigned long long)move->count, hr_dtype_name(move->dtype),
+                   hr_node_name_rank(node, move->pair.peer, other, sizeof other), sends ? "receives" : "sends",
+                   (unsigned long long)count, hr_dtype_name(dtype));
+    complete(pairs, move, HORO_ERR_MISMATCH, text);
+}
+
+/* ---- Receiving ---- */
+
+/* All has come. The sender is told before the caller here, who may end at once. */
+static hr_status end_receive(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    const struct hr_mail_message done = {.kind = HR_MAIL_DONE, .send = move->send};
+    HR_TRY(hr_mail_put(&pairs->mail, move->pair.peer, done, NULL));
+    move->request->answer = move->pair.peer;
+    complete(pairs, move, HORO_OK, NULL);
+    return HORO_OK;
+}
+
+static hr_status ask_for_more(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    const struct hr_mail_message message = {.kind = HR_MAIL_PULL, .send = move->send, .count = move->moved};
+    move->limit = is_far(pairs, move) ? move->moved + hr_smaller(move->bytes - move->moved, WINDOW) : move->bytes;
+    return hr_mail_put(&pairs->mail, move->pair.peer, message, NULL);
+}
+
+/* From a rank of another host one comes behind the other. */
+static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    int is_next = 1;
+    for (const struct hr_move_of_pair *other = pairs->pulling.first; other != NULL; other = other->next) {
+        is_next &= other->pair.peer != move->pair.peer || !is_far(pairs, move);
+    }
+    append(&pairs->pulling, move);
+    return is_next ? ask_for_more(pairs, move) : HORO_OK;
+}
+
+/* A receive, in no list, and the offer that it was meant for. */
+static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int peer,
+                       const struct hr_mail_message *offer, const void *data) {
+    move->pair.peer = peer;
+    move->send = offer->send;
+    move->address = offer->address;
+    if (move->dtype != offer->dtype || move->count != offer->count) {
+        const struct hr_mail_message message = {.kind = HR_MAIL_DONE,
+                                                .send = offer->send,
+                                                .status = HORO_ERR_MISMATCH,
+                                                .dtype = move->dtype,
+                                                .count = move->count};
+        HR_TRY(hr_mail_put(&pairs->mail, peer, message, NULL));
+        fail(pairs, move, offer->dtype, offer->count);
+        return HORO_OK;
+    }
+    if (move->bytes == offer->bytes) {
+        if (move->bytes > 0) {
+            memcpy(move->data, data, move->bytes);
+        }
+        return end_receive(pairs, move);
+    }
+    if (!pairs->reads || is_far(pairs, move)) {
+        return pull(pairs, move);
+    }
+    append(&pairs->reading, move);
+    return HORO_OK;
+}
+
+static int is_for(struct hr_pair pair, int peer, int tag) {
+    return pair.tag == tag && (pair.peer == peer || pair.peer < 0);
+}
+
+hr_status hr_move_post(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    struct hr_offer *before = NULL;
+    struct hr_offer *offer = pairs->offers;
+    while (offer != NULL && !is_for(move->pair, offer->peer, offer->message.tag)) {
+        before = offer;
+        offer = offer->next;
+    }
+    if (offer == NULL) {
+        append(&pairs->posted, move);
+        return HORO_OK;
+    }
+    *(before == NULL ? &pairs->offers : &before->next) = offer->next;
+    pairs->last_offer = pairs->last_offer == offer ? before : pairs->last_offer;
+    const hr_status status = match(pairs, move, offer->peer, &offer->message, offer->data);
+    free(offer);
+    return status;
+}
+
+static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
+    struct hr_move_of_pair *before = NULL;
+    for (struct hr_move_of_pair *move = pairs->posted.first; move != NULL; before = move, move = move->next) {
+        if (is_for(move->pair, peer, message->tag)) {
+            return match(pairs, take(&pairs->posted, before, move), peer, message, data);
+        }
+    }
+    struct hr_offer *offer = malloc(sizeof *offer + message->bytes);
+    if (offer == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    *offer = (struct hr_offer){.peer = peer, .message = *message};
+    memcpy(offer->data, data, message->bytes);
+    *(pairs->last_offer == NULL ? &pairs->offers : &pairs->last_offer->next) = offer;
+    pairs->last_offer = offer;
+    return HORO_OK;
+}
+
+/*
+ * A part of the first one. When the group ends, a sender may give its memory to something else: what is read then is
+ * not looked at, for the end fails the receive, too.
+ */
+int hr_moves_read_some(struct hr_pairs *pairs) {
+    struct hr_move_of_pair *move = pairs->reading.first;
+    if (move == NULL) {
+        return HR_STILL;
+    }
+    const struct hr_node *node = pairs->mail.node;
+    const struct hr_peer_range range = {
+        move->data + move->moved,
+        move->address + move->moved,
+        hr_smaller(move->bytes - move->moved, READ_AT_ONCE),
+    };
+    const int error = hr_read_peer(node, hr_mail_local_of(&pairs->mail, move->pair.peer), &range, 1);
+    if (hr_arena_aborted(&node->arena).code != 0 || hr_arena_end_of(&node->arena.header->left_word).code != 0) {
+        return HR_STILL;
+    }
+    pairs->moves++;
+    if (error != 0) {
+        hr_log(&node->log, HORO_LOG_INFO, "large sends from rank %d go by shared memory, since it cannot be read: %s",
+               move->pair.peer, strerror(error));
+        pairs->reads &= error == EFAULT; /* its memory alone, or it is gone: then its life line ends the group */
+        HR_TRY(pull(pairs, take(&pairs->reading, NULL, move)));
+        return HR_MOVED;
+    }
+    move->moved += range.bytes;
+    if (move->moved == move->bytes) {
+        HR_TRY(end_receive(pairs, take(&pairs->reading, NULL, move)));
+    }
+    return HR_MOVED;
+}
+
+static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(&pairs->pulling, peer, message->send, &before);
+    if (move == NULL || message->count != move->moved || message->bytes > move->limit - move->moved) {
+        return HORO_ERR_INTERNAL;
+    }
+    memcpy(move->data + move->moved, data, message->bytes);
+    move->moved += message->bytes;
+    if (move->moved < move->bytes) {
+        return move->limit < move->bytes && move->limit - move->moved <= WINDOW / 2 ? ask_for_more(pairs, move)
+                                                                                    : HORO_OK;
+    }
+    HR_TRY(end_receive(pairs, take(&pairs->pulling, before, move)));
+    struct hr_move_of_pair *next = pairs->pulling.first;
+    while (next != NULL && (next->pair.peer != peer || next->limit > 0)) {
+        next = next->next;
+    }
+    return next == NULL ? HORO_OK : ask_for_more(pairs, next);
+}
+
+/* ---- Sending ---- */
+
+hr_status hr_move_offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    const int is_small = move->bytes <= WITH_OFFER_MAX;
+    move->send = ++pairs->last_send;
+    append(&pairs->offered, move);
+    const struct hr_mail_message message = {
+        .kind = HR_MAIL_OFFER,
+        .send = move->send,
+        .tag = move->pair.tag,
+        .dtype = move->dtype,
+        .count = move->count,
+        .address = (uint64_t)(uintptr_t)move->data,
+        .bytes = (uint16_t)(is_small ? move->bytes : 0),
+    };
+    return hr_mail_put(&pairs->mail, move->pair.peer, message, move->data);
+}
+
+static hr_status take_pull(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message) {
+    struct hr_move_of_pair *before;
+    struct hr_move_of_pair *move = find(&pairs->pulled, peer, message->send, &before);
+    const int is_first = move == NULL;
+    move = is_first ? take_by_number(&pairs->offered, peer, message->send) : move;
+    if (move == NULL || message->count > (is_first ? move->bytes : move->moved)) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (is_first) {
+        move->moved = (size_t)message->count;
+        append(&pairs->pulled, move);
+    }
+    const size_t left = move->bytes - (size_t)message->count;
+    move->limit = (size_t)message->count + (is_far(pairs, move) ? hr_smaller(left, WINDOW) : left);
+    return HORO_OK;
+}
+
+static int may_send(const struct hr_pairs *pairs, const struct hr_move_of_pair *move) {
+    return move->moved < move->limit && hr_mail_has_room(&pairs->mail, move->pair.peer);
+}
+
+/* Of the first one whose receiver has room, as much as that takes. */
+int hr_moves_send_pieces(struct hr_pairs *pairs) {
+    struct hr_move_of_pair *before = NULL;
+    struct hr_move_of_pair *move = pairs->pulled.first;
+    while (move != NULL && !may_send(pairs, move)) {
+        before = move;
+        move = move->next;
+    }
+    if (move == NULL) {
+        return HR_STILL;
+    }
+    do {
+        const struct hr_mail_message message = {
+            .kind = HR_MAIL_DATA,
+            .send = move->send,
+            .count = move->moved,
+            .bytes = (uint16_t)hr_smaller(move->limit - move->moved, HR_MAIL_BYTES_MAX),
+        };
+        HR_TRY(hr_mail_put(&pairs->mail, move->pair.peer, message, move->data + move->moved));
+        move->moved += message.bytes;
+    } while (may_send(pairs, move));
+    if (move->moved == move->bytes) { /* until it is done */
+        append(&pairs->offered, take(&pairs->pulled, before, move));
+    }
+    return HR_MOVED;
+}
+
+/* ---- Messages ---- */
+
+hr_status hr_moves_handle(void *owner, const struct hr_mail_message *message, const void *data) {
+    struct hr_pairs *pairs = owner;
+    struct hr_move_of_pair *move = NULL;
+    switch (message->kind) {
+    case HR_MAIL_OFFER: return take_offer(pairs, message->from, message, data);
+    case HR_MAIL_DATA: return take_data(pairs, message->from, message, data);
+    case HR_MAIL_PULL: return take_pull(pairs, message->from, message);
+    case HR_MAIL_DONE:
+        move = take_by_number(&pairs->offered, message->from, message->send);
+        if (move == NULL) {
+            return HORO_ERR_INTERNAL;
+        }
+        if (message->status == HORO_OK) {
+            complete(pairs, move, HORO_OK, NULL);
+        } else {
+            fail(pairs, move, message->dtype, message->count);
+        }
+        return HORO_OK;
+    default: return HORO_ERR_INTERNAL;
+    }
+}

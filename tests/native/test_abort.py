@@ -1,0 +1,99 @@
+"""A rank that aborts: what is pending here and elsewhere fails at once, and nothing is waited for."""
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from ranks import Group, Rank, run_ranks, wait_for
+
+from horo.core.context import Context
+from horo.errors import AbortedError
+
+WORDS = "the quorum has changed"
+ABORTS = [(hosts, who) for hosts in ([3], [2, 2], [1, 1, 1]) for who in range(sum(hosts))]
+
+
+def fails(rank: Rank, name: str) -> str:
+    """What a collective of the rank fails with."""
+    with pytest.raises(AbortedError) as error:
+        rank.allreduce(np.ones(3), name)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("hosts", "who"), ABORTS, ids=str)
+def test_all_read_the_words_while_they_wait_and_afterwards(hosts: list[int], who: int) -> None:
+    ready = threading.Barrier(sum(hosts))
+
+    def body(rank: Rank) -> None:
+        rank.allreduce(np.ones(3), "first")
+        ready.wait(20)
+        if rank.rank == who:
+            rank.context.abort(WORDS)
+            assert fails(rank, "own") == f"this rank has aborted the group: {WORDS}"
+            return
+        expected = rf"rank {who} \(host\d\) has aborted the group: {WORDS}"
+        assert re.match(expected, fails(rank, "second"))
+        assert re.fullmatch(expected, fails(rank, "third"))
+        assert re.fullmatch(expected, str(rank.context.health()))
+
+    run_ranks(body, hosts, log_level=5)
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_it_returns_at_once_while_other_threads_wait_in_all_ways(hosts: list[int]) -> None:
+    """Rank 1 calls nothing, and reads nothing of the end before rank 0 is through with it."""
+    said: list[str] = []
+
+    def wait_for_one(context: Context, handle: int) -> None:
+        with pytest.raises(AbortedError) as error:
+            context.wait(handle)
+        said.append(str(error.value))
+
+    with Group(hosts, log_level=5) as group:
+        rank = Rank(group.contexts[0], group.links)
+        context = rank.context
+        handles = [rank.submit("allreduce", f"x{i}", [np.ones(5)], reduce_op=1) for i in range(3)]
+        waits = [threading.Thread(target=wait_for_one, args=(context, handle)) for handle in handles]
+        waits.append(threading.Thread(target=context.wait_any, args=(handles,)))
+        for wait in waits:
+            wait.start()
+        wait_for(lambda: len(context.callers()) == 5)
+        began = time.monotonic()
+        context.abort(WORDS)
+        took = time.monotonic() - began
+        for wait in waits:
+            wait.join(20)
+        assert len(said) == 3
+        assert all(text.startswith(f"this rank has aborted the group: {WORDS}; pending here: 'x0', ") for text in said)
+        assert all(not context.in_progress(handle) for handle in handles)
+        with pytest.raises(AbortedError, match=WORDS):
+            rank.barrier("later")
+        context.abort("once more")
+        assert str(context.health()) == f"this rank has aborted the group: {WORDS}"
+        assert took < 0.05
+
+
+def test_many_aborts_beside_calls_of_other_threads() -> None:
+    """In whatever a thread is, it gets the error or its result."""
+
+    def body(rank: Rank) -> None:
+        calls = [threading.Thread(target=call_on, args=(rank, i)) for i in range(3)]
+        for call in calls:
+            call.start()
+        if rank.rank == 0:
+            wait_for(lambda: rank.context.counters()["tensors"] > 5)
+            rank.context.abort(WORDS)
+        for call in calls:
+            call.join(30)
+            assert not call.is_alive()
+
+    def call_on(rank: Rank, number: int) -> None:
+        with pytest.raises(AbortedError, match=r"has aborted the group|shutting down"):
+            while True:
+                rank.run("allreduce", f"x{number}", [np.ones(100)], reduce_op=1)
+
+    for _ in range(10):
+        with Group([2], log_level=5) as group:
+            group.run(body)

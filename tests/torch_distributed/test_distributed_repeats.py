@@ -1,0 +1,133 @@
+"""Calls that come again: their requests are kept, and only addresses change; operations in progress share no memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import on
+
+from horo.errors import NotInitializedError
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@on("group")
+def test_a_call_that_comes_again_takes_the_memory_of_its_own(is_async: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def do(call: Callable[..., dist.Work | None], *args: object, **options: object) -> None:
+        work = call(*args, async_op=is_async, **options)
+        assert work is None or work.wait()
+
+    for i in range(4):
+        given = torch.full((size,), float(i + rank))
+        total = sum(float(i + each) for each in range(size))
+        tensor = given.clone()
+        before = tensor._version
+        do(dist.all_reduce, tensor)
+        assert tensor.tolist() == [total] * size
+        assert tensor._version > before
+        do(dist.all_reduce, tensor, op=dist.ReduceOp.MAX)
+        assert tensor.tolist() == [total] * size
+        tensor = given.clone()
+        do(dist.broadcast, tensor, i % size)
+        assert tensor.tolist() == [float(i + i % size)] * size
+        gathered, mine = torch.zeros(size), torch.zeros(1)
+        do(dist.all_gather_into_tensor, gathered, given[:1])
+        assert gathered.tolist() == [float(i + each) for each in range(size)]
+        do(dist.reduce_scatter_tensor, mine, given)
+        assert mine.item() == total
+        do(dist.all_to_all_single, gathered, given)
+        assert gathered.tolist() == [float(i + each) for each in range(size)]
+        do(dist.barrier)
+
+
+@on("group")
+def test_what_is_not_plain_is_no_repetition() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors: list[tuple[torch.Tensor, Callable[[float], torch.Tensor]]] = [
+        (torch.ones(4), lambda factor: torch.full((4,), factor)),
+        (torch.ones(4, 2)[:, 0], lambda factor: torch.full((4,), factor)),
+        (torch.full((4,), 1j).conj().imag, lambda factor: torch.full((4,), -factor)),
+        (torch.nn.Parameter(torch.ones(4), requires_grad=False), lambda factor: torch.full((4,), factor)),
+    ]
+    for _ in range(3):
+        for tensor, want in tensors:
+            once = tensor if tensor.is_neg() else tensor.clone()
+            dist.all_reduce(once)
+            assert torch.equal(once, want(float(size)))
+            with torch.no_grad():
+                once /= size
+    halves = [(0.5, 1.5), (1.0, 3.0), (0.25, 0.75)]
+    for factor, of_two in halves * 2:
+        tensor = torch.full((4,), rank + 1.0)
+        dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(factor))
+        assert tensor.tolist() == [of_two if size == 2 else factor * 6] * 4
+    for _ in range(3):
+        pair = torch.full((2,), complex(rank, 1.0))
+        group = dist.group.WORLD
+        assert group is not None
+        group.broadcast([pair], dist.BroadcastOptions()).wait()
+        assert pair.tolist() == [1j, 1j]
+        conjugated = torch.full((2,), 1j).conj()
+        group.broadcast([conjugated], dist.BroadcastOptions()).wait()
+        assert conjugated.tolist() == [-1j, -1j]
+    for values in range(3):
+        sparse = torch.sparse_coo_tensor([[rank]], [values + 1.0], (4,), check_invariants=True)
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().sum() == size * (values + 1.0)
+
+
+@on("group")
+def test_operations_in_progress_share_no_memory() -> None:
+    size = dist.get_world_size()
+    tensor = torch.ones(6)
+    works = [dist.all_reduce(part, async_op=True) for part in (tensor, tensor, tensor[:3], tensor[2:], tensor)]
+    dist.all_reduce(tensor[5:])
+    assert all(work.wait() for work in reversed(works))
+    assert tensor.tolist() == [float(size**n) for n in (4, 4, 5, 4, 4, 5)]
+    for _ in range(5):  # nobody waits for them
+        dist.all_reduce(tensor, async_op=True)
+    dist.all_reduce(tensor)
+    assert tensor[0].item() == size**10
+    outputs, given = torch.zeros(3, size), torch.ones(1)
+    works = [dist.all_gather_into_tensor(output, given, async_op=True) for output in outputs]
+    for work in works[::-1]:
+        assert work.wait()
+    assert torch.equal(outputs, torch.ones(3, size))
+
+
+@on("group2")
+def test_two_threads_that_make_one_call_use_their_own_requests() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                tensor = torch.ones(3)
+                dist.all_reduce(tensor)
+                assert tensor.tolist() == [2.0, 2.0, 2.0]
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@on("fresh_group2")
+def test_a_call_that_comes_again_after_the_end_is_refused() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+    group.shutdown()
+    with pytest.raises(NotInitializedError, match="it has been destroyed"):
+        dist.all_reduce(torch.ones(1))
