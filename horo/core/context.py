@@ -457,7 +457,7 @@ class Context(Pairs):
         """
         lib.horo_abort(self._context, as_words(words))
         self._is_aborted = True
-        self._answers.stop()
+        self.log_lines.forget_context()
 
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""

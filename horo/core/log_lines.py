@@ -151,6 +151,8 @@ class _Taker:
         if self.queue == ffi.NULL:
             return
         lib.horo_stop_log_queue(self.queue)
+        if threading.current_thread() is self._thread:
+            return  # in the collector of garbage, which runs in any thread; the queue, which it still uses, is left
         if self._thread.is_alive():
             self._thread.join(_END_S)
         self._taken = ffi.NULL

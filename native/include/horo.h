@@ -226,8 +226,7 @@ typedef struct {
                            are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
     uint64_t segment_bytes; /* of one arena slot, and of segments where `tuned` is NULL; equal on all ranks */
-    const int32_t *wake_fds;    /* [ranks on this host] eventfds, nonblocking, by local index, own one included; not
-                                   looked at in a job of one host, whose ranks are woken through the arena */
+    const int32_t *wake_fds; /* [ranks on this host] eventfds, by local index; ignored in a job of one host */
     const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                    other local index, the others have one, to the leader (index 0); else -1 */
     const int32_t *control_fds; /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in

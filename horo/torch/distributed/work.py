@@ -292,15 +292,14 @@ class Pending:
             self._is_stopping = True
             while self.is_awaited:
                 _threads.changed.wait()
+            _threads.groups -= 1
+            _threads.changed.notify_all()
 
     def give_up(self, error: HoroError) -> None:
         """Ends what is left with ``error``, when the context is gone."""
         for work in list(self.works):
             work.give_up(error)
         self.settle_all()
-        with _threads.changed:
-            _threads.groups -= 1
-            _threads.changed.notify_all()
 
     def settle_all(self) -> None:
         """Completes the futures that are left, whose operations have ended."""

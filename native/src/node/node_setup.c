@@ -301,6 +301,9 @@ void hr_node_own(struct hr_node *node, const horo_setup *setup) {
 }
 
 void hr_node_close_fds(struct hr_node *node) {
+    if (node->watch != NULL) {
+        hr_watch_remove(node->watch, node);
+    }
     for (int i = 0; i < node->owned_fd_count; i++) {
         (void)close(node->owned_fds[i]);
     }
@@ -312,9 +315,6 @@ static void unmap_arena(void *arena) {
 }
 
 void hr_node_fini(struct hr_node *node) {
-    if (node->watch != NULL) {
-        hr_watch_remove(node->watch, node);
-    }
     hr_node_close_fds(node);
     hr_log_end(&node->log, &node->arena.blocks[node->local_rank].answered);
     hr_node_bury(node, &node->arena, unmap_arena);

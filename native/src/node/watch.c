@@ -79,6 +79,9 @@ hr_status hr_watch_add(struct horo_watch *watch, struct hr_node *node, struct hr
 }
 
 void hr_watch_remove(struct horo_watch *watch, const struct hr_node *node) {
+    if (!hr_owner_is_here(&watch->owner)) {
+        return;
+    }
     (void)pthread_mutex_lock(&watch->lock);
     for (struct hr_node **link = &watch->first; *link != NULL; link = &(*link)->next_watched) {
         if (*link == node) {
