@@ -90,6 +90,15 @@ build/mpi/%/installed: tests/mpi/install-mpi
 test-mpi: build $(MPIS:%=build/mpi/%/installed) ## tests over MPI, under each of MPIS='openmpi mpich impi openmpi-debian mpich-debian'
 	@tests/mpi/suite '$(PY)' $(MPIS)
 
+# ---- trainers and loggers of others, over horo ------------------------------------------------------------------------
+
+build/trainers/installed: tests/examples/install-trainers tests/examples/trainers.txt $(STAMPS)/build
+	@tests/examples/install-trainers '$(PY)' build/trainers
+
+.PHONY: test-trainers
+test-trainers: build build/trainers/installed ## tests with Accelerate, transformers, timm, skorch, Optuna, Ray and loggers
+	@$(PY) -m pytest tests/examples/test_trainers.py
+
 # ---- benchmarks: peers have environments of their own, since each MPI brings its own mpirun ---------------------------
 
 build/peers/%/installed: benchmarks/requirements/%.txt benchmarks/install-peer
@@ -212,7 +221,7 @@ audit: build/tools/installed ## known vulnerabilities of what is pinned (needs t
 
 .PHONY: clean
 clean: ## remove what was built; the environments stay
-	@[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name peers ! -name mpi -exec rm -rf {} +
+	@[ ! -d build ] || find build -mindepth 1 -maxdepth 1 ! -name peers ! -name mpi ! -name trainers -exec rm -rf {} +
 	@rm -rf dist *.egg-info horo/_native.c horo/_native*.so $(STAMPS)/build
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 

@@ -43,8 +43,9 @@ OUTPUT_LINES = 15
 
 # What a launcher above this process may have left; contestants must not take themselves for its ranks.
 LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "TORCHELASTIC_")
-LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} | {
-    f"HORO_{name}" for name in ("STORE", "SECRET", "JOB_ID", "HOST_MARK")
+LAUNCHER_NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("HORO_STORE", "HORO_SECRET", "HORO_JOB_ID", "HORO_HOST_MARK"),
 }
 PROBE = Peer("probe", "bare")
 PR_SET_PDEATHSIG = 1

@@ -124,6 +124,15 @@ class Spaces:
         for index in range(len(self.addresses)):
             _do("tc", "-n", self._name("switch"), "qdisc", "replace", "dev", f"to-{index}", *shape)
 
+    def processes(self, index: int, word: str) -> list[int]:
+        """Those on a host whose command line has the word."""
+        found = []
+        for pid in map(int, _do("ip", "netns", "pids", self._name(self.names[index])).split()):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
     def _name(self, which: str) -> str:
         return f"{self._tag}-{which}"
 

@@ -64,6 +64,7 @@ BENCHMARKS = (
     Benchmark("idle", "idle"),
     Benchmark("footprint", "footprint"),
     Benchmark("elastic_commit", "elastic_commit"),
+    Benchmark("elastic_kills", "elastic_kills"),
     Benchmark("gpu_step", "gpu_step"),
     Benchmark("gpu_gradients", "gpu_gradients"),
     Benchmark("gpu_staging", "gpu_staging"),

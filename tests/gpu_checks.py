@@ -216,7 +216,7 @@ def not_contiguous(device: torch.device) -> None:
     ranks = size * (size + 1) / 2
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         torch.Tensor.t, lambda x: x[:, ::2], lambda x: x[1::3, 2:5], lambda x: x.view(2, 3, 2, 4).permute(2, 0, 3, 1),
-        lambda x: x[:1].expand(3, 8), torch._neg_view,
+        lambda x: x[:1].expand(3, 8), torch.clone, torch._neg_view,
     )  # fmt: skip
     for view in views:
         own = view(base * (rank + 1))

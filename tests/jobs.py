@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +55,15 @@ def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01, dea
         if time.monotonic() > deadline:
             raise AssertionError(f"after {deadline_s:g} s still not: {what}")
         time.sleep(every_s)
+
+
+def port_for_later() -> int:
+    """A port below those from which systems choose, so that nobody gets it before its owner listens."""
+    while True:
+        port = random.SystemRandom().randrange(22_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("", port))
+            return port
 
 
 def marked_processes(mark: str) -> dict[int, str]:

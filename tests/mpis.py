@@ -29,7 +29,6 @@ class Mpi:
         cyclic: options of the starter that place ranks on hosts in turn.
         hosts: the option of the starter that names them.
         pass_on: the option of the starter that gives a variable to other hosts, where it does not give all.
-        spare: words before the program by which it does not kill the others, and what they say, when one rank dies.
         variables: that every job here needs.
     """
 
@@ -40,7 +39,6 @@ class Mpi:
     cyclic: tuple[str, ...]
     hosts: str
     pass_on: str = ""
-    spare: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -57,15 +55,11 @@ class Mpi:
         return {**own, **self.variables}
 
 
-# Told so, MPICH 5's mpiexec kills the others' process groups all the same, a little later: each rank gets a session of
-# its own.
-_SPARE = ("-disable-auto-cleanup", "setsid", "--wait")
-
 MPIS = {
     mpi.name: mpi
     for mpi in (
         Mpi("openmpi", "Open", "mpirun", "pmix", ("--map-by", "node"), "-H", "-x", variables=_OPENMPI),
-        Mpi("mpich", "MPICH", "mpiexec", "pmi2", ("-ppn", "1"), "-hosts", spare=_SPARE),
+        Mpi("mpich", "MPICH", "mpiexec", "pmi2", ("-ppn", "1"), "-hosts"),
     )
 }
 

@@ -1,7 +1,7 @@
 """A rank that needs no torch and writes to a folder what it finds.
 
     rank_program.py place FOLDER [COUNT]  its place, and the sum of COUNT numbers on each rank, to ``rank.N``
-    rank_program.py lose RANK [FOLDER]    sums until RANK, if there is one, is killed; the error to ``error.N``
+    rank_program.py lose RANK             sums until RANK, if there is one, is killed
     rank_program.py sum FOLDER            large sums for ever: its pid to ``pid.N``, how many to ``sums.N``
 
 N is the rank. The numbers that are added are its own plus one.
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plain_rank import Rank
-
-from horo.errors import HoroError
 
 _LARGE = 8 << 20
 """Numbers of four bytes: far more than the buffers of a connection hold."""
@@ -36,18 +34,12 @@ def place(rank: Rank, folder: str, count: str = "100000") -> None:
     rank.close()
 
 
-def lose(rank: Rank, victim: str, *folders: str) -> None:
-    """The file: launchers lose some of what a rank prints last."""
+def lose(rank: Rank, victim: str) -> None:
     rank.allreduce("before")
     if rank.job.rank == int(victim):
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            rank.allreduce("after")
-    except HoroError as error:
-        for folder in folders:
-            Path(folder, f"error.{rank.job.rank}").write_text(str(error))
-        raise
+    while True:
+        rank.allreduce("after")
 
 
 def large_sums(rank: Rank, folder: str) -> None:

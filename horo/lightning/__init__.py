@@ -1,7 +1,7 @@
 """Lightning on horo: ``Trainer(strategy="horo")`` and ``Fabric(strategy="horo")``, for Lightning 2.
 
-``import horo.lightning`` registers the strategies, also under Horovod's name, ``"horovod"``. It does so in that of the
-packages ``lightning`` and ``pytorch_lightning`` which is imported; in both, if both are, or if neither is.
+``import horo.lightning`` registers the strategies, also as ``"horovod"`` and ``"bagua"``, names of Lightning 1. It does
+so in that of the packages ``lightning`` and ``pytorch_lightning`` which is imported; in both, if both are, or neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from horo.lightning.metrics import synchronize_metrics
 from horo.lightning.packages import NAMES
 from horo.lightning.place import announce_rank
 
-__all__ = ["HoroFabricStrategy", "HoroStrategy", "register", "synchronize_metrics"]
+__all__ = ["HoroFabricStrategy", "HoroStrategy", "NeptuneLogger", "register", "synchronize_metrics"]
 
 _PACKAGES = {"lightning.pytorch": "with_lightning", "pytorch_lightning": "with_pytorch_lightning"}
 """The packages that have a Trainer, and the module with our classes for each."""
@@ -54,3 +54,4 @@ announce_rank()
 _first = register()[0]
 HoroStrategy: Any = _first.HoroStrategy
 HoroFabricStrategy: Any = _first.HoroFabricStrategy
+NeptuneLogger: Any = _first.NeptuneLogger

@@ -7,13 +7,14 @@ from typing import Any
 
 from horo.lightning.fabric_strategy import FabricStrategy
 from horo.lightning.launch import FabricRanks, TrainerRanks
+from horo.lightning.neptune import NeptuneLogs
 from horo.lightning.place import Environment
 from horo.lightning.trainer_strategy import TrainerStrategy
 
 __all__ = ["NAMES", "make_classes"]
 
-NAMES = ("horo", "horovod")
-"""The names of the strategies."""
+NAMES = ("horo", "horovod", "bagua")
+"""Of the strategies; the last two are names that scripts for Lightning 1 have."""
 
 _LAUNCHERS = "strategies.launchers.multiprocessing"
 
@@ -35,6 +36,7 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
         "HoroEnvironment": (Environment, environments.ClusterEnvironment),
         "TrainerLauncher": (TrainerRanks, launchers[0]._MultiProcessingLauncher),
         "FabricLauncher": (FabricRanks, launchers[1]._MultiProcessingLauncher),
+        "NeptuneLogger": (NeptuneLogs, import_module(f"{trainer}.loggers").Logger),
     }
     made: dict[str, Any] = {
         name: type(name, given, {"__module__": module, "__doc__": given[0].__doc__}) for name, given in bases.items()
@@ -42,6 +44,8 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
     for strategy, launcher in (("HoroStrategy", "TrainerLauncher"), ("HoroFabricStrategy", "FabricLauncher")):
         made[strategy].environment_class, made[strategy].launcher_class = made["HoroEnvironment"], made[launcher]
         made[launcher].states_class = launchers[1]._GlobalStateSnapshot
+    experiment = import_module(f"{fabric}.loggers.logger").rank_zero_experiment(NeptuneLogs.make_run)
+    made["NeptuneLogger"].experiment = property(experiment)
     for connector in (
         import_module(f"{trainer}.trainer.connectors.accelerator_connector")._AcceleratorConnector,
         import_module(f"{fabric}.connector")._Connector,

@@ -259,8 +259,8 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-torch-env", action="store_true",
-        help="do not set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT: a trainer that "
-        "finds them wraps the model in DistributedDataParallel",
+        help="do not set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT: a "
+        "trainer that finds them wraps the model in DistributedDataParallel",
     )  # fmt: skip
     group.add_argument(
         "--master-port",

@@ -59,8 +59,8 @@ training step frees all its gradients: to get as many zeroed pages again costs m
 2.35 and later also ask for huge pages, which most kernels give on request, so kept memory causes fewer misses of the
 TLB."""
 
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of ``torch.distributed``."""
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables of ``torch.distributed``; the number of the host, GROUP_RANK, is for Lightning's own strategies."""
 
 MOVE_RANKS = {"HORO_LEAVE_CROWDED_CORES": "1"}
 """Lets waiting ranks leave cores that they share: ranks of hororun may expect the cores of their host."""
@@ -167,7 +167,7 @@ def rank_variables(
     told = {f"{prefix}_{name}": value for prefix in ("HORO", "HOROVOD") for name, value in values.items()}
     told |= {MARK_NAME: mark, "HORO_STORE": store}
     if master is not None:
-        place = (placement.rank, placement.size, placement.local_rank, placement.local_size)
+        place = (placement.rank, placement.size, placement.local_rank, placement.local_size, placement.cross_rank)
         of_torch = zip(TORCH_VARIABLES, map(str, (*place, *master)), strict=True)
         told |= {name: value for name, value in of_torch if name not in exports}
     if not threads_set:

@@ -65,8 +65,10 @@ def agents(cluster: Cluster, host: ClusterHost) -> list[int]:
 
 def test_a_rank_that_is_killed_is_replaced_on_its_host(cluster: Cluster) -> None:
     a, b = cluster.hosts
-    done = finish(start(cluster, "-np", "4", "--min-np", "4", WORKER, "30", "0:10:kill", "3:20:leave", slots=2))
-    assert ends(done.stdout) == {1: 30, 2: 30, 4: 30, 5: 30}
+    done = finish(
+        start(cluster, "-np", "4", "--min-np", "4", WORKER, "30", "0:10:kill", "2:15:kill", "3:20:leave", slots=2)
+    )
+    assert ends(done.stdout) == {1: 30, 4: 30, 5: 30, 6: 30}
     assert f"hororun: worker 0 (rank 0) on {a.name} was killed by SIGKILL" in done.stderr
     assert f"hororun: worker 4 on {a.name} starts" in done.stderr
     assert re.search(rf"hororun: worker 3 \(rank \d\) on {b.name} was killed by SIGKILL", done.stderr)

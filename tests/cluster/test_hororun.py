@@ -114,19 +114,16 @@ def test_a_host_whose_cable_is_cut_is_lost_on_both_sides(cluster: Cluster, flags
     assert f"rank 2 on {b.name} was lost with its host" in done.stderr
 
 
-@pytest.mark.parametrize("direction", ["to", "from", "both"])
-def test_an_outage_below_half_of_the_host_timeout_is_survived(cluster: Cluster, flags: Flags, direction: str) -> None:
-    a, b = cluster.hosts
+def test_an_outage_below_half_of_the_host_timeout_is_survived(cluster: Cluster, flags: Flags) -> None:
     script = f": > {flags.folder}/up.$HOROVOD_RANK; until test -e {flags.folder}/go; do sleep 0.1; done; echo well"
     words = ["-np", "4", "--host-timeout", "10", "--no-prefix", "--", "sh", "-c", script]
     job = cluster.start(*words)
     flags.wait([f"up.{rank}" for rank in range(4)])
-    cut = {"to": [b], "from": [a], "both": [a, b]}[direction]
-    for host in cut:
+    for host in cluster.hosts:
         cluster.deafen(host)
     begin_s = time.monotonic()
     wait_until(lambda: time.monotonic() - begin_s > 3, "the outage has lasted")
-    for host in cut:
+    for host in cluster.hosts:
         cluster.unlimit(host)
     (flags.folder / "go").touch()
     done = job.finish()

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -118,24 +117,6 @@ def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mappin
     flags.wait([f"up.{number}" for number in range(4)])
     slurm.run("scancel", str(number))
     assert slurm.finish(number, job).state == "CANCELLED"
-
-
-def test_a_job_that_slurm_suspends_for_longer_than_the_host_timeout_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    limit_s = 10.0
-    flags = Flags(tmp_path)
-    task = f": > {tmp_path}/up.$HOROVOD_RANK; while ! test -e {tmp_path}/go; do sleep 0.1; done"
-    script = tmp_path / "job.sh"
-    script.write_text(f'#!/bin/sh\n{" ".join(HORORUN)} --host-timeout {limit_s} sh -c "$TASK"\n')
-    number, job = slurm.queue(tmp_path, *LAYOUTS["aabb"], str(script), environment={"TASK": task})
-    flags.wait([f"up.{rank}" for rank in range(4)])
-    assert slurm.run("scontrol", "suspend", str(number)).returncode == 0
-    begin_s = time.monotonic()
-    wait_until(lambda: time.monotonic() - begin_s > 1.2 * limit_s, "the limit has passed")
-    assert slurm.facts(number)["JobState"] == "SUSPENDED"
-    assert slurm.run("scontrol", "resume", str(number)).returncode == 0
-    (tmp_path / "go").touch()
-    done = slurm.finish(number, job)
-    assert (done.state, done.output) == ("COMPLETED", "")
 
 
 NOTING = """

@@ -60,7 +60,7 @@ class Chaos:
         for pid in self.workers():
             with contextlib.suppress(OSError):
                 steps, now_s = (self.folder / f"steps.{pid}").read_text(), time.monotonic()
-                if self._seen.get(pid, ("", 0.0))[0] != steps:
+                if pid not in self._seen or self._seen[pid][0] != steps:  # empty while it is written
                     self._seen[pid] = (steps, now_s)
                 if now_s - self._seen[pid][1] < 1:
                     found.append(pid)

@@ -69,7 +69,9 @@ class Process:
     steps: int = 0
     """Those that it has taken in its generation."""
     commit: int | None = None
-    """The last commit that it has made, or got from others; None: it has no state."""
+    """The last commit that it has made, or got from others, or found in its slot; None: it has no state."""
+    is_synced: bool = False
+    """It has had the state of the others."""
 
 
 class Simulation:
@@ -109,6 +111,7 @@ class Simulation:
         """The commit from which the job has gone on when all ranks had failed."""
         self.commit_every = self.random.choice([1, 1, 1, 90])
         self.steps_left = self.random.randint(5, 60) if self.commit_every == 1 else self.random.randint(100, 250)
+        self.steps = self.steps_left
         self.faults = self.random.choice([0, 1, 2, 5, 10])
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
@@ -274,7 +277,7 @@ class Simulation:
 
     def check_commit(self, generation: int, commit: int) -> None:
         """If all have failed, others go on from the latest commit, or the one before, whose report was on its way."""
-        if any(each.commit is not None and each.taken > 0 for each in self.living()):
+        if any(each.is_synced for each in self.living()):
             return
         self.restored = commit
         if not self.is_lossy and not self.gives_up_waiting():
@@ -353,7 +356,7 @@ class Simulation:
             self.leave(process, gone)
         elif all(other.generation == generation for other in others) and not self.is_parted(process):
             assert all(each.generation == generation for each in self.at_work()), "two generations are at work"
-            process.mode, process.steps = "working", 0
+            process.mode, process.steps, process.is_synced = "working", 0, True
             commits = [other.commit for other in others if other.commit is not None]
             process.commit = max(commits, default=0)
             self.note(process, Within(process.worker, generation))
@@ -383,7 +386,7 @@ class Simulation:
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
             if process.steps % self.commit_every == 0:
-                process.commit = 300 - self.steps_left
+                process.commit = self.steps - self.steps_left  # the first one is close to that of the begin, which is 0
                 if self.has_memories:
                     self.memories[process.slot] = process.commit
                 self.note(process, Committed(process.worker, process.commit, self.has_memories))
@@ -412,7 +415,7 @@ class Simulation:
         generation = process.generation
         self.left.add((process.worker, generation))
         process.mode = "waiting"
-        waits = Waits(process.worker, generation, culprit, process.commit is not None)
+        waits = Waits(process.worker, generation, culprit, process.is_synced)
         self.ask(process, [waits, Ready(process.worker)])
         self.take_seat(process)
 

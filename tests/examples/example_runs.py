@@ -24,7 +24,7 @@ whole = pytest.mark.skipif(
 
 # What another launcher, or the one that runs the tests, may have left.
 _LAUNCHER_PREFIXES = ("HORO_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
-_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @functools.cache

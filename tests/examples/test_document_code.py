@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 import torch
 from document_blocks import HOW_TO, PAGES, Block, blocks_of, python_blocks, runs_here
 from example_runs import LIMIT_SECONDS, ROOT, launcher, start
+from jobs import port_for_later
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -303,9 +303,7 @@ def test_a_job_goes_on_with_what_was_saved(three: RankPool, tmp_path: Path) -> N
 
 def test_ranks_in_terminals_of_their_own_have_a_debugger(tmp_path: Path) -> None:
     code = block_with("MASTER_PORT", "questions.md").code
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        code = code.replace("29500", str(chosen.getsockname()[1])).replace("python ", f"{sys.executable} ")
+    code = code.replace("29500", str(port_for_later())).replace("python ", f"{sys.executable} ")
     (tmp_path / "train.py").write_text(
         "import torch, horo.torch as hvd\nhvd.init()\nif hvd.rank() == 0:\n    breakpoint()\n"
         "print('sum', hvd.allreduce(torch.tensor(hvd.rank() + 1), op=hvd.Sum).item())\n"

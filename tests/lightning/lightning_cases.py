@@ -6,9 +6,7 @@ together is batch number b of one process that has batches of twice the size, up
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import logging
 import os
 import signal
@@ -23,8 +21,6 @@ import torch
 import torchmetrics
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -150,6 +146,7 @@ def case_accumulation_and_clipping_are_those_of_one_process(_: Path) -> None:
 
 def case_old_name_and_an_object_with_options_select_the_strategy(_: Path) -> None:
     check_equals_one_process(strategy="horovod")
+    check_equals_one_process(strategy="bagua")
     given = horo.lightning.HoroStrategy(buffers="local", groups=1, gradient_predivide_factor=2.0)
     check_equals_one_process(strategy=given)
 
@@ -369,22 +366,6 @@ def case_learning_rates_are_scaled_if_asked(_: Path) -> None:
     trainer = fit(Module(), strategy=horo.lightning.HoroStrategy(scale_lr=True), max_epochs=1)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02 * 2 / 2)
     assert trainer.lr_scheduler_configs[0].scheduler.base_lrs == [0.04]
-
-
-def case_one_rank_logs_and_shows_progress(folder: Path) -> None:
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        fit(Validated(), data(), data(), logger=CSVLogger(folder, version=0), enable_progress_bar=True)
-    hvd.barrier()  # rank 0 has written the log
-    assert rank_zero_only.rank == hvd.rank()
-    rank_zero_only.rank = 7
-    hvd.shutdown()
-    hvd.init()
-    assert rank_zero_only.rank == hvd.rank()
-    assert ("Epoch 1" in shown.getvalue()) == (hvd.rank() == 0), shown.getvalue()
-    assert [file.name for file in folder.glob("*/version_0/metrics.csv")] == ["metrics.csv"]
-    (log,) = folder.glob("*/version_0/metrics.csv")
-    assert len(log.read_text().splitlines()) == 3  # the heading and the two validations
 
 
 def case_wrong_arguments_get_a_sentence(_: Path) -> None:

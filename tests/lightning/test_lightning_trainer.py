@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from rank_pool import RankError, RankPool
 
-CASES = re.findall(r"^def case_(\w+)", Path(__file__).with_name("lightning_cases.py").read_text(), re.MULTILINE)
+CASES = [
+    (module, name)
+    for module in ("lightning_cases", "lightning_loggers")
+    for name in re.findall(r"^def (case_\w+)", Path(__file__).with_name(f"{module}.py").read_text(), re.MULTILINE)
+]
 IMPORTS_S = 240.0
 """A deadline for the import of Lightning in both ranks on a machine that does other things, too."""
 
@@ -19,16 +24,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _run_case(name: str, folder: Path) -> None:
-    import lightning_cases  # noqa: PLC0415  (in ranks only)
-
-    getattr(lightning_cases, f"case_{name}")(folder)
+def _run_case(module: str, name: str, folder: Path) -> None:
+    getattr(import_module(module), name)(folder)
 
 
 def _lose_rank(number: int) -> str:
-    import lightning_cases  # noqa: PLC0415  (in ranks only)
-
-    said: str = lightning_cases.lose_rank(number)
+    said: str = import_module("lightning_cases").lose_rank(number)
     return said
 
 
@@ -36,11 +37,11 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     """All cases, in ranks that import Lightning once: that takes longer than the cases."""
     failures = []
     with RankPool(2) as pool:
-        for name in CASES:
+        for module, name in CASES:
             folder = tmp_path / name
             folder.mkdir()
             try:
-                pool.run(_run_case, name, folder, deadline_s=IMPORTS_S)
+                pool.run(_run_case, module, name, folder, deadline_s=IMPORTS_S)
             except RankError as error:
                 failures.append(f"{name}\n{error}")
         assert not failures, "\n".join(failures)

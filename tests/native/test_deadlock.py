@@ -169,3 +169,34 @@ def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, h
     for r in range(2):
         assert f"'early {r}' (" in texts[0]
         assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
+
+
+@pytest.mark.parametrize("hosts", [[2], [3], [1, 1]], ids=str)
+@pytest.mark.parametrize("call", ["receive", "send", "barrier"])
+def test_sends_and_receives_that_never_meet_are_told(call: str, hosts: list[int]) -> None:
+    def body(rank: Rank) -> str:
+        peer, array = (rank.rank + 1) % rank.size, np.ones(10_000)
+        rank.finish(rank.send(array, peer, 4), rank.receive(np.zeros(10_000), None, 4))
+        with pytest.raises(DeadlockError) as error:
+            if call == "barrier" and rank.rank == 0:
+                rank.barrier("all")
+            else:
+                rank.finish(rank.send(array, peer) if call == "send" else rank.receive(array, peer))
+        return str(error.value)
+
+    texts = run_ranks(body, hosts)
+    verb = {"send": "send to"}.get(call, "receive from")
+    assert set(texts) == {texts[0]}
+    for rank in range(sum(hosts)):
+        waited = "all" if call == "barrier" and rank == 0 else f"{verb} rank {(rank + 1) % sum(hosts)}, tag 0"
+        assert re.search(rf"rank {rank}( waits)? for '{waited}' \(\w+\.py:\d+\)", texts[0]), texts[0]
+
+
+@on_ranks([2], [1, 1])
+def test_a_send_that_comes_late_is_waited_for(rank: Rank, watch: Watch) -> None:
+    array = np.ones(3)
+    if rank.rank == 1:
+        watch.await_more(0, 5)
+        rank.finish(rank.send(array, 0), rank.receive(array, 0))
+    else:
+        rank.finish(rank.receive(array, 1), rank.send(array, 1))

@@ -54,9 +54,11 @@ def blocked(
     size: int = 2,
     others: str = "",
     question: int = 0,
+    moves: Sequence[tuple[int, int, bool]] = (),
+    ended: tuple[int, int] = (0, 0),
 ) -> bytes:
     lanes = [oracle.lane(0, size, executed, hashes)]
-    return oracle.blocked_message(rank, text.encode(), others.encode(), lanes, question)
+    return oracle.blocked_message(rank, text.encode(), others.encode(), lanes, question, moves=moves, ended=ended)
 
 
 def test_two_ranks_that_wait_for_one_another_are_a_deadlock(judges: list[Judge]) -> None:
@@ -104,12 +106,49 @@ def test_an_answer_that_says_something_else_ends_the_question(judges: list[Judge
         pytest.param([blocked(0, "'a'", []), blocked(1, "'b'", [])], id="nothing is submitted"),
         pytest.param([blocked(0, "'a'", [1], size=3), blocked(1, "'b'", [2], size=3)], id="a member has not reported"),
         pytest.param([blocked(0, "'a'", [1], size=3), blocked(1, "'b'", [2])], id="different teams of a number"),
+        pytest.param(
+            [blocked(0, "s", [1], moves=[(1, 3, True)]), blocked(1, "r", [], moves=[(0, 4, False), (0, 3, False)])],
+            id="both ends of a send",
+        ),
+        pytest.param(
+            [blocked(0, "s", [], moves=[(1, 3, True)]), blocked(1, "r", [], moves=[(-1, 3, False)])],
+            id="a send and a receive from any rank",
+        ),
+        pytest.param(
+            [blocked(0, "s", [], moves=[(1, 3, True)], ended=(4, 0)), blocked(1, "'a'", [1], ended=(0, 5))],
+            id="a receive that has ended before its send",
+        ),
     ],
 )
 def test_what_may_finish_is_no_deadlock(judges: list[Judge], messages: list[bytes]) -> None:
     for message in messages:
         judges[0].note(message)
     assert judges[0].verdict() == (NONE, "")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([(1, 0, False)], [(0, 0, False)]),
+        ([(1, 0, True)], [(0, 0, True)]),
+        ([(1, 2, True)], [(0, 3, False)]),
+        ([(1, 2, True)], [(5, 2, False)]),
+        ([(7, 2, True), (-1, 2, False)], []),
+    ],
+)
+def test_sends_and_receives_that_do_not_meet_are_a_deadlock(
+    judges: list[Judge], one: list[tuple[int, int, bool]], other: list[tuple[int, int, bool]]
+) -> None:
+    judge = judges[0]
+
+    def note(question: int) -> None:
+        judge.note(blocked(0, "x", [], moves=one, ended=(3, 1), question=question))
+        judge.note(blocked(1, "y", [], moves=other, ended=(4, 6), question=question))
+
+    note(0)
+    assert judge.verdict() == (ASK, "")
+    note(judge.question())
+    assert judge.verdict() == (DEADLOCK, f"rank 0 waits for x, rank 1 for y; {QUESTION}")
 
 
 def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:

@@ -138,7 +138,7 @@ from horo.core.context import Context
 
 SIZE = 5
 setups = make_setups([1] * SIZE, log_level=5, tcp=True)
-go, left = os.pipe(), os.pipe()
+go, left, heard, over = os.pipe(), os.pipe(), os.pipe(), os.pipe()
 pids = []
 for me in range(SIZE):
     pids.append(os.fork())
@@ -152,6 +152,9 @@ else:
     os.read(left[0], 1)
     time.sleep(0.5)  # by now rank 0 has executed its LEAVE record, and waits for those behind it
     os.kill(pids[1], signal.SIGKILL)
+    for _ in range(3):
+        os.read(heard[0], 1)
+    os.write(over[1], b"x" * 3)
     for pid in pids:
         os.waitpid(pid, 0)
     sys.exit(0)
@@ -178,7 +181,8 @@ try:
     os.write(1, f"{me} finished\\n".encode())
 except Exception as error:
     os.write(1, f"{me} {type(error).__name__} {error}\\n".encode())  # one write: lines of ranks do not mix
-time.sleep(3)  # as one that writes a checkpoint: its sockets stay
+os.write(heard[1], b"x")
+os.read(over[0], 1)  # as one that writes a checkpoint: its sockets stay
 """
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doubles import build_double
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, run_script, wait_for
 
 from horo.errors import AbortedError, MismatchError, PeerLostError, UsageError
 
@@ -291,6 +291,42 @@ def test_a_rank_that_leaves_ends_what_is_pending() -> None:
                 AbortedError, match=r"rank 0 \(host0\) has shut horo down.*receive from any rank, tag 0"
             ):
                 group.contexts[rank].finish(pending[rank])
+
+
+LEAVER = """
+import os, signal, threading, time
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo.core.context import Context
+
+setups = make_setups([2], stall_warning_ms=0)
+child = os.fork()
+me = 1 if child == 0 else 0
+close_setup(setups[1 - me])
+rank = Rank(Context(setups[me]))
+array = np.ones(1)
+if me == 1:
+    sent = rank.send(array, 0)
+    rank.finish(rank.send(array, 0, 7))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    rank.finish(sent)
+    print("finished", flush=True)
+    os._exit(0)
+rank.finish(rank.receive(array, 1, 7))
+os.waitpid(child, os.WUNTRACED)
+full = [np.ones(1000, np.int32) for _ in range(30)]
+for each in full:  # more than the ring takes: what comes behind waits for room
+    rank.send(each, 1, 1)
+rank.finish(rank.receive(array, 1))
+threading.Timer(0.3, os.kill, (child, signal.SIGCONT)).start()
+rank.context.destroy()
+os.waitpid(child, 0)
+"""
+
+
+def test_a_rank_that_leaves_tells_the_sender_that_it_has_all() -> None:
+    assert run_script(LEAVER) == "finished\n"
 
 
 def test_what_is_pending_here_ends_with_a_shutdown() -> None:

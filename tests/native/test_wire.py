@@ -141,6 +141,8 @@ named_refs = st.tuples(ids, st.just(b"")) | st.tuples(ids | st.just(0), names.ma
 lanes = st.lists(st.tuples(ranks.filter(bool), st.lists(st.integers(0, 2**64 - 1), max_size=9)), max_size=32).map(
     lambda each: [oracle.lane(2 * i, members, i << 40, hashes) for i, (members, hashes) in enumerate(each)]
 )
+moves = st.lists(st.tuples(ranks, ranks, st.booleans()) | st.tuples(st.just(-1), ranks, st.just(False)), max_size=9)
+ended = st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 messages = st.one_of(
     st.builds(oracle.rows_message, ids, rows.filter(bool)),
     st.builds(oracle.ids_message, st.lists(ids, max_size=50)),
@@ -154,7 +156,7 @@ messages = st.one_of(
     st.builds(
         oracle.tune_message, st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=64), final=st.integers(0, 1)
     ),
-    st.builds(oracle.blocked_message, ranks, texts, texts, lanes, ids | st.just(0)),
+    st.builds(oracle.blocked_message, ranks, texts, texts, lanes, ids | st.just(0), moves=moves, ended=ended),
     st.builds(oracle.fail_message, errors, (names | st.just("")).map(str.encode), texts),
     st.builds(oracle.joined_message, ranks, st.integers(0, 2**64 - 1)),
     st.builds(
@@ -277,6 +279,11 @@ NO_MESSAGES = {
     "last words longer than the message": oracle.lost_message(1, -40, 7, text=b"x" * 9)[:-1],
     "more than last words": oracle.lost_message(1, -40, 7, text=b"x") + b"y",
     "negative rank blocked": oracle.blocked_message(-1, b"", b"", []),
+    "a move too few": oracle.blocked_message(1, b"", b"", [], moves=[(1, 2, True)])[:-5],
+    "a send to any rank": oracle.blocked_message(1, b"", b"", [], moves=[(-1, 2, True)]),
+    "a receive from rank -2": oracle.blocked_message(1, b"", b"", [], moves=[(-2, 2, False)]),
+    "a move with a negative tag": oracle.blocked_message(1, b"", b"", [], moves=[(1, -2, True)]),
+    "too many moves": oracle.blocked_message(1, b"", b"", [], moves=[(1, 2, True)] * 7282),
     "a lane too few": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [])])[:-1],
     "a hash too few": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [3])])[:-1],
     "more than lanes": oracle.blocked_message(1, b"", b"", [oracle.lane(0, 1, 0, [3])]) + b"y",
@@ -344,6 +351,7 @@ WITHIN_LIMITS = {
     ),
     "rows in a group": oracle.request_message(0, 0, b"", oracle.request(GATHER), [2**63 - 1] * 70_000),
     "rows of thousands of ranks": oracle.rows_message(1, [*range(20_000)]),
+    "most moves": oracle.blocked_message(1, b"", b"", [], moves=[(1, 2, True)] * 7281, ended=(1, 2**64 - 1)),
     "most mail": oracle.mail_message(0, 1, 3, bytes(1 << 13)),
     "most ids": oracle.ids_message([2**32 - 1] * oracle.TENSORS_MAX),
     "longest name in a batch": oracle.batch_message([(2**32 - 1, b"x" * oracle.NAME_MAX)]),

@@ -132,10 +132,20 @@ def lane(team: int, members: int, executed: int, hashes: Sequence[int]) -> bytes
     return struct.pack(f"<IIQI{len(hashes)}Q", team, members, executed, len(hashes), *hashes)
 
 
-def blocked_message(rank: int, text: bytes, others: bytes, lanes: Sequence[bytes], question: int = 0) -> bytes:
-    """BLOCKED; the lanes as ``lane`` makes them."""
+def blocked_message(
+    rank: int,
+    text: bytes,
+    others: bytes,
+    lanes: Sequence[bytes],
+    question: int = 0,
+    *,
+    moves: Sequence[tuple[int, int, bool]] = (),
+    ended: tuple[int, int] = (0, 0),
+) -> bytes:
+    """BLOCKED; the lanes as ``lane`` makes them, moves as (other rank, tag, is a send), ended: sends and receives."""
     head = struct.pack("<BiI", BLOCKED, rank, question) + str16(text) + str16(others)
-    return head + struct.pack("<I", len(lanes)) + b"".join(lanes)
+    listed = b"".join(struct.pack("<ii?", *move) for move in moves)
+    return head + struct.pack("<QQI", *ended, len(listed)) + listed + struct.pack("<I", len(lanes)) + b"".join(lanes)
 
 
 def ask_message(rank: int) -> bytes:
@@ -234,6 +244,7 @@ def samples() -> dict[str, bytes]:
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
         "blocked-answer": blocked_message(1, b"'b'", b"", [lane(0, 2, 9, [7])], 2**32 - 1),
+        "blocked-moves": blocked_message(1, b"'r'", b"", [], moves=[(0, 2, False), (-1, 0, False), (3, 1, True)]),
         "ask": ask_message(5),
         "query": query_message(3),
         "blocked-no-more": blocked_message(0x7FFFFFFF, b"", b"", []),

@@ -293,11 +293,12 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
 ) -> None:
     """``first``: the rank that gives up first. Its time is short from where it is the other's address that counts."""
     listen, wait, dial = links_module._IncomingLinks.listen, links_module.Links.wait, links_module._dial_link
+    dead = socket.socket()
+    dead.bind(("127.0.0.1", 0))  # and not listening: nobody else gets the port
 
     def publish_a_dead_port(self: links_module._IncomingLinks, *arguments: Any) -> object:
         listen(self, *arguments)
-        with socket.create_server(("127.0.0.1", 0)) as dead:
-            return [Endpoint(*dead.getsockname())]
+        return [Endpoint(*dead.getsockname())]
 
     def shorten(group: object) -> None:
         assert isinstance(group, Rendezvous)
@@ -317,7 +318,9 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
     monkeypatch.setattr(links_module, "_dial_link", dial_shortly)
     environs = environments(server, 2)
     environs[1]["HORO_HOST_ID"] = "elsewhere"
-    for error in told(join_all(environs)):
+    with dead:
+        errors = told(join_all(environs))
+    for error in errors:
         assert fact in str(error)
         assert "HORO_NETWORK_INTERFACES" in str(error)
         assert "`hororun --check-hosts -H HOST,HOST` tries the connections between hosts" in str(error)

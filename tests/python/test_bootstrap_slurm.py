@@ -211,9 +211,9 @@ def test_a_credential_of_others_or_a_used_one_is_refused(fake_munge: Path, monke
 def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
     before = open_descriptors()
     silent = socket.create_server(("127.0.0.1", 0))
-    closed = socket.create_server(("127.0.0.1", 0))
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))  # and not listening: nobody else gets the port
     endpoints = [Endpoint(*server.getsockname()) for server in (silent, closed)]
-    closed.close()
     looked: list[int] = []
 
     def look() -> str | None:
@@ -223,6 +223,7 @@ def test_fetch_takes_the_first_usable_answer_and_leaves_nothing_open() -> None:
     assert fetch(endpoints, 20, lambda data: None, look) == "elsewhere"
     assert fetch(endpoints, 0.1, lambda data: None, lambda: None) is None
     silent.close()
+    closed.close()
     assert open_descriptors() <= before
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 from descriptors import open_descriptors
 from fabric import close_setup
-from jobs import wait_until
+from jobs import port_for_later, wait_until
 from joining import SECRET, environments, join_all, run_threads, serving
 
 from horo.bootstrap.host.grouping import group_ranks
@@ -230,9 +229,7 @@ def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port
         ),
         encoding="utf-8",
     )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_for_later()), "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen([sys.executable, str(script)], env={**os.environ, **told, "RANK": str(rank)}, **pipes)

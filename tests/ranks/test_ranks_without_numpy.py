@@ -32,15 +32,10 @@ for fault in (lambda: hvd.broadcast_object(x for x in ()), lambda: hvd.allgather
         fault()
     except Exception as error:
         print("refused:", type(error).__name__)
-for call in (hvd.allreduce, hvd.allreduce_):
-    assert call(torch.ones(3), op=hvd.Sum).tolist() == [float(size)] * 3
+assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [float(size)] * 3
 assert hvd.grouped_allreduce([torch.ones(2), torch.ones(())], op=hvd.Sum)[1].item() == size
-assert hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).tolist() == [1.0] * 3
-assert hvd.allgather(torch.full((rank + 1, 2), float(rank))).shape == (size * (size + 1) // 2, 2)
-assert len(hvd.grouped_allgather([torch.ones(1), torch.ones(2)])) == 2
 assert hvd.allgather(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
 assert hvd.broadcast(torch.full((2,), float(rank)), 0).tolist() == [0.0, 0.0]
-assert hvd.synchronize(hvd.broadcast_async_(torch.full((2,), float(rank)), size - 1)).tolist() == [size - 1.0] * 2
 hvd.barrier()
 
 for scalar in (False, True):
@@ -75,7 +70,7 @@ def test_an_installation_asks_for_no_numpy() -> None:
     wanted = next(line for line in (root / "pyproject.toml").read_text().splitlines() if "dependencies = [" in line)
     assert "numpy" not in wanted
     files = [path for folder in ("horo", "runner") for path in (root / folder).rglob("*.py")]
-    assert [path for path in files if re.search(r"import numpy|from numpy|\.numpy\(", path.read_text())] == []
+    assert [path for path in files if re.search(r"(import|from) numpy|[._]numpy\(", path.read_text())] == []
 
 
 # memfd_create, the seals and the eventfds are there only where the libc of the build had them.

@@ -38,8 +38,8 @@ def test_a_rank_is_told_its_place_in_both_dialects() -> None:
         "HORO_LOCAL_RANK": "1", "HORO_LOCAL_SIZE": "2", "HORO_CROSS_RANK": "1", "HORO_CROSS_SIZE": "2",
         "HOROVOD_HOSTNAME": "h2", "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1",
         "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2", "RANK": "3",
-        "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6",
-        "OMP_NUM_THREADS": "4",
+        "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "6", "OMP_NUM_THREADS": "4",
     }  # fmt: skip
 
 

@@ -323,39 +323,36 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def suspend(job: Launched, longer_than_s: float) -> None:
-    """Stops all processes of the job for longer than the limit and continues them, hororun last.
+def suspend(*jobs: Launched, longer_than_s: float) -> None:
+    """Stops all processes of the jobs for longer than the limit and continues them, hororun last.
 
     hororun is stopped in its sleep: the time of its callbacks counts.
     """
-    pids = sorted(job.processes(), key=lambda pid: pid == job.process.pid)
-    send_signal(pids[:-1], signal.SIGSTOP)  # a sleep of the ranks' scripts may have ended
-    wait_until(lambda: state(job.process.pid) == "S", "hororun sleeps")
-    send_signal(pids[-1:], signal.SIGSTOP)
+    launchers = [job.process.pid for job in jobs]
+    pids = [pid for job in jobs for pid in job.processes() if pid not in launchers]
+    send_signal(pids, signal.SIGSTOP)  # a sleep of the ranks' scripts may have ended
+    for launcher in launchers:
+        wait_until(lambda launcher=launcher: state(launcher) == "S", "hororun sleeps")
+        send_signal([launcher], signal.SIGSTOP)
     begin_s = time.monotonic()
     wait_until(lambda: time.monotonic() - begin_s > longer_than_s, "the limit has passed")
-    send_signal(pids, signal.SIGCONT)
+    send_signal([*pids, *launchers], signal.SIGCONT)
 
 
-def test_a_job_that_was_suspended_for_longer_than_the_host_timeout_goes_on(hororun: Hororun, flags: Flags) -> None:
-    script = f"flag up; while ! test -e {flags.folder}/go; do sleep 0.1; done"
-    job = hororun.start("-np", "4", "--host-timeout", str(LIMIT_S), *shell(script, flags), where="one:2,two:2")
-    flags.wait([f"up.{rank}" for rank in range(4)])
-    suspend(job, 1.2 * LIMIT_S)
-    (flags.folder / "go").touch()
-    done = job.finish()
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_grace_time_is_time_in_which_ranks_could_run(hororun: Hororun, flags: Flags) -> None:
-    script = f"trap 'flag term' TERM; flag up; while ! test -e {flags.folder}/go; do sleep 0.1; done; flag saved"
-    job = hororun.start("-np", "2", "--grace-seconds", str(LIMIT_S), *shell(script, flags))
-    flags.wait(["up.0", "up.1"])
-    job.process.send_signal(signal.SIGTERM)
+def test_the_time_of_a_suspend_counts_neither_for_hosts_nor_as_grace(hororun: Hororun, flags: Flags) -> None:
+    until_go = f"while ! test -e {flags.folder}/go; do sleep 0.1; done"
+    words = ["-np", "4", "--host-timeout", str(LIMIT_S), *shell(f"flag up; {until_go}", flags)]
+    going_on = hororun.start(*words, where="one:2,two:2")
+    script = f"trap 'flag term' TERM; flag begun; {until_go}; flag saved"
+    ending = hororun.start("-np", "2", "--grace-seconds", str(LIMIT_S), *shell(script, flags))
+    flags.wait(["begun.0", "begun.1", *(f"up.{rank}" for rank in range(4))])
+    ending.process.send_signal(signal.SIGTERM)
     flags.wait(["term.0", "term.1"])
-    suspend(job, 1.2 * LIMIT_S)
+    suspend(going_on, ending, longer_than_s=1.2 * LIMIT_S)
     (flags.folder / "go").touch()
-    assert job.finish().returncode == 143
+    done = going_on.finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ending.finish().returncode == 143
     flags.wait(["saved.0", "saved.1"])
 
 

@@ -1,4 +1,4 @@
-"""Each rule finds a bad sample, so that it is known to find something, and is silent on a good one."""
+"""Each rule finds a bad sample, so that it is known to find something; the sources show on what it is silent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -81,72 +81,10 @@ def test_check_finds_the_bad_sample(check: Check, name: str, text: str, expected
     assert expected in findings[0]
 
 
-GOOD_C = r"""
-/* strcpy(a, b) in a comment; static int counter; */
-#define TWICE(x) \
-    ((x) + (x))
-#include "base/status.h"
-struct hr_thing;
-struct hr_thing {
-    int (*read)(void *self);
-    const char *name;
-};
-typedef struct { int a; } horo_pair;
-enum { SMALL = 4 };
-_Static_assert(sizeof(int) == 4, "int");
-static const char *const names[] = {"printf(", "}"};
-static const struct hr_thing things[2] = {{0}, {.name = ";"}};
-/* The number of those that are left; how many there were, is not known. */
-int hr_declared(int a, void (*done)(int));
-static inline int twice(int a) {
-    static const int two[1 * 1] = {2};
-    static int (*const duties[])(struct hr_thing *) = {hr_run};
-    /* Where a reason stands inside a function, it may begin as it likes. */
-    char text[] = "} strcpy(/*"; /* where it is */
-    return a * two[0] + text[0] + '{';
-}
-HR_INLINE int thrice(int a) {
-    return 3 * a;
-}
-HR_DEFINE_TABLE(static, table)
-HR_DEFINE_ALL_OPS
-int hr_run(const struct hr_thing *thing) {
-    return thing->read((void *)0) + vtable.exit(1);
-}
-"""
-C_CHECKS = ("check_sizes", "check_calls", "check_names", "check_globals", "check_comments")
-GOOD: list[tuple[Check, str, str]] = [
-    *((getattr(tidy_c, name), "base/good.c", GOOD_C) for name in C_CHECKS),
-    (tidy_python.check_sizes, "a.py", 'def f():\n    """Title.\n' + "\n    text\n" * 50 + '    """\n    return 1\n'),
-    (tidy_python.check_imports, "runner/cli/entry.py", "def f():\n    from horo.core import context"),
-    (tidy_python.check_imports, "runner/cli/entry.py", "if TYPE_CHECKING:\n    import torch"),
-    (tidy_python.check_imports, "horo/torchlike.py", "import horo.torchlike_too"),
-    (tidy_python.check_rooms, "horo/bootstrap/net/a.py", "from ..auth.frames import x\nfrom .dial import dial"),
-    (tidy_python.check_docstrings, "horo/a.py", 'def f():\n    """The ranks that wait. How long, is not known."""'),
-    (tidy_python.check_messages, "horo/a.py", 'raise A(f"{b} is what nobody wants")'),
-    (tidy_python.check_messages, "horo/a.py", 'raise A(f"how many? say {b}")'),
-    (tidy_python.check_environment, "horo/config/table.py", "import os\nos.environ"),
-    (tidy_python.check_all, "horo/a.py", '"""Only a docstring."""'),
-    (tidy_text.check_leftovers, "a.py", "mkstemp XXXXXX framework/home https://example.org/page ../wo" + "rk/x"),
-    (tidy_text.check_links, __file__, "```\n[a](missing.md)\n```\n[a](https://example.org/x)\n[b](tidy_c.py)"),
-]
-
-
-@pytest.mark.parametrize(("check", "name", "text"), GOOD)
-def test_check_is_silent_on_the_good_sample(check: Check, name: str, text: str) -> None:
-    assert check(Path(name), text) == []
-
-
 def test_an_anchor_is_a_heading(tmp_path: Path) -> None:
     (page := tmp_path / "page.md").write_text("# Title\n## The second part, 42\n")
     assert tidy_text.check_links(page, "[a](page.md#the-second-part-42)") == []
     assert len(tidy_text.check_links(page, "[a](page.md#missing)")) == 1
-
-
-def test_items_finds_functions_with_their_lines() -> None:
-    functions = [item for item in tidy_c.items(tidy_c.code_only(GOOD_C)) if item.function_name]
-    assert [item.function_name for item in functions] == ["twice", "thrice", "hr_run"]
-    assert [(item.first_line, item.last_line) for item in functions] == [(18, 24), (25, 27), (28, 32)]
 
 
 ROW = "| Horovod | here | how | shown by |\n|---|---|---|---|\n| a | {} |\n"
@@ -182,22 +120,9 @@ BAD_SENTENCES = [
     "What a rank has submitted goes on.", "A set that is gone has no deadline, since none is set.",
     "One " + "word " * 40 + "too many.",
 ]  # fmt: skip
-GOOD_TEXTS = [
-    "The rank logs a warning when another rank is late.",
-    "What does a rank do?",
-    "Look for the file. `the rank says what word that rank has`",
-    "```\nWhat a rank has\n```",
-    "| option | " + "a cell of a table may be long " * 6 + "|",
-    "1. " + "Short sentences. " * 5 + "\n2. Another item.\n",
-]
 
 
 @pytest.mark.parametrize("sentence", BAD_SENTENCES)
 def test_a_bad_sentence_is_found(sentence: str) -> None:
     assert tidy_words.check_page(f"# Title\n\nA page.\n{sentence}\n" if len(sentence) < 100 else f"{sentence}\n")
     assert tidy_words.check_source(f'"""A module.\n\n{sentence}\n"""\n')
-
-
-@pytest.mark.parametrize("text", GOOD_TEXTS)
-def test_plain_text_has_no_findings(text: str) -> None:
-    assert tidy_words.check_page(text + "\n") == []

@@ -117,6 +117,19 @@ def test_a_difference_is_told_to_both() -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+@on("fresh_group2")
+def test_two_that_wait_for_each_other_are_told(call: str) -> None:
+    rank, tensor = dist.get_rank(), torch.zeros(1)
+    told = r"rank 0 waits for .*, rank 1 for 'receive from rank 0, tag 0' \(.*:\d+\)"
+    with pytest.raises(RuntimeError, match=told):
+        if rank == 0 and call == "all_reduce":
+            dist.all_reduce(tensor)
+        else:
+            dist.recv(tensor, 1 - rank)
+    dist.destroy_process_group()
+
+
 @on("fresh_group3")
 def test_a_rank_that_is_done_leaves_when_the_others_are() -> None:
     rank = dist.get_rank()

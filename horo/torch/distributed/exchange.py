@@ -99,6 +99,8 @@ class Exchange:
         Returns:
             As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
         """
+        if self._closed:
+            return None
         tensors: tuple[torch.Tensor, ...] = ()
         try:
             buffers = self._kept[key]
@@ -242,7 +244,6 @@ class Exchange:
         if self._closed:
             return
         self._closed = why
-        self._kept.clear()
         if self.job is not None and self.pending is not None:
             close_job(self.job, words)
             self.pending.stop()
@@ -257,7 +258,6 @@ class Exchange:
         if self._has_paired and is_well:
             self._await_others()
         self._closed = why
-        self._kept.clear()
         if self.job is None or self.pending is None:
             return
         self.pending.stop()

@@ -17,7 +17,7 @@ from horo.errors import UsageError
 from horo.torch.distributed.connection import open_job
 from horo.torch.distributed.exchange import Exchange, GroupCall, writable
 from horo.torch.distributed.other_devices import OtherDevices, by_device, is_for_horo
-from horo.torch.distributed.reduction import Reduction, reduction_of
+from horo.torch.distributed.reduction import Reduction, key_of, reduction_of
 from horo.torch.distributed.sparse import check_sum, entries_of, put_together
 from horo.torch.engine.operation import check_tensor
 
@@ -116,7 +116,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         """Reduces each tensor in place."""
         opts = opts or torch_distributed.AllreduceOptions()
         tensor = tensors[0]
-        key = ("allreduce", getattr(opts, "asyncOp", True), hash(opts.reduceOp), tensor.dtype, tensor.numel())
+        key = ("allreduce", getattr(opts, "asyncOp", True), key_of(opts.reduceOp), tensor.dtype, tensor.numel())
         if len(tensors) == 1 and (work := self._exchange.again(key, tensor)) is not None:
             return work
         if not is_for_horo(tensor):
@@ -155,7 +155,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Reduces the input; part i of it goes to rank i."""
         opts = opts or torch_distributed.ReduceScatterOptions()
-        is_async, op = getattr(opts, "asyncOp", True), hash(opts.reduceOp)
+        is_async, op = getattr(opts, "asyncOp", True), key_of(opts.reduceOp)
         key = ("reducescatter", is_async, op, input.dtype, input.numel(), output.dtype, output.numel())
         if (work := self._exchange.again(key, input, output)) is not None:
             return work

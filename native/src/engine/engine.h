@@ -68,7 +68,8 @@ struct hr_leaving {
     int has_ended; /* its descriptors are given back; under the lock, as what follows */
     int status;    /* for others, as the words */
     char words[HR_LAST_WORDS_MAX + 1];
-    int64_t flush_ns; /* CLOSING, ENDING: until when callers wait for what is to be sent, at the latest */
+    /* until when what is to be sent is waited for, at most: before LEAVE, then in CLOSING and ENDING; 0: not yet */
+    int64_t flush_ns;
     int64_t grace_ns; /* when it stops to wait, unless something moves; 0: it does not leave */
     uint64_t moves;   /* when the grace began */
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */

@@ -196,12 +196,28 @@ static void read_data(struct reader *reader, struct hr_wire_message *message) {
     message->data = take(reader, message->data_bytes);
 }
 
+static void read_moves(struct reader *reader, struct hr_wire_message *message) {
+    message->sent = read_u64(reader);
+    message->received = read_u64(reader);
+    const uint32_t bytes = read_u32(reader);
+    require(reader, bytes <= HR_WIRE_DATA_MAX && bytes % HR_WIRE_MOVE_BYTES == 0);
+    message->data = reader->at;
+    message->data_bytes = reader->failed ? 0 : bytes;
+    for (size_t at = 0; at < message->data_bytes && !reader->failed; at += HR_WIRE_MOVE_BYTES) {
+        const int peer = read_i32(reader);
+        const int tag = read_i32(reader);
+        const int sends = read_u8(reader);
+        require(reader, peer >= (sends ? 0 : -1) && tag >= 0 && sends <= 1);
+    }
+}
+
 /* Each team once, in their order. */
 static void read_blocked(struct reader *reader, struct hr_wire_message *message) {
     message->rank = read_i32(reader);
     message->question = read_u32(reader);
     message->text = read_str16(reader);
     message->others = read_str16(reader);
+    read_moves(reader, message);
     message->count = read_u32(reader);
     message->items = reader->at;
     require(reader, message->rank >= 0 && message->count <= HORO_TEAMS_MAX);
@@ -336,6 +352,12 @@ hr_status hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_
     struct reader reader = {.at = data, .left = bytes};
     read_request(&reader, request);
     return outcome(&reader);
+}
+
+void hr_wire_next_move(const uint8_t **cursor, struct hr_wire_move *move) {
+    const uint8_t *at = *cursor;
+    *move = (struct hr_wire_move){(int32_t)hr_load_u32(at), (int32_t)hr_load_u32(at + 4), at[8]};
+    *cursor = at + HR_WIRE_MOVE_BYTES;
 }
 
 void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane) {

@@ -235,7 +235,9 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         break;
     case HR_WIRE_BLOCKED:
         at = write_str16(hr_store_u32(write_i32(at, message->rank), message->question), message->text);
-        at = hr_store_u32(write_str16(at, message->others), message->count);
+        at = hr_store_u64(hr_store_u64(write_str16(at, message->others), message->sent), message->received);
+        at = write_bytes(hr_store_u32(at, (uint32_t)message->data_bytes), message->data, message->data_bytes);
+        at = hr_store_u32(at, message->count);
         break;
     case HR_WIRE_QUERY:
         at = hr_store_u32(at, message->question);
@@ -285,6 +287,16 @@ hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lan
     }
     at = hr_store_u32(hr_store_u32(at, lane->team), lane->members);
     return finish(out, hr_store_u32(hr_store_u64(at, lane->executed), lane->count));
+}
+
+hr_status hr_wire_put_move(struct hr_buffer *out, struct hr_wire_move move) {
+    uint8_t *at = begin(out, HR_WIRE_MOVE_BYTES);
+    if (at == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    at = write_i32(write_i32(at, move.peer), move.tag);
+    *at++ = move.sends != 0;
+    return finish(out, at);
 }
 
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {

@@ -12,8 +12,8 @@
  *   REQUEST  i32 origin, i32 status, str16 text, rows, request
  *   LOST     i32 rank, i32 status, u8 reason, i32 by, str16 text    (both directions; enum hr_abort_reason; by: the
  *            rank that has found it; -1: nobody knows which; text: the words of a rank that has ended the group)
- *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, u32 n, n x lane    (up only; n is 0: the rank is not
- *            blocked any more; question: the number of the QUERY that this answers, 0: of none)
+ *   BLOCKED  i32 rank, u32 question, str16 text, str16 others, moves, u32 n, n x lane    (up only; n is 0: the rank is
+ *            not blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
@@ -37,6 +37,8 @@
  *            0, it may differ by rank
  *   lane     u32 team, u32 members of it, u64 bytes of its log executed, u32 n, n x u64: the hash of each name that is
  *            submitted to it and not done; 0: the rank has joined, which stands for all names
+ *   moves    u64 sends that have ended, u64 receives that have ended, u32 bytes, and so many of those that have not, of
+ *            each i32 the other rank, -1 in a receive from any, i32 tag, u8 is a send
  *   rows     var n, n x var: the first extents of an allgather, of each rank tensor by tensor; of an alltoall in the
  *            place of each those for rank 0, 1 ..., which add up to it; of all ranks whom the sender speaks for, host
  *            by host. n is 0 for all other operations, and not in ROWS, which is the announcement of a cached one.
@@ -85,6 +87,7 @@ enum {
     HR_WIRE_TEXT_MAX = UINT16_MAX,
     HR_WIRE_DATA_MAX = 1 << 16,
     HR_WIRE_MAIL_MAX = 1 << 13,
+    HR_WIRE_MOVE_BYTES = 9,
     HR_WIRE_KNOBS_MAX = 64,
     HR_WIRE_VAR_MAX = 9, /* bytes */
     HR_WIRE_ON_GPU = 2,   /* among the flags of a request */
@@ -154,8 +157,9 @@ struct hr_wire_message {
     uint32_t id;              /* DATA, RESULT, ROWS */
     uint32_t question;        /* QUERY, BLOCKED */
     uint64_t at;              /* JOINED: a time */
-    const uint8_t *data;      /* DATA, RESULT: packed values; MAIL */
-    size_t data_bytes;        /* at least 1, but for MAIL */
+    uint64_t sent, received;  /* BLOCKED: moves that have ended */
+    const uint8_t *data;      /* DATA, RESULT: packed values; MAIL; BLOCKED: moves that have not, hr_wire_next_move */
+    size_t data_bytes;        /* DATA, RESULT: at least 1 */
     const uint8_t *items;     /* IDS: read with hr_wire_u32; TUNE: hr_wire_u64; BATCH: hr_wire_next_ref;
                                * BLOCKED: hr_wire_next_lane */
     struct hr_wire_rows rows; /* ROWS, REQUEST, BATCH */
@@ -168,6 +172,11 @@ struct hr_wire_lane {
     uint64_t executed;
     uint32_t count;
     const uint8_t *hashes; /* read with hr_wire_u64 */
+};
+
+/* A send or receive that is not done. */
+struct hr_wire_move {
+    int peer, tag, sends;
 };
 
 /* The name of an ordered call on the wire: one NUL, which is in no other name. */
@@ -219,6 +228,7 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message);
 int hr_wire_put_ref(struct hr_buffer *out, uint32_t id, struct hr_wire_text name);
 int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows);
 hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane);
+hr_status hr_wire_put_move(struct hr_buffer *out, struct hr_wire_move move);
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash);
 
 /*
@@ -244,6 +254,7 @@ static inline uint64_t hr_wire_u64(const uint8_t *items, uint32_t index) {
 void hr_wire_next_ref(const uint8_t **cursor, struct hr_wire_ref *ref);
 void hr_wire_next_tensor(const uint8_t **cursor, struct hr_wire_tensor *tensor);
 int64_t hr_wire_next_row(const uint8_t **cursor);
+void hr_wire_next_move(const uint8_t **cursor, struct hr_wire_move *move);
 void hr_wire_next_lane(const uint8_t **cursor, struct hr_wire_lane *lane);
 
 /* "float32 [64, 128]" or "float32 [64, 128] as bfloat16", cut to fit; for messages. Returns out. */

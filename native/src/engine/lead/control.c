@@ -176,10 +176,10 @@ static int handle(struct hr_leader *leader, int member, const struct hr_wire_mes
 
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_agree *agree = &leader->agree;
-    leader->has_news = 1;
     if (hr_round_take_up(leader->round)) { /* before a later call is announced */
         hr_agree_skip_call(agree);
     }
+    leader->has_news = 1;
     switch (message->type) {
     case HR_WIRE_IDS:
         for (uint32_t i = 0; i < message->count; i++) {

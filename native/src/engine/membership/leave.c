@@ -114,11 +114,25 @@ static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
 }
 
+/* Ranks that this one has received from are told so before: the record may overtake what waits for room. */
+static int has_mail_left(struct hr_engine *engine) {
+    struct hr_leaving *leaving = &engine->leaving;
+    if (engine->pairs.mail.unsent == 0) {
+        return 0;
+    }
+    if (leaving->flush_ns == 0) {
+        leaving->flush_ns = hr_now_ns() + LEAVE_GRACE_MS * 1000000ll;
+        hr_part_expect(&leaving->part, leaving->flush_ns);
+    }
+    return hr_now_ns() < leaving->flush_ns;
+}
+
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = engine->lanes[0];
     /* requests from before the call are announced before, by a part behind this one */
-    const int may_ask = !world->has_asked_to_leave && atomic_load(&engine->requests.queued) == 0;
-    if (atomic_load(&engine->drive.stop) && may_ask) {
+    const int may_ask = atomic_load(&engine->drive.stop) && !world->has_asked_to_leave &&
+                        atomic_load(&engine->requests.queued) == 0 && !has_mail_left(engine);
+    if (may_ask) {
         return ask_to_leave(engine);
     }
     if (!world->executor.has_executed_leave) {

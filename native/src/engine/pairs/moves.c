@@ -62,6 +62,8 @@ static int is_far(const struct hr_pairs *pairs, const struct hr_move_of_pair *mo
 static void complete(struct hr_pairs *pairs, struct hr_move_of_pair *move, int status, const char *text) {
     struct hr_request *request = move->request;
     pairs->moves++;
+    pairs->sent += request->call.op == HORO_SEND;
+    pairs->received += request->call.op == HORO_RECEIVE;
     hr_requests_complete(pairs->requests, &request, 1, status, text);
 }
 

@@ -156,6 +156,18 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     return hr_requests_add(requests, request, handle, error);
 }
 
+hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *out) {
+    const struct hr_request *request = pairs->requests->oldest;
+    for (; request != NULL; request = request->newer) {
+        const struct hr_move_of_pair *move = request->cargo.data;
+        if (hr_op_is_of_pairs(request->call.op)) {
+            const struct hr_wire_move told = {move->pair.peer, move->pair.tag, request->call.op == HORO_SEND};
+            HR_TRY(hr_wire_put_move(out, told));
+        }
+    }
+    return HORO_OK;
+}
+
 /* ---- The beginning and the end ---- */
 
 void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier) {

@@ -43,7 +43,7 @@ struct hr_pairs {
     _Atomic int is_open;
     int reads; /* memory of others of this host is read */
     uint64_t last_send;
-    uint64_t moves;
+    uint64_t moves, sent, received; /* the last two have ended */
     struct hr_pair_list offered, pulled, posted, reading, pulling;
     struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
 };
@@ -57,6 +57,8 @@ hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message 
 /* As horo_send and horo_receive: `op` is one of the two. */
 hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
                           int64_t *handle, struct hr_error *error);
+/* The driver, with the lock held: appends the moves that are not done (wire.h). HORO_OK or a status. */
+hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *out);
 /* Behind the requests. */
 void hr_pairs_fini(struct hr_pairs *pairs);
 

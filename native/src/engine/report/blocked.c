@@ -82,9 +82,9 @@ int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits
     int all_wait = is_news && !is_repeated(engine, waits, count, question, known_others);
     for (int32_t i = 0; i < count && all_wait; i++) {
         const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
-        /* one whose values are on their way from a GPU is going to be announced; the judge knows of no pairs */
+        /* one whose values are on their way from a GPU is going to be announced */
         all_wait = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
-                   request->state != HR_REQUEST_STAGING && !hr_op_is_of_pairs(request->call.op);
+                   request->state != HR_REQUEST_STAGING;
     }
     if (all_wait) {
         keep(engine, waits, count, question, known_others);
@@ -130,7 +130,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
 }
 
 /* With the lock held, so that what is pending and what is executed are of one moment. */
-static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
+static int put_report(struct hr_engine *engine, const struct hr_buffer *moves, struct hr_buffer *out) {
     const struct hr_blocked *blocked = &engine->blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
     const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
@@ -139,6 +139,10 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
                                                       .question = blocked->question,
                                                       .text = text,
                                                       .others = others,
+                                                      .sent = engine->pairs.sent,
+                                                      .received = engine->pairs.received,
+                                                      .data = hr_buffer_front(moves),
+                                                      .data_bytes = hr_buffer_size(moves),
                                                       .count = (uint32_t)engine->lane_count}));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
         const struct hr_port *port = engine->requests.places[number].port;
@@ -152,6 +156,7 @@ static int put_report(struct hr_engine *engine, struct hr_buffer *out) {
 int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->blocked;
     struct hr_announcer *announcer = &engine->lanes[0]->announcer;
+    struct hr_buffer moves = {0};
     size_t mark;
     HR_TRY(hr_announcer_write_ids(announcer));
     HR_TRY(hr_frame_begin(&announcer->out, &mark));
@@ -163,11 +168,15 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
         const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
         waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
     }
-    blocked->is_told = waits;
+    int status = waits ? hr_pairs_put_pending(&engine->pairs, &moves) : HORO_OK;
+    blocked->is_told = waits && hr_buffer_size(&moves) <= HR_WIRE_DATA_MAX; /* more have no room in a message */
     blocked->count = blocked->is_told ? blocked->count : 0;
     const struct hr_wire_message none = {.type = HR_WIRE_BLOCKED, .rank = engine->node->rank};
-    const int status = blocked->is_told ? put_report(engine, &announcer->out) : hr_wire_put(&announcer->out, &none);
+    if (status == HORO_OK) {
+        status = blocked->is_told ? put_report(engine, &moves, &announcer->out) : hr_wire_put(&announcer->out, &none);
+    }
     hr_drive_unlock(&engine->drive);
+    hr_buffer_fini(&moves);
     HR_TRY(status);
     hr_frame_end(&announcer->out, mark);
     return HORO_OK;

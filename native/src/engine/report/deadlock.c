@@ -149,12 +149,56 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
     return 1;
 }
 
-/* Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. */
+static int is_received(const struct hr_deadlock *deadlock, int from, struct hr_wire_move send) {
+    if (send.peer >= deadlock->size) {
+        return 0;
+    }
+    const struct hr_wire_message report = report_of(deadlock, send.peer);
+    const uint8_t *cursor = report.data;
+    struct hr_wire_move move;
+    while (cursor < report.data + report.data_bytes) {
+        hr_wire_next_move(&cursor, &move);
+        if (!move.sends && move.tag == send.tag && (move.peer == from || move.peer < 0)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Whether both ends of a send are under way, or have ended at one of them only: its receiver's, which is the first. */
+static int can_move(const struct hr_deadlock *deadlock, size_t *count) {
+    uint64_t sent = 0;
+    uint64_t received = 0;
+    int is_matched = 0;
+    *count = 0;
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        const struct hr_wire_message report = report_of(deadlock, rank);
+        const uint8_t *cursor = report.data;
+        sent += report.sent;
+        received += report.received;
+        *count += report.data_bytes / HR_WIRE_MOVE_BYTES;
+        while (!is_matched && cursor < report.data + report.data_bytes) {
+            struct hr_wire_move move;
+            hr_wire_next_move(&cursor, &move);
+            is_matched = move.sends && is_received(deadlock, rank, move);
+        }
+    }
+    return is_matched || sent != received;
+}
+
+/*
+ * Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. Or the same of a
+ * send and a receive.
+ */
 static int can_finish(const struct hr_deadlock *deadlock) {
     struct team teams[HORO_TEAMS_MAX] = {{0}};
     size_t count;
-    if (!add_up(deadlock, teams, &count) || count == 0) {
+    size_t moves;
+    if (!add_up(deadlock, teams, &count) || can_move(deadlock, &moves) || count + moves == 0) {
         return 1;
+    }
+    if (count == 0) {
+        return 0;
     }
     struct submitted *all = calloc(count, sizeof *all);
     if (all == NULL) {
