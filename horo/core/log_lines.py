@@ -71,7 +71,7 @@ class LogLines:
         lib.horo_stop_log_queue(self.queue)
 
     def close(self) -> None:
-        """Returns when all messages have been logged or written. The context uses the queue no more. Idempotent."""
+        """The context uses the queue no more. The last returns when all messages are logged or written. Idempotent."""
         taker = self._taker
         if taker is None or os.getpid() != taker.process:
             return
@@ -82,8 +82,6 @@ class LogLines:
                 _process.taker = None
         if is_last:
             taker.close()
-        else:
-            taker.log_waiting()
         self._taker = None
 
 
