@@ -27,20 +27,12 @@ from typing import Any
 __all__ = ["Outcome", "Suite"]
 
 TEST_S = 60.0
-_NEEDS_A_NAME = (
-    *("test_accumulate_gradients_no_sync", "test_grads_same_across_ranks_with_no_sync"),
-    "test_monitored_barrier_gloo",
-)
+_NEEDS_A_NAME = ("test_accumulate_gradients_no_sync", "test_grads_same_across_ranks_with_no_sync", "test_monitored_")
 """Beginnings of names of tests that know no backend but torch's own."""
-_GAPS = ("test_barrier_timeout", "test_batch_isend_irecv_op_err", "test_monitored_barrier_gloo")
-"""Beginnings of names of tests that fail: an operation has no timeout of its own yet, nor is there that barrier."""
-_PROFILED = re.compile("test_(isend|send_recv)_.*profiler")
-"""Tests of the events that gloo records in torch's profiler; horo records none."""
-_NEEDS_MORE = (
-    *("test_SyncBatchNorm_process_group", "test_all_to_all_cuda", "test_all_to_all_full_group_cuda"),
-    *("test_batch_isend_irecv_mixed_backend_err", "test_new_subgroups_with_group_param", "test_ddp_logging_data_cpu"),
-)
-"""Beginnings of names of tests that need torchvision, NCCL, four ranks or gloo itself, and do not ask for them."""
+_FOR_OTHERS = re.compile("(?i)gloo|mpi")
+"""Reasons to leave out a test that names the backends of which torch knows that they can do it."""
+_NEEDS_GLOO = ("test_ddp_logging_data_cpu",)
+"""Tests that ask C++ for the name of the backend, so they pass as "horo" only."""
 _SHOWN = 12_000
 """The last characters of what a failed test has written."""
 
@@ -51,7 +43,7 @@ class Outcome:
 
     name: str
     kind: str
-    """``pass``, ``skip``, ``gap`` or ``fail``."""
+    """``pass``, ``skip`` or ``fail``."""
     why: str
     seconds: float
 
@@ -73,17 +65,22 @@ class Suite:
             _put_in_place(stands_for)
         # torch's tests derive from its class, and those here use nothing of it.
         sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
+        from torch.testing._internal.common_distributed import DistTestCases  # noqa: PLC0415
+
+        for backends in DistTestCases.backend_feature.values():
+            backends.add("horo")
         from torch.testing._internal.distributed import distributed_test as tests  # noqa: PLC0415
 
         self._tests: Any = tests
-        self._is_by_name, self._is_over_horo = stands_for == "horo", over == "horo"
+        self._stands_for = stands_for
+        if stands_for != "gloo":  # tests with a group of ranks 1 and 2 ask for 8 ranks or mpi
+            os.environ["BACKEND"] = "mpi" if ranks > 2 else "horo"
+        self._is_by_name, self._is_over_horo = stands_for != "gloo", over == "horo"
         if self._is_over_horo:
-            tests.PROFILING_SUPPORTED_BACKENDS = []  # horo records no events of gloo's in torch's profiler
+            _expect_events(tests)
         self.ranks = ranks
         if over == "horo" and stands_for != "gloo":
             tests.BACKEND = "horo"
-            for backends in tests.DistTestCases.backend_feature.values():
-                backends.add("horo")
         self._class: Any = type(
             "TestHoro", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {"__module__": __name__}
         )
@@ -96,13 +93,13 @@ class Suite:
 
     def run(self, name: str) -> Outcome:
         """Runs a test on all ranks."""
+        why = getattr(getattr(self._class, name), "__unittest_skip_why__", "")
+        if why and not (self._stands_for == "horo" and _FOR_OTHERS.search(why)):
+            return Outcome(name, "skip", why, 0.0)
         if self._is_by_name and name.startswith(_NEEDS_A_NAME):
             return Outcome(name, "skip", "It knows no backend but torch's own.", 0.0)
-        if name.startswith(_NEEDS_MORE) and not (self._is_by_name and "logging" in name):
-            return Outcome(name, "skip", "It needs what is not installed.", 0.0)
-        is_of_profiler = not self._is_by_name and _PROFILED.match(name)
-        if self._is_over_horo and (name.startswith(_GAPS) or is_of_profiler):
-            return Outcome(name, "gap", "horo cannot do it yet.", 0.0)
+        if self._is_over_horo and not self._is_by_name and name in _NEEDS_GLOO:
+            return Outcome(name, "skip", "It asks C++ for the name of the backend.", 0.0)
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             self._tests.initialize_temp_directories()
@@ -141,6 +138,21 @@ class Suite:
             os._exit(code)
 
 
+def _expect_events(tests: Any) -> None:
+    """Has the tests look for the events of horo in torch's profiler, too."""
+    for backends in (tests.PROFILING_SUPPORTED_BACKENDS, tests.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
+        backends.append("horo")
+    find_events = tests.get_profiling_event
+
+    def find(*args: Any, **options: Any) -> Any:
+        events = find_events(*args, **options)
+        for event in events:
+            event.is_async = True  # the tests know backends only that do each call in a thread of their own
+        return events
+
+    tests.get_profiling_event = find
+
+
 def _put_in_place(stands_for: str) -> None:
     """Lets torch make groups of horo where it would make those of ``stands_for``."""
     import torch.distributed.distributed_c10d as c10d  # noqa: PLC0415
@@ -156,6 +168,7 @@ def _put_in_place(stands_for: str) -> None:
             options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, timeout
             options.group_id = "in gloo's place"
             super().__init__(options)
+            self._exchange.recorded_as = "gloo"
             self.options = argparse.Namespace()
 
     c10d.ProcessGroupGloo = InGloosPlace  # type: ignore[misc]
@@ -192,7 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
         outcomes.append(outcome := suite.run(name))
         print(f"{outcome.kind} {name} {outcome.seconds:.1f} s {outcome.why}", flush=True)
     counts = Counter(outcome.kind for outcome in outcomes)
-    totals = ", ".join(f"{counts[kind]} {kind}" for kind in ("pass", "skip", "gap", "fail"))
+    totals = ", ".join(f"{counts[kind]} {kind}" for kind in ("pass", "skip", "fail"))
     print(f"{given.ranks} ranks as {given.stands_for}: {totals}")
     return 1 if counts["fail"] else 0
 

@@ -5,6 +5,7 @@ No other module has one of them, but for ``READ_IN_PLACE``: a call for each grad
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, SimpleNamespace
@@ -18,10 +19,14 @@ __all__ = [
     "PRIVATE_NAMES",
     "READ_IN_PLACE",
     "BatchNorm",
+    "begin_event",
     "calls_scaled_step",
     "change_counter",
     "code_of_function_backward",
     "code_of_hooked_step",
+    "end_event",
+    "end_event_with",
+    "forgets_works",
     "has_step_hooks",
     "is_autograd_compiled",
     "is_step_hooked",
@@ -54,6 +59,8 @@ PRIVATE_NAMES = {
     "torch.Tensor._indices": "the tensor is coalesced",
     "torch.Tensor._values": "likewise",
     "torch.autograd.profiler._is_profiler_enabled": "the profiler shows no spans",
+    "torch.autograd._record_function_with_args_enter": "the profiler shows no operations of torch.distributed",
+    "torch.autograd._record_function_with_args_exit": "likewise",
     "torch.optim.Optimizer.profile_hook_step": "a step that has lost its hooks does not get them again",
     "torch.optim.SGD.step.hooked": "each optimizer counts as one with hooks",
     "torch.optim.SGD._optimizer_step_pre_hooks": "likewise",
@@ -178,6 +185,30 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 def profiler_state() -> Any:
     """A thing whose ``_is_profiler_enabled`` is true while a profiler runs in this process."""
     return profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
+
+
+def begin_event(name: str, inputs: Sequence[torch.Tensor]) -> Any:
+    """Begins an event that the profiler shows with the shapes of its inputs; None: this torch cannot."""
+    enter = getattr(torch.autograd, "_record_function_with_args_enter", None)
+    return None if enter is None else enter(name, *inputs)
+
+
+def end_event(event: Any) -> None:
+    """Ends an event here."""
+    torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
+
+
+def end_event_with(event: Any, future: torch.futures.Future[Any]) -> Any:
+    """Has a future end an event; a future that is complete after that."""
+    return torch.ops.profiler._call_end_callbacks_on_jit_fut(event, future)
+
+
+# -- torch.distributed ---------------------------------------------------------------------------------------------
+
+
+def forgets_works() -> bool:
+    """Whether C++ that gets a work of a group in Python does not keep the Python half of it."""
+    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 7)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

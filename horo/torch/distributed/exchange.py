@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +16,9 @@ from horo.bootstrap.running_rank import RunningRank
 from horo.core import context
 from horo.core.context import OPS, RequestBuffer
 from horo.errors import AbortedError, HoroError, NotInitializedError, UnsupportedError, UsageError
+from horo.torch.compat.profiler import profiling
 from horo.torch.distributed.connection import close_job
+from horo.torch.distributed.recorded import recorded
 from horo.torch.distributed.reduction import Reduction
 from horo.torch.distributed.work import DONE, HoroWork, Pending
 from horo.torch.engine.operation import DTYPES, check_tensor, count_change
@@ -82,6 +85,8 @@ class Exchange:
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
+        self.recorded_as = "horo"
+        """The backend in torch's profiler."""
         self._closed = ""
         self._has_paired = False
         """This rank has sent or received, so others may do so without it."""
@@ -99,7 +104,7 @@ class Exchange:
         Returns:
             As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
         """
-        if self._closed:
+        if self._closed or profiling._is_profiler_enabled:
             return None
         tensors: tuple[torch.Tensor, ...] = ()
         try:
@@ -127,6 +132,11 @@ class Exchange:
         Raises:
             HoroError: of the request, where the caller waits; the request cannot be begun.
         """
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, call.op, call.inputs, lambda: self._do(call, opts))
+        return self._do(call, opts)
+
+    def _do(self, call: GroupCall, opts: Any) -> Any:
         self.check_open()
         if self.pending is None:
             _copy_alone(call)
@@ -147,6 +157,8 @@ class Exchange:
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
+        if profiling._is_profiler_enabled:
+            may_keep = False  # ``again`` would take none
         if call.key is not None and may_keep:  # the key has no factor, and a complex tensor may be conjugated lazily
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
@@ -183,6 +195,11 @@ class Exchange:
 
     def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
         """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
+        return self._gather_rows(rows, finish, opts)
+
+    def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., None], opts: Any) -> Any:
         self.check_open()
         if self.pending is None:
             finish([Gathered(each, [len(each)]) for each in rows])
@@ -202,6 +219,11 @@ class Exchange:
 
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "send", [source], lambda: self._send(source, peer, tag))
+        return self._send(source, peer, tag)
+
+    def _send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
         return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
@@ -215,6 +237,19 @@ class Exchange:
         after: Callable[[], None] | None,
     ) -> Any:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
+        begin = functools.partial(self._receive, target, peer, tag, results, after)
+        if profiling._is_profiler_enabled:
+            return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
+        return begin()
+
+    def _receive(
+        self,
+        target: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        results: Sequence[torch.Tensor],
+        after: Callable[[], None] | None,
+    ) -> Any:
         pending = self._core("recv")
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), DTYPES[target.dtype])
         core = pending.core

@@ -19,6 +19,7 @@ from horo.core.completion import wait_a_moment
 from horo.core.context import Context
 from horo.diagnostics.deadlock import OwnThread
 from horo.errors import AbortedError, HoroError, TimeoutError
+from horo.torch.compat.torch_private import forgets_works
 from horo.torch.engine.operation import count_change
 
 __all__ = ["DONE", "HoroWork", "Pending"]
@@ -26,6 +27,9 @@ __all__ = ["DONE", "HoroWork", "Pending"]
 _NO_TIMEOUT = timedelta(0)
 _IDLE_MOST = 2
 """Idle threads for futures: a step of DDP needs so many, again and again."""
+_IS_FORGOTTEN = forgets_works()
+_HELD_MAX = 64
+"""Works that nobody has waited for, at most; C++ of torch has waited for each before it began so many more."""
 
 
 class _Done(torch_distributed.Work):
@@ -87,35 +91,51 @@ class HoroWork(torch_distributed.Work):
         self._outputs = outputs
         self._after = after
         self._error: HoroError | None = None
+        self._event: torch.futures.Future[Any] | None = None
         self._source = -1
         self._is_done = False
         self._ending = threading.Lock()
         self._spans = spans
         pending.works.add(self)
+        if _IS_FORGOTTEN:
+            pending.hold(self)
         pending.memory.add(handle, spans)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Blocks, with the GIL released, until the operation is done. Raises its error, or ``TimeoutError``."""
         if not self._is_done:
-            within_s = timeout.total_seconds()
-            try:
-                if within_s > 0:
-                    self._pending.core.wait(self.handle, within_s)
-                else:
-                    self._pending.core.wait(self.handle)
-            except AbortedError as error:
-                if within_s > 0 and not self.is_completed():
-                    raise TimeoutError(
-                        f"wait({within_s:g} s): the operation is not done; it goes on, and its tensors stay in use"
-                    ) from None
-                self.end(error)
-            except HoroError as error:
-                self.end(error)
-            else:
-                self.end()
+            self._await_end(timeout.total_seconds())
+        if _IS_FORGOTTEN:
+            self._pending.let_go(self)
+        if self._event is not None:
+            self._event.wait()
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
+
+    def _await_end(self, within_s: float = 0) -> None:
+        try:
+            if within_s > 0:
+                self._pending.core.wait(self.handle, within_s)
+            else:
+                self._pending.core.wait(self.handle)
+        except AbortedError as error:
+            if within_s > 0 and not self.is_completed():
+                raise TimeoutError(
+                    f"wait({within_s:g} s): the operation is not done; it goes on, and its tensors stay in use"
+                ) from None
+            self.end(error)
+        except HoroError as error:
+            self.end(error)
+        else:
+            self.end()
+
+    def record_until(self, event: torch.futures.Future[Any]) -> None:
+        """Has waits of the program return after ``event``, which a future of this operation completes.
+
+        A profiler that is turned off then has the whole event.
+        """
+        self._event = event
 
     def synchronize(self) -> None:
         """As ``wait``."""
@@ -132,8 +152,7 @@ class HoroWork(torch_distributed.Work):
     def exception(self) -> HoroError | None:
         """The error with which it has ended; None: it has not, or well."""
         if not self._is_done and self.is_completed():
-            with contextlib.suppress(HoroError):
-                self.wait()
+            self._await_end()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -152,16 +171,18 @@ class HoroWork(torch_distributed.Work):
         """A future with the list of tensors that have the result."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         self._pending.complete_later(self, future)
+        if _IS_FORGOTTEN:
+            self._pending.let_go(self)
         return future
 
     def settle(self, future: torch.futures.Future[Any]) -> None:
         """Completes a future of this operation, which has ended."""
-        try:
-            self.wait()
-        except Exception as error:
-            future.set_exception(error.with_traceback(None))  # its frames refer to the future, which no collector sees
-        else:
+        if not self._is_done:
+            self._await_end()
+        if self._error is None:
             future.set_result(list(self._outputs))
+        else:  # without its frames, which refer to the future: no collector sees that
+            future.set_exception(self._error.with_traceback(None))
 
     def end(self, error: HoroError | None = None) -> None:
         """Takes the end of the operation: its results to their places, or its error. The first call counts."""
@@ -249,12 +270,26 @@ class Pending:
         self.core = core
         self.works: weakref.WeakSet[HoroWork] = weakref.WeakSet()
         self.memory = _Memory(core)
+        self._held: dict[HoroWork, None] = {}
+        """In the order of their beginnings: works that C++ may have, where torch does not keep them for it."""
         self.futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
         self.is_awaited = False
         """A thread is in the core for them, or on its way."""
         self._is_stopping = False
         with _threads.changed:
             _threads.groups += 1
+
+    def hold(self, work: HoroWork) -> None:
+        """Keeps a work until it was waited for or has a future, or many others have begun."""
+        with _threads.changed:
+            self._held[work] = None
+            if len(self._held) > _HELD_MAX:
+                del self._held[next(iter(self._held))]
+
+    def let_go(self, work: HoroWork) -> None:
+        """Ends ``hold``."""
+        with _threads.changed:
+            self._held.pop(work, None)
 
     def complete_later(self, work: HoroWork, future: torch.futures.Future[Any]) -> None:
         """Has a thread complete ``future`` when ``work`` is done."""
@@ -344,6 +379,7 @@ class _Threads:
                     return
                 pending = self._wanted.popleft()
             pending.complete_first()
+            del pending  # an idle thread keeps no group
 
 
 _threads = _Threads()
